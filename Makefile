@@ -1,0 +1,45 @@
+# make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
+# make test     make the environment, then lint, types and tests
+# make install  make the environment with every extra
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install demo test lint types tests format bench clean
+
+install: $(INSTALLED)
+
+# Made anew only when what it is made of changes: afterwards nothing here needs a network.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("rapidformer needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+demo: install
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo/run.py
+
+test: lint types tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+tests: install
+	$(BIN)/python -m pytest
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/loop_overhead.py
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,118 @@
+"""Data parallelism on a model as it is: gradients of all processes are summed, the module stays.
+
+DistributedDataParallel would put a proxy around the user's module, decide at the *forward* pass
+whether to communicate, and fail on parameters that a step does not use. Here a hook per parameter
+fills buckets during the backward pass, so communication overlaps with it; a parameter that no
+process used keeps ``grad = None``, just as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(eq=False)
+class _Bucket:
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    waiting: int = 0
+    flat: torch.Tensor | None = None
+    work: dist.Work | None = None
+    all_used: torch.Tensor | None = None
+    """A one per parameter, kept on the device: what is sent when every parameter has a gradient."""
+
+
+class GradientReducer:
+    """Sums gradients over the processes while the backward pass is still running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buckets = _build_buckets(p for p in model.parameters() if p.requires_grad)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._is_active = False
+        self._next = 0
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def before_backward(self, is_last: bool) -> None:
+        """Sum in the coming backward pass, if it is the last one of the update."""
+        self._is_active = is_last
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.parameters)
+
+    def after_backward(self) -> None:
+        """Send what is left, wait for the sums and hand them out as the gradients."""
+        if not self._is_active:
+            return
+        self._is_active = False
+        for bucket in self._buckets[self._next :]:
+            _launch(bucket)
+        for bucket in self._buckets:
+            _finish(bucket)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._is_active:
+            return
+        bucket = self._bucket_of[parameter]
+        if bucket.work is not None:
+            raise RuntimeError(
+                "a parameter got a second gradient in one backward pass after the first was sent. "
+                "This happens with reentrant activation checkpointing: use use_reentrant=False."
+            )
+        bucket.waiting -= 1
+        # In order, never as they fill: every process must send the same bucket at the same time.
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
+            _launch(self._buckets[self._next])
+            self._next += 1
+
+
+def apply_data_parallel(model: nn.Module) -> GradientReducer:
+    """Give every process the first one's weights, and sum gradients from now on."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)
+    return GradientReducer(model)
+
+
+def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
+    """Group parameters from the last to the first: the order in which gradients come."""
+    buckets: list[_Bucket] = []
+    size = 0
+    # A parameter that is used twice is listed once: duplicates are dropped by `parameters()`.
+    for parameter in reversed(list(parameters)):
+        last = buckets[-1].parameters[0] if buckets else None
+        if last is None or size >= _BUCKET_BYTES or last.dtype != parameter.dtype:
+            buckets.append(_Bucket())
+            size = 0
+        buckets[-1].parameters.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return buckets
+
+
+def _launch(bucket: _Bucket) -> None:
+    first = bucket.parameters[0]
+    if bucket.all_used is None:
+        bucket.all_used = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
+    used = [p.grad is not None for p in bucket.parameters]
+    flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+    bucket.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
+    bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+
+
+def _finish(bucket: _Bucket) -> None:
+    assert bucket.work is not None and bucket.flat is not None
+    bucket.work.wait()
+    sizes = [p.numel() for p in bucket.parameters]
+    *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
+    for i, (parameter, gradient) in enumerate(zip(bucket.parameters, gradients, strict=True)):
+        # Only a process that lacks a gradient has to ask whether another one had it.
+        if parameter.grad is not None or flags[i].item() > 0:
+            parameter.grad = gradient.view_as(parameter)
+    bucket.flat, bucket.work = None, None

@@ -1,0 +1,99 @@
+"""The order in which switches are applied to a model. Read from top to bottom, it is the manual.
+
+Recompute comes before compile, so that a compiled block is recomputed as compiled; both before
+sharding, which must see the final blocks; the precision last, around everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.data_parallel import apply_data_parallel
+from rapidformer.accel.precision import Precision, apply_mixed_precision
+from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.sharding import ShardedGradients, apply_sharding
+from rapidformer.config import TrainingArguments
+from rapidformer.log import warn_once
+from rapidformer.models.plan import ModelPlan, find_plan
+
+
+class GradientSynchronizer(Protocol):
+    """What every data-parallel strategy does around a backward pass: leave *sums* in ``.grad``."""
+
+    def before_backward(self, is_last: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+class _Alone:
+    """One process: nothing to synchronize."""
+
+    def before_backward(self, is_last: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Parallelized:
+    """A model with its switches on."""
+
+    model: nn.Module
+    plan: ModelPlan
+    synchronizer: GradientSynchronizer
+    switches: list[str] = field(default_factory=list)
+    """What was switched on, and why: shown at start-up."""
+
+    def settle(self) -> None:
+        """Bring the model into the state between two updates (after an evaluation, say)."""
+        if isinstance(self.synchronizer, ShardedGradients):
+            self.synchronizer.reshard()
+
+
+def parallelize(
+    model: nn.Module,
+    args: TrainingArguments,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    precision: Precision,
+) -> Parallelized:
+    """Apply every switch that the settings ask for, in place."""
+    plan = find_plan(model)
+    model.to(device)
+    switches = [f"precision: {precision.reason}"]
+    if args.checkpoint_activations:
+        granularity = args.recompute_granularity or "full"
+        apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
+        every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
+        switches.append(f"recompute: {granularity}{every} of {len(plan.blocks)} blocks")
+    if args.compile:
+        apply_compile(model, plan, backend=args.compile_backend)
+        switches.append(_describe_compile(args, plan))
+    synchronizer: GradientSynchronizer = _Alone()
+    if mesh is None:
+        if args.zero_stage:
+            warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    elif args.zero_stage:
+        synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
+        switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
+    else:
+        synchronizer = apply_data_parallel(model)
+        switches.append(f"data parallel over {mesh.size()} processes")
+    apply_mixed_precision(model, precision, device)
+    return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
+
+
+def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:
+    what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
+    why = (
+        " (--onnx-runtime-training: ONNX Runtime's training package has ended)"
+        if args.onnx_runtime_training
+        else ""
+    )
+    return f"torch.compile of {what} with {args.compile_backend}{why}"

@@ -1,0 +1,147 @@
+"""Mixed precision: 16-bit arithmetic by autocast, weights and optimizer state in fp32.
+
+The model gets a subclass of its own class whose ``__call__`` runs under autocast, so that a loop
+written by the user needs no context manager. fp16 also needs its loss scaled: ``LossScaler``
+follows Megatron's rule (with hysteresis), and the engine undoes the scale where it divides
+gradients anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The arithmetic of a run and why it was chosen."""
+
+    dtype: torch.dtype | None
+    reason: str
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        return self.dtype is torch.float16
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
+
+
+def choose_precision(asked: str | None, device: torch.device) -> Precision:
+    """bf16 where the device computes in it, fp16 otherwise, or what the user asked for."""
+    if asked is None:
+        return Precision(dtype=None, reason="fp32")
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bf16" and not has_bf16:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigurationError(f"--mixed-precision bf16: {name} has no bf16; use fp16.")
+    if asked == "fp16" or not has_bf16:
+        why = "asked for" if asked == "fp16" else "this device has no bf16"
+        return Precision(dtype=torch.float16, reason=f"fp16 with loss scaling ({why})")
+    why = "asked for" if asked == "bf16" else "this device has it"
+    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({why})")
+
+
+def apply_mixed_precision(
+    model: nn.Module, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Run every call of the model under autocast, over fp32 weights."""
+    if precision.dtype is None:
+        return model
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+    cls: Any = type(model)
+    model.__class__ = _get_autocast_class(cls, precision, device)
+    return model
+
+
+@functools.cache
+def _get_autocast_class(
+    cls: type[nn.Module], precision: Precision, device: torch.device
+) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with precision.autocast(device):
+            output = cls.__call__(self, *args, **kwargs)
+        return output if _has_loss(output) else _to_fp32(output)
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def _has_loss(output: Any) -> bool:
+    return isinstance(output, dict) and output.get("loss") is not None
+
+
+def _to_fp32(output: Any) -> Any:
+    """A loss that the user computes from the output must not be computed in 16 bits."""
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    if dataclasses.is_dataclass(output) and isinstance(output, dict):
+        # Hugging Face's output objects: assignment keeps key and attribute in step.
+        for key, value in list(output.items()):
+            output[key] = _to_fp32(value)
+        return output
+    if isinstance(output, dict):
+        return type(output)({key: _to_fp32(value) for key, value in output.items()})
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        return tuple(_to_fp32(value) for value in output)
+    return output
+
+
+class LossScaler:
+    """Keeps fp16 gradients in range: a fixed factor, or one that adapts."""
+
+    def __init__(
+        self,
+        *,
+        fixed: float | None = None,
+        initial: float = 2.0**16,
+        minimum: float = 1.0,
+        window: int = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        self.scale = fixed if fixed is not None else initial
+        self._is_dynamic = fixed is None
+        self._minimum = minimum
+        self._window = window
+        self._hysteresis = hysteresis
+        self._patience = hysteresis
+        self._clean_updates = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Halve after too many overflows, double after a long clean stretch."""
+        if not self._is_dynamic:
+            return
+        if overflowed:
+            self._clean_updates = 0
+            self._patience -= 1
+            if self._patience <= 0:
+                self.scale = max(self.scale / 2, self._minimum)
+            return
+        self._clean_updates += 1
+        if self._clean_updates == self._window:
+            self._clean_updates = 0
+            self._patience = self._hysteresis
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "scale": self.scale,
+            "patience": self._patience,
+            "clean_updates": self._clean_updates,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = float(state["scale"])
+        self._patience = int(state["patience"])
+        self._clean_updates = int(state["clean_updates"])

@@ -1,0 +1,78 @@
+"""Activation checkpointing for any model with a list of blocks.
+
+A block gets a subclass of its own class whose ``__call__`` recomputes: no wrapper module, so names,
+checkpoints and isinstance stay as they are, and a compiled block is recomputed as compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import ModelPlan
+
+_aten = torch.ops.aten
+# What selective recompute keeps: results that are dear to compute for the memory they take.
+_KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_recompute(
+    model: nn.Module, plan: ModelPlan, *, granularity: str = "full", interval: int = 1
+) -> nn.Module:
+    """Recompute every ``interval``-th block in the backward pass."""
+    if not plan.blocks:
+        raise ConfigurationError(
+            f"--checkpoint-activations: no repeated blocks were found in {type(model).__name__}. "
+            "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
+        )
+    for block in plan.get_blocks(model)[::interval]:
+        cls: Any = type(block)
+        block.__class__ = _get_recomputing_class(cls, granularity)
+    return model
+
+
+@functools.cache
+def _get_recomputing_class(cls: type[nn.Module], granularity: str) -> type[nn.Module]:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if granularity == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(cls.__call__, self)
+        if not (self.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        # A block that fills a key-value cache would fill it twice, and training needs none.
+        args = tuple(_drop_cache(value) for value in args)
+        kwargs = {name: _drop_cache(value) for name, value in kwargs.items()}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        return checkpoint(run, *args, **options, **kwargs)
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def _drop_cache(value: Any) -> Any:
+    # By name: models without transformers must not import it.
+    return None if any(cls.__name__ == "Cache" for cls in type(value).__mro__) else value
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

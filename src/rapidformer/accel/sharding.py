@@ -1,0 +1,65 @@
+"""ZeRO-1, -2 and -3 (= FSDP): one mechanism, ``fully_shard``, with three settings.
+
+What each stage keeps whole:
+  1  parameters and gradients between micro-batches; gradients are reduced once, at the last one
+  2  parameters; gradients are reduced and scattered in every micro-batch
+  3  nothing: parameters are gathered block by block
+Optimizer state is split in all of them. A module that owns a tied weight stays in the root's group,
+since two groups cannot own one parameter.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from rapidformer.models.plan import ModelPlan
+
+
+class ShardedGradients:
+    """Tells the sharded model, before each backward pass, whether it is the update's last."""
+
+    def __init__(self, model: nn.Module, stage: int) -> None:
+        self._root = _as_sharded(model)
+        self._groups = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._stage = stage
+
+    def before_backward(self, is_last: bool) -> None:
+        self._root.set_is_last_backward(is_last)
+        if self._stage == 1:
+            self._root.set_requires_gradient_sync(is_last)
+        if self._stage < 3:
+            self._root.set_reshard_after_backward(is_last)
+
+    def after_backward(self) -> None:
+        """Nothing: fully_shard finishes in the backward pass itself."""
+
+    def reshard(self) -> None:
+        """Split parameters that a forward pass without a backward pass has left whole."""
+        for group in self._groups:
+            group.reshard()
+
+
+def apply_sharding(
+    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int
+) -> ShardedGradients:
+    """Split parameters, gradients and optimizer state over the mesh, in place."""
+    tied_names = {name for group in plan.tied for name in group}
+    for name in plan.blocks:
+        block = model.get_submodule(name)
+        if not any(tied.startswith(f"{name}.") for tied in tied_names):
+            fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
+    fully_shard(model, mesh=mesh, reshard_after_forward=stage == 3)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums over the processes; the engine divides once, by the true count.
+            # Both calls are needed: the factor alone is refused by gloo.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return ShardedGradients(model, stage)
+
+
+def _as_sharded(model: nn.Module) -> FSDPModule:
+    assert isinstance(model, FSDPModule)
+    return model

@@ -1,0 +1,59 @@
+"""A model as a Hugging Face folder: what ``from_pretrained`` loads, whatever it was trained on.
+
+Split weights are joined on the first process; the folder replaces an older one in one step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from rapidformer.checkpoint.publish import publish, start_staging
+from rapidformer.dist.collectives import wait_for_all
+
+
+def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Path:
+    """Save weights, configuration and tokenizer; every process must call this."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = start_staging(folder)
+        _write_model(model, weights, staging)
+        if processor is not None:
+            processor.save_pretrained(staging)
+        publish(folder, with_manifest=False)
+    wait_for_all()
+    return folder
+
+
+def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        from transformers.utils import logging
+
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        model.save_pretrained(folder, state_dict=_restore_ties(model, weights))
+        if shown:
+            logging.enable_progress_bar()
+        return
+    from safetensors.torch import save_file
+
+    # safetensors refuses shared memory: a tied weight is stored under each of its names.
+    contiguous = {name: weight.clone().contiguous() for name, weight in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _restore_ties(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Let names of one parameter share one tensor again, so that it is stored once."""
+    first_name: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_name.setdefault(id(parameter), name)
+        if name in weights and first in weights:
+            weights[name] = weights[first]
+    return weights

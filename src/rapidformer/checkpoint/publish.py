@@ -1,0 +1,86 @@
+"""A folder appears whole or not at all.
+
+Everything is written under a staging name, listed in a manifest with its sizes, forced to disk and
+then renamed: a crash at any moment leaves the old folder or the new one, never a half.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from rapidformer.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_STAGING_PREFIX = ".staging-"
+
+
+def start_staging(target: Path) -> Path:
+    """An empty folder beside the target, where it can be written."""
+    staging = target.with_name(_STAGING_PREFIX + target.name)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def get_staging(target: Path) -> Path:
+    """The staging folder that the first process has made."""
+    return target.with_name(_STAGING_PREFIX + target.name)
+
+
+def publish(target: Path, *, with_manifest: bool = True) -> None:
+    """Give the staged folder its name; an older one of that name makes way at the last moment."""
+    staging = get_staging(target)
+    if with_manifest:
+        sizes = {
+            str(path.relative_to(staging)): path.stat().st_size
+            for path in sorted(staging.rglob("*"))
+            if path.is_file()
+        }
+        (staging / MANIFEST).write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
+    for path in staging.rglob("*"):
+        _force_to_disk(path)
+    _force_to_disk(staging)
+    retired = target.with_name(f".old-{target.name}")
+    shutil.rmtree(retired, ignore_errors=True)
+    if target.exists():
+        target.rename(retired)
+    staging.rename(target)
+    _force_to_disk(target.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def check_manifest(folder: Path) -> None:
+    """Refuse a folder that lacks a file, or has one of another size than was written."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        raise CheckpointError(
+            f"{folder} is not a whole checkpoint: its {MANIFEST} is missing or unreadable."
+        ) from None
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is damaged: {name} is missing.")
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"{folder} is damaged: {name} has {path.stat().st_size} bytes, {size} were written."
+            )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file in one step."""
+    temporary = path.with_name(_STAGING_PREFIX + path.name)
+    temporary.write_text(text, encoding="utf-8")
+    _force_to_disk(temporary)
+    temporary.replace(path)
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,295 @@
+"""Checkpoints of a run: ``iter_0000100/`` folders and the name of the newest.
+
+A checkpoint is the whole state: parameters and optimizer (``state/``, by tensor name), schedule,
+scaler and the global data position (``run.json``), and each process's random numbers
+(``random-00000.json``).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rapidformer.checkpoint.publish import (
+    check_manifest,
+    get_staging,
+    publish,
+    replace_text,
+    start_staging,
+)
+from rapidformer.checkpoint.random_states import get_random_states, set_random_states
+from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
+from rapidformer.dist.collectives import wait_for_all
+from rapidformer.errors import CheckpointError
+from rapidformer.log import get_logger
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_FORMAT = 1
+
+
+class Stateful(Protocol):
+    """Something whose state is a small dictionary."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """What a checkpoint is made of."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    scaler: Stateful | None
+    loader: Stateful | None
+    step: int
+    device: torch.device
+    bypass: Any
+    """A context manager inside which the optimizer steps at once (torch fills its state so)."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(
+        self,
+        state: TrainingState,
+        extra: dict[str, Any],
+        *,
+        keep: int | None = None,
+        with_optimizer: bool = True,
+        with_random_states: bool = True,
+    ) -> Path:
+        """Write a checkpoint of the current step; it appears whole, and last of all its name."""
+        target = self.folder / f"iter_{state.step:07d}"
+        if _get_rank() == 0:
+            start_staging(target)
+        wait_for_all()
+        staging = get_staging(target)
+        tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
+        save_tensors(tensors, staging / "state")
+        if with_random_states:
+            _write_json(staging / _get_random_file(), get_random_states(state.device))
+        if _get_rank() == 0:
+            _write_json(staging / "run.json", _describe_run(state, groups, extra))
+        wait_for_all()
+        if _get_rank() == 0:
+            publish(target)
+            replace_text(self.folder / TRACKER, str(state.step))
+            self._drop_old(keep)
+        wait_for_all()
+        return target
+
+    def _drop_old(self, keep: int | None) -> None:
+        for folder in find_checkpoints(self.folder)[:-keep] if keep else []:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @staticmethod
+    def load(
+        source: Path,
+        state: TrainingState,
+        *,
+        with_optimizer: bool = True,
+        with_random_states: bool = True,
+        with_position: bool = True,
+    ) -> dict[str, Any]:
+        """Restore the state in place from a checkpoint, or from the newest of a run."""
+        folder = find_checkpoint(source)
+        if folder is None:
+            raise CheckpointError(f"{source} holds no checkpoint (no iter_… folder).")
+        check_manifest(folder)
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        with_optimizer = with_optimizer and run["param_groups"] is not None
+        _load_tensors(folder, state, with_optimizer=with_optimizer)
+        if with_position:
+            state.step = run["step"]
+            if state.loader is not None and run["loader"] is not None:
+                state.loader.load_state_dict(run["loader"])
+            if state.scaler is not None and run["scaler"] is not None:
+                state.scaler.load_state_dict(run["scaler"])
+        if with_position:
+            _restore_schedule(state, run)
+        if with_random_states:
+            _load_random_states(folder, run, state.device)
+        extra: dict[str, Any] = run["extra"] if with_position else {}
+        return extra
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The published checkpoints of a run, oldest first."""
+    return sorted(p for p in folder.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
+
+
+def find_checkpoint(source: Path) -> Path | None:
+    """A checkpoint's own folder, or the newest of a run's; None where there is none."""
+    if (source / "run.json").is_file() and (source / "state").is_dir():
+        return source
+    tracker = source / TRACKER
+    if tracker.is_file():
+        named = source / f"iter_{int(tracker.read_text(encoding='utf-8').strip() or 0):07d}"
+        if named.is_dir():
+            return named
+    found = find_checkpoints(source)
+    return found[-1] if found else None
+
+
+def _collect_tensors(
+    state: TrainingState, *, with_optimizer: bool
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
+    """Everything to save by tensor name, and the optimizer's settings beside it."""
+    weights: dict[str, Any] = get_model_state_dict(state.model)
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": w for name, w in weights.items()}
+    if not with_optimizer:
+        return tensors, None
+    with state.bypass():
+        content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
+    for name, values in content["state"].items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors, [_keep_json(group) for group in content["param_groups"]]
+
+
+def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -> None:
+    tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer)
+    _compare(folder, tensors)
+    load_tensors(tensors, folder / "state")
+    prefix = "model."
+    model_part: dict[str, Any] = {
+        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+    }
+    set_model_state_dict(state.model, model_part)
+    if not with_optimizer:
+        return
+    with state.bypass():
+        content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
+        for name, values in content["state"].items():
+            for key in values:
+                values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
+        set_optimizer_state_dict(state.model, state.optimizer, content)
+
+
+def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Say plainly where a checkpoint was made for another model or optimizer."""
+    saved = read_shapes(folder / "state")
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"{name} is not in it" for name in wanted if name not in saved]
+    problems += [
+        f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    problems += [
+        f"{name} is in it, but not in the model"
+        for name in saved
+        if name not in wanted and name.startswith("model.")
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" * (len(problems) > 5))
+        raise CheckpointError(f"{folder} was saved from another model or optimizer: {shown}.")
+
+
+def _describe_run(
+    state: TrainingState, groups: list[dict[str, Any]] | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "step": state.step,
+        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "scheduler": _keep_json(state.scheduler.state_dict()),
+        "scaler": state.scaler.state_dict() if state.scaler else None,
+        "loader": state.loader.state_dict() if state.loader else None,
+        "param_groups": groups,
+        "extra": extra,
+    }
+
+
+def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
+    """Put the schedule at the saved position.
+
+    A schedule that is a function of the position follows the settings given now: a run may be
+    resumed for longer, or at another rate. Any other kind goes on with its saved state.
+    """
+    scheduler, saved = state.scheduler, run["scheduler"]
+    if isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
+        rates = [
+            base * function(scheduler.last_epoch)
+            for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        scheduler._last_lr = rates
+    else:
+        # What JSON cannot hold (functions) is the same in the scheduler that was built now.
+        scheduler.load_state_dict({**scheduler.state_dict(), **saved})
+        rates = [group["lr"] for group in run["param_groups"] or []]
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def _load_random_states(folder: Path, run: dict[str, Any], device: torch.device) -> None:
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    path = folder / _get_random_file()
+    if run["world_size"] != world_size or not path.is_file():
+        get_logger().warning(
+            "%s was saved by %d processes, %d are running: dropout draws other random numbers "
+            "than the first run would have.", folder, run["world_size"], world_size,
+        )  # fmt: skip
+        return
+    set_random_states(json.loads(path.read_text(encoding="utf-8")), device)
+
+
+def _keep_json(values: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold; tuples (Adam's betas) become lists and are fine as such."""
+    return {key: value for key, value in values.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _get_random_file() -> str:
+    return f"random-{_get_rank():05d}.json"
+
+
+@contextmanager
+def bypass_clock(clock: Any) -> Iterator[None]:
+    """Let torch step the optimizer once to fill its state, without the clock's consent."""
+    clock.is_bypassed = True
+    try:
+        yield
+    finally:
+        clock.is_bypassed = False

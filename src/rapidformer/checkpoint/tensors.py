@@ -1,0 +1,98 @@
+"""Tensors to and from disk through ``torch.distributed.checkpoint``, each process its own part.
+
+Only tensors go there; everything else is JSON. torch reads its index (``.metadata``) by unpickling,
+so ours admits the index's own classes and refuses anything else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rapidformer.errors import CheckpointError
+
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
+_ALLOWED_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_device"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the tensors; every process must call this with the same names."""
+    with _quiet():
+        save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill the tensors in place from a folder, whatever layout it was saved in."""
+    try:
+        with _quiet():
+            load(tensors, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+    # Not an Exception in torch: an ordinary `except` would let it through as a crash.
+    except CheckpointException as reason:
+        raise CheckpointError(f"{folder} cannot be read: {_first_line(reason)}") from None
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what a folder holds."""
+    metadata = _Reader(folder).read_metadata()
+    return {
+        name: tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as reason:
+            raise CheckpointError(f"{path} cannot be read: {reason}") from None
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is not the index of a checkpoint.")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED_NAMES or module.startswith(_ALLOWED_MODULES):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch remarks on runs of one process, which are as good as any."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _first_line(reason: BaseException) -> str:
+    return next((line for line in str(reason).splitlines() if line.strip()), type(reason).__name__)

@@ -1,0 +1,1 @@
+"""The ``rapidformer`` command: one file per sub-command; bare flags train."""

@@ -1,0 +1,28 @@
+"""``rapidformer evaluate``: the metrics of a model on a split of the data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rapidformer.config import parse_arguments
+from rapidformer.errors import ConfigurationError
+
+
+def run(argv: list[str]) -> None:
+    """Print the metrics, and write them to ``--output`` where it is given."""
+    args = parse_arguments(argv)
+    if args.task is None:
+        raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
+    from rapidformer.engine import RapidformerEngine
+    from rapidformer.tasks.runner import evaluate_task
+
+    engine = RapidformerEngine(args=args)
+    metrics = evaluate_task(engine)
+    if engine.is_main:
+        text = json.dumps({"split": args.eval_split, **metrics}, indent=1)
+        if args.output is not None:
+            Path(args.output).write_text(text + "\n", encoding="utf-8")
+        sys.stdout.write(text + "\n")
+    engine.close()

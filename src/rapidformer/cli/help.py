@@ -1,0 +1,85 @@
+"""Help and ``--print-config``, both made from the settings themselves."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from itertools import groupby
+
+from rapidformer.cli.main import COMMANDS
+from rapidformer.config import Setting, get_settings, parse_arguments, resolve
+
+_INTRODUCTION = """\
+usage: rapidformer [command] --flag value ...
+
+  rapidformer --task sequence_classification --pretrained-model-name-or-path bert-base-cased \\
+      --data-path glue --data-name mrpc --epochs 3 --lr 2e-5 --save runs/mrpc --mixed-precision
+  rapidformer --user-script my_finetuner.py --epochs 3 ...
+"""
+_COMMON = {
+    "evaluate": "rapidformer evaluate --task TASK --load RUN/best --data-path DATA",
+    "predict": 'rapidformer predict --task TASK --load RUN/best --input "a text" --output FILE',
+    "plot": "rapidformer plot RUN [--output curve.png]",
+    "tasks": "rapidformer tasks",
+}
+
+
+def show_help(command: str | None) -> None:
+    """Everything on one page, grouped as the settings are."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    write = sys.stdout.write
+    if command in ("tasks", "plot"):
+        write(f"usage: {_COMMON[command]}\n\n{COMMANDS[command][2]}\n")
+        return
+    if command in _COMMON:
+        write(f"usage: {_COMMON[command]}\n\n{COMMANDS[command][2]}\n")
+    else:
+        write(_INTRODUCTION)
+        write("\ncommands\n")
+        for name, (_, _, text) in COMMANDS.items():
+            write(f"  {name:<12}{text}\n")
+    for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
+        write(f"\n{section.lower()}\n")
+        for setting in settings:
+            write(_format_setting(setting, width))
+    write(
+        "\nEvery switch has a --no- form. Names of Hugging Face, Megatron, FlagAI and MindFormers\n"
+        "are understood too (--learning-rate, --per-device-train-batch-size, ...), as are\n"
+        "underscores. --print-config shows every value and where it comes from.\n"
+    )
+
+
+def _format_setting(setting: Setting, width: int) -> str:
+    left = "  " + setting.flag + _format_value(setting)
+    text = setting.help
+    if setting.is_switch and setting.default is True:
+        left, text = "  " + setting.flag.replace("--", "--no-", 1), f"do not: {text}"
+    elif setting.default not in (None, False) and "default" not in text:
+        text += f" (default: {setting.default})"
+    lines = textwrap.wrap(text, max(width - 40, 30)) or [""]
+    first = f"{left:<39} {lines[0]}" if len(left) < 39 else f"{left}\n{'':<39} {lines[0]}"
+    return "\n".join([first, *(f"{'':<39} {line}" for line in lines[1:])]) + "\n"
+
+
+def _format_value(setting: Setting) -> str:
+    if setting.is_switch:
+        return ""
+    if setting.choices:
+        joined = "|".join(choice for choice in setting.choices if choice != "auto")
+        return f" [{joined}]" if "auto" in setting.choices else f" {joined}"
+    name = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+    return f" {name} ..." if setting.is_list or setting.is_one_or_many else f" {name}"
+
+
+def print_config(argv: list[str]) -> None:
+    """Every setting as YAML that ``--config`` reads back, with the origin of each value."""
+    import yaml
+
+    args = resolve(parse_arguments(argv))
+    for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
+        sys.stdout.write(f"# {section}\n")
+        for setting in settings:
+            value = yaml.safe_dump(getattr(args, setting.name), default_flow_style=True, width=1000)
+            text = f"{setting.name}: {value.splitlines()[0]}"
+            sys.stdout.write(f"{text:<60} # {args.sources.get(setting.name, 'default')}\n")

@@ -1,0 +1,120 @@
+"""The door of the command: which sub-command, how many processes, and how errors are shown.
+
+Importing this imports no torch: help, ``tasks`` and errors in flags answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from rapidformer.errors import RapidformerError
+
+# Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
+COMMANDS: dict[str, tuple[str, bool, str]] = {
+    "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
+    "evaluate": ("rapidformer.cli.evaluate", True, "metrics of a model on a split of the data"),
+    "predict": ("rapidformer.cli.predict", True, "a model's answers to texts or a file"),
+    "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
+    "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve as a picture"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except RapidformerError as error:
+        _show(error)
+        return int(getattr(error, "exit_code", 1))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    name = words[0] if words and not words[0].startswith("-") else "train"
+    if name not in COMMANDS:
+        raise RapidformerError(_describe_unknown(name))
+    rest = words[1:] if words and words[0] == name else words
+    if not words or "--help" in rest or "-h" in rest:
+        from rapidformer.cli.help import show_help
+
+        show_help(name if words and words[0] == name else None)
+        return 0
+    if "--version" in rest:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"rapidformer {version('rapidformer')}\n")
+        return 0
+    module, is_distributed, _ = COMMANDS[name]
+    if is_distributed:
+        if "--print-config" in rest:
+            from rapidformer.cli.help import print_config
+
+            print_config([word for word in rest if word != "--print-config"])
+            return 0
+        if _starts_processes(name, rest):
+            return 0
+    run: Callable[[list[str]], None] = import_module(module).run
+    run(rest)
+    return 0
+
+
+def _starts_processes(name: str, words: list[str]) -> bool:
+    """Start one process per GPU, if there are several; False where this one is enough."""
+    from rapidformer.config import parse_arguments
+    from rapidformer.config.validate import find_problems
+    from rapidformer.errors import ConfigurationError
+    from rapidformer.launch.environment import is_launched, plan_launch
+
+    if is_launched():
+        return False
+    if not any(word.startswith("--user-script") for word in words):
+        # Said before any process is started; a script may have flags of its own and checks later.
+        problems = find_problems(args := parse_arguments(words))
+        if problems:
+            raise ConfigurationError(problems)
+    else:
+        args = parse_arguments(_keep_known_flags(words))
+    plan = plan_launch(args)
+    if plan.world_size == 1:
+        return False
+    from rapidformer.launch.local import launch
+
+    launch(plan, [name, *words])
+    return True
+
+
+def _keep_known_flags(words: list[str]) -> list[str]:
+    """The settings among a script's flags: those of its own are known to the script alone."""
+    from rapidformer.config import build_parser
+
+    parser = build_parser()
+    _, unknown = parser.parse_known_args(words)
+    return [word for word in words if word not in unknown]
+
+
+def _describe_unknown(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"there is no command {name!r}: use one of {', '.join(COMMANDS)}.{hint}"
+
+
+def _show(error: RapidformerError) -> None:
+    from rapidformer.launch.local import report_failure
+
+    if not report_failure(str(error)):
+        sys.stderr.write(f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""``rapidformer predict``: a model's answers to texts (``--input``) or a file (``--data-path``)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import TrainingArguments, parse_arguments
+from rapidformer.errors import ConfigurationError, DataError
+
+
+def run(argv: list[str]) -> None:
+    """Write one JSON object per example, to ``--output`` or to the terminal."""
+    args = parse_arguments(argv)
+    if args.task is None:
+        raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
+    rows = _read_rows(args)
+    from rapidformer.engine import RapidformerEngine
+    from rapidformer.tasks.runner import predict_task
+
+    engine = RapidformerEngine(args=args)
+    predictions = predict_task(engine, rows[: args.max_predict_samples])
+    if engine.is_main:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
+        if args.output is not None:
+            Path(args.output).write_text(text, encoding="utf-8")
+        else:
+            sys.stdout.write(text)
+    engine.close()
+
+
+def _read_rows(args: TrainingArguments) -> list[dict[str, Any] | str]:
+    if args.input is not None:
+        return [_read_one(text) for text in args.input]
+    if args.data_path is None and args.data_dir is None and args.test_data is None:
+        raise ConfigurationError("what to predict on? Give --input TEXT ... or --data-path FILE.")
+    from rapidformer.data.sources import load_splits
+
+    splits = load_splits(args)
+    split = args.eval_split if args.is_given("eval_split") else None
+    name = split or next(name for name in ("test", "validation", "train") if name in splits)
+    if name not in splits:
+        raise DataError(f"the data has no split {name!r}, only {', '.join(splits)}.")
+    return list(splits[name])
+
+
+def _read_one(text: str) -> dict[str, Any] | str:
+    """A text as it is, or the columns of an example as a JSON object."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        row: dict[str, Any] = json.loads(text)
+    except ValueError as reason:
+        raise DataError(f"--input {text!r} is not valid JSON: {reason}.") from None
+    return row

@@ -1,0 +1,55 @@
+"""``rapidformer [train]``: the black box by ``--task``, the white box by ``--user-script``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from rapidformer.config import parse_arguments
+from rapidformer.errors import ConfigurationError
+
+
+def run(argv: list[str]) -> None:
+    """Train in this process."""
+    script = _find_user_script(argv)
+    if script is not None:
+        _run_script(script, argv)
+        return
+    args = parse_arguments(argv)
+    if args.task is None:
+        raise ConfigurationError(
+            "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE.py."
+        )
+    if args.task == "pretraining":
+        raise ConfigurationError(
+            "--task pretraining is not in this version yet: write a PreTrainer and run it with "
+            "--user-script."
+        )
+    from rapidformer.tasks.registry import get_task
+
+    get_task(args.task)
+    from rapidformer.engine import RapidformerEngine
+    from rapidformer.tasks.runner import train_task
+
+    engine = RapidformerEngine(args=args)
+    train_task(engine)
+    engine.close()
+
+
+def _find_user_script(argv: list[str]) -> str | None:
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word in ("--user-script", "--user_script"):
+            return following
+        if word.startswith(("--user-script=", "--user_script=")):
+            return word.partition("=")[2]
+    return None
+
+
+def _run_script(script: str, argv: list[str]) -> None:
+    """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
+    if not Path(script).is_file():
+        raise ConfigurationError(f"--user-script {script} is not a file.")
+    sys.argv = [script, *argv]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,19 @@
+"""Settings: sections of typed fields, read from flags, YAML and code in four dialects.
+
+Nothing in this room imports torch, so that ``rapidformer --help`` answers at once.
+"""
+
+from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.derive import resolve
+from rapidformer.config.parse import arguments_from_mapping, build_parser, parse_arguments
+from rapidformer.config.schema import Setting, get_settings
+
+__all__ = [
+    "Setting",
+    "TrainingArguments",
+    "arguments_from_mapping",
+    "build_parser",
+    "get_settings",
+    "parse_arguments",
+    "resolve",
+]

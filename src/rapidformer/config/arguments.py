@@ -1,0 +1,90 @@
+"""``TrainingArguments``: all sections joined, flat for the user, frozen for everybody.
+
+A function that needs one section takes that section's type; the joined object is one of each.
+Nothing changes an instance: deriving makes a new one with ``replace``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rapidformer.config.dialects import ALIASES
+from rapidformer.config.sections import (
+    AccelerationArguments,
+    CheckpointArguments,
+    DataArguments,
+    LaunchArguments,
+    LoggingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    ParallelArguments,
+    RunArguments,
+    TrainingLengthArguments,
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class TrainingArguments(
+    RunArguments,
+    ModelArguments,
+    DataArguments,
+    TrainingLengthArguments,
+    OptimizerArguments,
+    AccelerationArguments,
+    ParallelArguments,
+    CheckpointArguments,
+    LoggingArguments,
+    LaunchArguments,
+):
+    """Every setting of a run, with the user's own extra flags and the origin of each value."""
+
+    rank: int = 0
+    world_size: int = 1
+    extras: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3: how much of the training state is split over the data-parallel processes."""
+        if self.zero_3_memory_optimization or self.fsdp_memory_optimization:
+            return 3
+        return 2 if self.zero_2_memory_optimization else int(self.zero_1_memory_optimization)
+
+    def is_given(self, name: str) -> bool:
+        """Whether the user said it, in whatever place."""
+        source = self.sources.get(name, "default")
+        return source != "default" and not source.startswith("derived")
+
+    def replace(self, source: str, **values: Any) -> TrainingArguments:
+        """A copy with other values, whose origin is told by ``--print-config``."""
+        changed = {name: value for name, value in values.items() if getattr(self, name) != value}
+        sources = {**self.sources, **dict.fromkeys(changed, source)}
+        return dataclasses.replace(self, sources=sources, **changed)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other systems' names, Megatron's ``no_...`` forms, and the user's own extra flags."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        extras = self.__dict__.get("extras", {})
+        if name in extras:
+            return extras[name]
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
+        if name.startswith("no_") and name[3:] in _FIELD_NAMES:
+            return not getattr(self, name[3:])
+        near = difflib.get_close_matches(name, [*_FIELD_NAMES, *ALIASES, *extras], n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise AttributeError(f"there is no setting {name!r}{hint}")
+
+
+_FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(TrainingArguments))

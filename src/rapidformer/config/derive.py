@@ -1,0 +1,115 @@
+"""What follows from what the user said: a new ``TrainingArguments``, never a changed one.
+
+``resolve`` is the one door: it checks, derives and raises all problems together.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.validate import find_problems
+from rapidformer.errors import ConfigurationError
+
+_BLACK_BOX_MICRO_BATCH = 8
+_BLACK_BOX_LEARNING_RATE = 5e-5
+_BLACK_BOX_EPOCHS = 3
+
+
+def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> TrainingArguments:
+    """Check the settings for this many processes and fill in what follows from them."""
+    args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
+    problems = find_problems(args)
+    if not problems:
+        args = _derive_batches(_derive_switches(_derive_names(args)), problems)
+    if problems:
+        raise ConfigurationError(problems)
+    return args
+
+
+def _derive_names(args: TrainingArguments) -> TrainingArguments:
+    if args.local_rank is None or "LOCAL_RANK" in os.environ:
+        args = args.replace(
+            "derived: the launcher's LOCAL_RANK", local_rank=int(os.environ.get("LOCAL_RANK", "0"))
+        )
+    if args.data_path is None and args.data_dir is None and args.data_name is not None:
+        # The documents' prose says `--dataset-name glue` with nothing beside it.
+        args = args.replace(
+            "derived: --data-name stands alone", data_path=args.data_name, data_name=None
+        )
+    if args.load is None and args.pretrained_model_name_or_path is not None:
+        # Users' scripts call `from_pretrained(args.load)`.
+        args = args.replace(
+            "derived: --pretrained-model-name-or-path", load=args.pretrained_model_name_or_path
+        )
+    if args.task is not None and args.user_script is None:
+        args = _derive_black_box_defaults(args)
+    return args
+
+
+def _derive_black_box_defaults(args: TrainingArguments) -> TrainingArguments:
+    reason = "derived: the black box's default"
+    if args.lr is None:
+        args = args.replace(reason, lr=_BLACK_BOX_LEARNING_RATE)
+    if args.epochs is None and args.train_iters is None and args.train_samples is None:
+        args = args.replace(reason, epochs=_BLACK_BOX_EPOCHS)
+    return args
+
+
+def _derive_switches(args: TrainingArguments) -> TrainingArguments:
+    if args.fp16 and args.mixed_precision is None:
+        args = args.replace("derived: --fp16", mixed_precision="fp16")
+    if args.bf16 and args.mixed_precision is None:
+        args = args.replace("derived: --bf16", mixed_precision="bf16")
+    if args.onnx_runtime_training and not args.compile:
+        args = args.replace("derived: --onnx-runtime-training", compile=True)
+    if args.recompute_granularity is not None and not args.checkpoint_activations:
+        args = args.replace("derived: --recompute-granularity", checkpoint_activations=True)
+    if args.checkpoint_activations and args.recompute_granularity is None:
+        args = args.replace("derived: --checkpoint-activations", recompute_granularity="full")
+    return args
+
+
+def _derive_batches(args: TrainingArguments, problems: list[str]) -> TrainingArguments:
+    """Global batch = micro batch x data-parallel processes x accumulation: two give the third."""
+    replicas = args.data_parallel_size
+    micro, total = args.micro_batch_size, args.global_batch_size
+    steps = args.gradient_accumulation_steps
+    reason = "derived: global = micro x processes x accumulation"
+    if micro is None and total is not None:
+        share = replicas * (steps or 1)
+        if total % share:
+            problems.append(_explain_division(total, share, f"{share} micro-batches per update"))
+            return args
+        micro = total // share
+    if micro is None:
+        micro = _BLACK_BOX_MICRO_BATCH
+    if total is None:
+        total = micro * replicas * (steps or 1)
+    share = micro * replicas
+    if total % share:
+        rule = f"--micro-batch-size {micro} x {replicas} data-parallel processes = {share}"
+        problems.append(_explain_division(total, share, rule))
+        return args
+    if steps is not None and total != share * steps:
+        problems.append(
+            f"--global-batch-size {total} and --gradient-accumulation-steps {steps} disagree: "
+            f"--micro-batch-size {micro} x {replicas} processes x {steps} = {share * steps}. "
+            "Leave one of them out."
+        )
+        return args
+    args = args.replace(
+        reason,
+        micro_batch_size=micro,
+        global_batch_size=total,
+        gradient_accumulation_steps=total // share,
+    )
+    if args.eval_micro_batch_size is None:
+        args = args.replace("derived: --micro-batch-size", eval_micro_batch_size=micro)
+    return args
+
+
+def _explain_division(total: int, share: int, rule: str) -> str:
+    below, above = total // share * share, (total // share + 1) * share
+    choices = f"{below} or {above}" if below else f"{above}"
+    return f"--global-batch-size {total} is not a multiple of {rule}: use {choices}."

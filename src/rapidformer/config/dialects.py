@@ -1,0 +1,76 @@
+"""Other systems' names for our settings: one table, and no dialect code anywhere else.
+
+A name on the left may stand wherever one of ours may: as a flag (with dashes), as a YAML key and as
+an attribute of the arguments.
+"""
+
+from __future__ import annotations
+
+ALIASES: dict[str, str] = {
+    # Rapidformer's own wobble
+    "dataset_path": "data_path",
+    "dataset_name": "data_name",
+    # Megatron
+    "encoder_seq_length": "seq_length",
+    "recompute_activations": "checkpoint_activations",
+    "lr_scheduler_type": "lr_decay_style",
+    # Hugging Face
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "max_steps": "train_iters",
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_micro_batch_size",
+    "warmup_steps": "lr_warmup_iters",
+    "warmup_ratio": "lr_warmup_fraction",
+    "max_grad_norm": "clip_grad",
+    "adam_epsilon": "adam_eps",
+    "logging_steps": "log_interval",
+    "eval_steps": "eval_interval",
+    "save_steps": "save_interval",
+    "output_dir": "save",
+    "overwrite_output_dir": "overwrite",
+    "resume_from_checkpoint": "load",
+    "model_name_or_path": "pretrained_model_name_or_path",
+    "dataloader_num_workers": "num_workers",
+    "gradient_checkpointing": "checkpoint_activations",
+    "torch_compile": "compile",
+    "max_seq_length": "seq_length",
+    "full_determinism": "deterministic",
+    "logging_dir": "tensorboard_dir",
+    "optim": "optimizer",
+    # FlagAI
+    "batch_size": "micro_batch_size",
+    "warm_up": "lr_warmup_fraction",
+    "warm_up_iters": "lr_warmup_iters",
+    "save_dir": "save",
+    "load_dir": "load",
+    "model_parallel_size": "tensor_model_parallel_size",
+    "model_paralle_size": "tensor_model_parallel_size",
+    "optimizer_type": "optimizer",
+    "master_ip": "master_addr",
+    "num_nodes": "nnodes",
+    "num_gpus": "nproc_per_node",
+    # MindFormers
+    "model_parallel": "tensor_model_parallel_size",
+    "pipeline_stage": "pipeline_model_parallel_size",
+    "micro_batch_num": "gradient_accumulation_steps",
+}
+
+# Accepted so that existing scripts run, said once to have no effect, and why.
+WITHOUT_EFFECT: dict[str, str] = {
+    "DDP_impl": "gradients are always reduced by torch.distributed",
+    "no_contiguous_buffers_in_local_ddp": "gradients are always reduced by torch.distributed",
+    "distributed_backend": "NCCL is used on GPUs and gloo on CPUs",
+    "lazy_mpu_init": "processes are always set up when the engine is made",
+    "use_cpu_initialization": "weights are always drawn on the CPU",
+    "no_masked_softmax_fusion": "fused attention comes from torch",
+    "no_bias_gelu_fusion": "fusion is --compile's matter",
+    "no_bias_dropout_fusion": "fusion is --compile's matter",
+    "no_query_key_layer_scaling": "attention is always computed with an fp32 softmax",
+    "tensorboard_queue_size": "TensorBoard is written at every log interval",
+    "override_lr_scheduler": "the settings given now always win over those of a checkpoint",
+    "use_checkpoint_lr_scheduler": "the settings given now always win over those of a checkpoint",
+    "app_name": "the task is chosen by --task",
+    "sink_mode": "there is no data sink outside MindSpore",
+    "sink_size": "there is no data sink outside MindSpore",
+}

@@ -1,0 +1,169 @@
+"""From a command line, a YAML file and defaults to ``TrainingArguments``.
+
+Precedence: code or flag, then ``--config``, then defaults. Values are read as text and converted
+here, not by argparse, so that every problem of a command line is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.dialects import ALIASES, WITHOUT_EFFECT
+from rapidformer.config.schema import Setting, get_settings
+from rapidformer.errors import ConfigurationError
+
+ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+COMMAND_LINE = "command line"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def build_parser(
+    extra_args_provider: ExtraArgumentsProvider | None = None,
+) -> argparse.ArgumentParser:
+    """A parser with every setting, other systems' names, and the user's own flags."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="rapidformer", add_help=False, allow_abbrev=False, conflict_handler="resolve"
+    )
+    spellings: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        spellings.setdefault(name, []).append("--" + alias.replace("_", "-"))
+    for setting in get_settings().values():
+        _add_setting(parser, setting, spellings.get(setting.name, []))
+    for name in WITHOUT_EFFECT:
+        parser.add_argument(
+            "--" + name.replace("_", "-"), nargs="?", dest=name, default=argparse.SUPPRESS
+        )
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser) or parser
+    return parser
+
+
+def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: list[str]) -> None:
+    options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
+    if setting.is_switch:
+        parser.add_argument(setting.flag, *aliases, nargs="?", const="true", **options)
+        negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
+        parser.add_argument(*negations, action="store_const", const="false", **options)
+    elif "auto" in setting.choices and setting.default is None:
+        # A switch that may also name a kind: `--mixed-precision` or `--mixed-precision fp16`.
+        parser.add_argument(setting.flag, *aliases, nargs="?", const="auto", **options)
+    elif setting.is_list or setting.is_one_or_many:
+        parser.add_argument(setting.flag, *aliases, nargs="+", **options)
+    else:
+        parser.add_argument(setting.flag, *aliases, **options)
+
+
+def parse_arguments(
+    argv: Sequence[str], extra_args_provider: ExtraArgumentsProvider | None = None
+) -> TrainingArguments:
+    """Read a command line; every problem of it is in the one ConfigurationError."""
+    parser = build_parser(extra_args_provider)
+    known = parser._option_string_actions
+    namespace, unknown = parser.parse_known_args([_normalize(word, known) for word in argv])
+    problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
+    if not problems and unknown:
+        problems = [f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front"]
+    given = vars(namespace)
+    settings = get_settings()
+    file_values = _read_yaml(given.get("config"), problems)
+    from_file = f"{given['config']}" if "config" in given else ""
+    values, sources = _collect(
+        [(from_file, file_values), (COMMAND_LINE, {k: given[k] for k in given if k in settings})],
+        problems,
+    )
+    if problems:
+        raise ConfigurationError(problems)
+    extras = {k: v for k, v in given.items() if k not in settings}
+    return TrainingArguments(**values, extras=extras, sources=sources)
+
+
+def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> TrainingArguments:
+    """Settings given by name in any of the dialects, checked as flags are."""
+    problems: list[str] = []
+    canonical = _canonical_names(values, source, problems)
+    converted, sources = _collect([(source, canonical)], problems)
+    if problems:
+        raise ConfigurationError(problems)
+    return TrainingArguments(**converted, sources=sources)
+
+
+def _collect(
+    layers: list[tuple[str, Mapping[str, Any]]], problems: list[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Convert the layers of values; a later layer wins."""
+    settings = get_settings()
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, layer in layers:
+        for name, raw in layer.items():
+            setting = settings[name]
+            label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
+            try:
+                values[name] = setting.convert(raw)
+            except ValueError as reason:
+                problems.append(f"{label} {reason}.")
+                continue
+            sources[name] = source
+    return values, sources
+
+
+def _normalize(word: str, known: Mapping[str, Any]) -> str:
+    """``--micro_batch_size`` means ``--micro-batch-size``, unless the user has made such a flag."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    dashed = "--" + name[2:].replace("_", "-")
+    return word if name in known or dashed not in known else dashed + equals + value
+
+
+def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
+    name = word.partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else "`rapidformer --help` lists all flags."
+    return f"unknown flag {name}: {hint}"
+
+
+def _read_yaml(path: str | None, problems: list[str]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except OSError as reason:
+        problems.append(f"--config {path} cannot be read: {reason.strerror}.")
+        return {}
+    except yaml.YAMLError as reason:
+        problems.append(f"--config {path} is not valid YAML: {' '.join(str(reason).split())}")
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"--config {path} must hold `name: value` lines.")
+        return {}
+    return _canonical_names(content, path, problems)
+
+
+def _canonical_names(values: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+    settings = get_settings()
+    canonical: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        name = ALIASES.get(name, name)
+        if name in settings:
+            canonical[name] = value
+        elif name.startswith("no_") and name[3:] in settings:
+            canonical[name[3:]] = not value
+        elif name not in WITHOUT_EFFECT:
+            near = difflib.get_close_matches(name, [*settings, *ALIASES], n=1)
+            hint = f": did you mean {near[0]}?" if near else "."
+            problems.append(f"unknown setting {key} in {where}{hint}")
+    return canonical

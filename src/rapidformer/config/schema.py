@@ -1,0 +1,181 @@
+"""The settings as data: what each field of the sections is called, holds and means.
+
+Flags, YAML keys, help texts and the docs table are all made from here, so none of them can drift.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rapidformer.config import sections
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One thing that a user may set."""
+
+    name: str
+    section: str
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+    is_one_or_many: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+    def convert(self, value: Any) -> Any:
+        """Turn what stands on the command line or in a YAML file into this setting's type.
+
+        Raises ValueError with the reason; the caller puts the flag's name in front.
+        """
+        if value is None:
+            return None
+        if self.is_one_or_many:
+            values = [str(item) for item in (value if isinstance(value, list) else [value])]
+            return values[0] if len(values) == 1 else values
+        if self.is_list:
+            return [self._convert_one(item) for item in _as_list(value)]
+        if isinstance(value, list):
+            if len(value) != 1:
+                raise ValueError(f"takes one value, got {len(value)}: {' '.join(map(str, value))}")
+            value = value[0]
+        return self._convert_one(value)
+
+    def _convert_one(self, value: Any) -> Any:
+        if self.kind is bool:
+            return _to_bool(value)
+        if self.choices:
+            return self._to_choice(value)
+        if self.kind is int:
+            return _to_int(value)
+        if self.kind is float:
+            return _to_float(value)
+        return str(value)
+
+    def _to_choice(self, value: Any) -> str | None:
+        # A switch with a choice of kinds (`--mixed-precision`) may also be said as true or false.
+        if isinstance(value, bool) and "auto" in self.choices:
+            return "auto" if value else None
+        text = str(value)
+        for choice in self.choices:
+            if text.lower().replace("_", "-") == choice.lower().replace("_", "-"):
+                return choice
+        raise ValueError(f"must be one of {', '.join(self.choices)}, got {text!r}")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [part.strip() for part in str(value).split(",")]
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise ValueError(f"is a switch and takes true or false, got {value!r}")
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"needs a whole number, got {value!r}")
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError:
+        raise ValueError(f"needs a whole number, got {value!r}") from None
+    if not number.is_integer():
+        raise ValueError(f"needs a whole number, got {value!r}")
+    # Not int(number): a large seed must not pass through a float.
+    text = str(value).replace("_", "")
+    return int(text) if text.lstrip("+-").isdigit() else int(number)
+
+
+def _to_float(value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"needs a number, got {value!r}") from None
+
+
+@functools.cache
+def get_settings() -> dict[str, Setting]:
+    """Every setting by name, in the order in which the sections list them."""
+    docstrings = _read_field_docstrings()
+    found: dict[str, Setting] = {}
+    for section in sections.SECTIONS:
+        hints = typing.get_type_hints(section)
+        for field in dataclasses.fields(section):
+            found[field.name] = _build_setting(
+                field,
+                section,
+                hints[field.name],
+                docstrings.get((section.__name__, field.name), ""),
+            )
+    return found
+
+
+def _build_setting(field: dataclasses.Field[Any], section: type, hint: Any, text: str) -> Setting:
+    alternatives = [hint_part for hint_part in _flatten_union(hint) if hint_part is not type(None)]
+    is_list = all(typing.get_origin(part) is list for part in alternatives)
+    is_one_or_many = len(alternatives) > 1
+    first = alternatives[0]
+    if is_list:
+        first = typing.get_args(first)[0]
+    choices: tuple[str, ...] = ()
+    if typing.get_origin(first) is Literal:
+        choices, first = typing.get_args(first), str
+    return Setting(
+        name=field.name,
+        section=(section.__doc__ or section.__name__).strip(),
+        kind=first,
+        default=field.default,
+        help=" ".join(text.split()),
+        choices=choices,
+        is_list=is_list,
+        is_one_or_many=is_one_or_many,
+    )
+
+
+def _flatten_union(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _read_field_docstrings() -> dict[tuple[str, str], str]:
+    """The string under each field: Python does not keep it, so it is read from the source."""
+    texts: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sections)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, following in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+            ):
+                texts[node.name, statement.target.id] = str(following.value.value)
+    return texts

@@ -1,0 +1,145 @@
+"""The rules between settings. Every broken one is reported, each with its numbers and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rapidformer.config.arguments import TrainingArguments
+
+_AT_LEAST_ONE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
+    "max_position_embeddings", "seq_length", "decoder_seq_length", "micro_batch_size",
+    "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size", "train_samples",
+    "train_iters", "eval_interval", "save_interval", "save_total_limit", "log_interval",
+    "recompute_interval", "nproc_per_node", "nnodes", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
+    "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
+    "loss_scale_window", "hysteresis", "preprocessing_workers",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
+    "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters",
+)  # fmt: skip
+_SHARES = (
+    "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
+
+
+def find_problems(args: TrainingArguments) -> list[str]:
+    """Every rule that the settings break, in the user's own words (flags)."""
+    return [
+        *_check_ranges(args),
+        *_check_learning_rate(args),
+        *_check_length(args),
+        *_check_switches(args),
+        *_check_processes(args),
+        *_check_sizes(args),
+        *_check_files(args),
+    ]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_ranges(args: TrainingArguments) -> Iterator[str]:
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"{_flag(name)} must be at least 1, got {value}."
+    for name in _NOT_NEGATIVE:
+        value = getattr(args, name)
+        if value is not None and not value >= 0:
+            yield f"{_flag(name)} must not be negative, got {value}."
+    for name in _SHARES:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < 1:
+            yield f"{_flag(name)} must be at least 0 and below 1, got {value}."
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(args, name)
+        if not 0 <= value < 1:
+            yield f"{_flag(name)} must be at least 0 and below 1, got {value}."
+
+
+def _check_learning_rate(args: TrainingArguments) -> Iterator[str]:
+    if args.lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
+    warmups = [
+        _flag(name)
+        for name in ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
+        if getattr(args, name)
+    ]
+    if len(warmups) > 1:
+        yield f"{' and '.join(warmups)} say the same thing twice: give one of them."
+    if args.lr_decay_iters is not None and args.lr_decay_samples is not None:
+        yield "--lr-decay-iters and --lr-decay-samples say the same thing twice: give one of them."
+    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+        yield (
+            f"--lr-warmup-iters {args.lr_warmup_iters} must be below "
+            f"--lr-decay-iters {args.lr_decay_iters}."
+        )
+
+
+def _check_length(args: TrainingArguments) -> Iterator[str]:
+    if args.train_iters is not None and args.train_samples is not None:
+        yield "--train-iters and --train-samples say the same thing twice: give one of them."
+    limit = args.max_position_embeddings
+    if limit is not None and args.seq_length is not None and args.seq_length > limit:
+        yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
+
+
+def _check_switches(args: TrainingArguments) -> Iterator[str]:
+    asked = [name for name in ("fp16", "bf16") if getattr(args, name)]
+    if args.mixed_precision in ("fp16", "bf16"):
+        asked.append(args.mixed_precision)
+    if len(set(asked)) > 1:
+        yield "--fp16 and --bf16 exclude each other: give one of them."
+    stages = [
+        _flag(name)
+        for name in (
+            "zero_1_memory_optimization",
+            "zero_2_memory_optimization",
+            "zero_3_memory_optimization",
+            "fsdp_memory_optimization",
+        )
+        if getattr(args, name)
+    ]
+    if len(stages) > 1:
+        yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
+
+
+def _check_processes(args: TrainingArguments) -> Iterator[str]:
+    for name, what in (
+        ("tensor_model_parallel_size", "tensor parallelism"),
+        ("pipeline_model_parallel_size", "pipeline parallelism"),
+    ):
+        value = getattr(args, name)
+        if value > 1:
+            yield (
+                f"{_flag(name)} {value}: this version does not have {what} yet; use 1. "
+                "--zero-3-memory-optimization splits a large model over the processes."
+            )
+
+
+def _check_sizes(args: TrainingArguments) -> Iterator[str]:
+    if args.hidden_size and args.num_attention_heads:
+        remainder = args.hidden_size % args.num_attention_heads
+        if remainder:
+            yield (
+                f"--num-attention-heads {args.num_attention_heads} does not divide "
+                f"--hidden-size {args.hidden_size}."
+            )
+
+
+def _check_files(args: TrainingArguments) -> Iterator[str]:
+    if args.user_script is not None and not Path(args.user_script).is_file():
+        yield f"--user-script {args.user_script} is not a file."
+    if args.is_given("load") and args.load is not None:
+        looks_local = args.load.startswith((".", "/", "~")) or args.load.count("/") > 1
+        if looks_local and not Path(args.load).expanduser().exists():
+            yield f"--load {args.load}: there is no such folder."
+    for name in ("vocab_file", "merge_file"):
+        value = getattr(args, name)
+        if value is not None and not Path(value).is_file():
+            yield f"{_flag(name)} {value} is not a file."

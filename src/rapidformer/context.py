@@ -1,0 +1,45 @@
+"""What a user's script may ask for from anywhere: the current run's arguments, timers, tokenizer.
+
+Megatron's scripts call ``get_args()`` inside hooks that take no arguments. Only users' code uses
+this room; library code takes what it needs as parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import RapidformerError
+
+if TYPE_CHECKING:
+    from rapidformer.config import TrainingArguments
+    from rapidformer.timers import Timers
+
+
+@dataclass
+class _Context:
+    args: TrainingArguments | None = None
+    timers: Timers | None = None
+    tokenizer: Any = None
+
+
+_current = _Context()
+
+
+def set_context(*, args: TrainingArguments, timers: Timers, tokenizer: Any = None) -> None:
+    """Make a run the current one; a later engine takes over from an earlier one."""
+    _current.args, _current.timers, _current.tokenizer = args, timers, tokenizer
+
+
+def get_args() -> TrainingArguments:
+    """The settings of the current run."""
+    if _current.args is None:
+        raise RapidformerError("get_args() needs an engine: call RapidformerEngine() first.")
+    return _current.args
+
+
+def get_timers() -> Timers:
+    """The timers of the current run."""
+    if _current.timers is None:
+        raise RapidformerError("get_timers() needs an engine: call RapidformerEngine() first.")
+    return _current.timers

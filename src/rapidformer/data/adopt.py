@@ -1,0 +1,58 @@
+"""A user's DataLoader, spread over the processes without losing what it was told.
+
+Data set, collate function, batch size, workers and order carry over. A sampler of the user's own
+decides the order (it must give the same one on every process); a batch sampler cannot be cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.errors import DataError
+
+
+def adopt_loader(
+    loader: DataLoader[object],
+    *,
+    num_replicas: int,
+    replica: int,
+    rounds_per_update: int,
+    seed: int,
+    device: torch.device,
+) -> DistributedLoader:
+    """The same data in the same batches, each process its share."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if loader.batch_size is None or (
+        not is_stream and type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise DataError(
+            "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
+            "spread over processes: give it batch_size= (and sampler=, if you have an order)."
+        )
+    sampler = None if is_stream else loader.sampler
+    is_random = isinstance(sampler, RandomSampler)
+    has_own_order = sampler is not None and not isinstance(
+        sampler, (RandomSampler, SequentialSampler)
+    )
+    return DistributedLoader(
+        loader.dataset,
+        collate=loader.collate_fn,
+        micro_batch_size=loader.batch_size,
+        num_replicas=num_replicas,
+        replica=replica,
+        rounds_per_update=rounds_per_update,
+        shuffle=is_random,
+        seed=seed,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        device=device,
+        order=(lambda: list(sampler)) if has_own_order and sampler is not None else None,
+    )

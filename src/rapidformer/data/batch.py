@@ -1,0 +1,91 @@
+"""What a batch holds: how many rows, labels and tokens, and how it moves to the device.
+
+Counted on the host while the batch is made, so that the training loop never waits for the device to
+know the weight of a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+IGNORED_LABEL = -100
+
+
+class BatchInfo(NamedTuple):
+    """Counts of one micro-batch. Plain numbers: they cross process borders with the batch."""
+
+    rows: int
+    labels: int
+    """Labels that a loss averages over: label tokens, or rows where a row has one label."""
+    shifted_labels: int
+    """The same for models that predict the next token: the first position has no prediction."""
+    tokens: int
+    """Tokens that are not padding."""
+    slots: int
+    """Tokens with padding."""
+
+    def as_filler(self) -> BatchInfo:
+        """The same batch when it only keeps a process in step with the others."""
+        return BatchInfo(rows=0, labels=0, shifted_labels=0, tokens=0, slots=self.slots)
+
+
+def describe_batch(batch: Any) -> BatchInfo:
+    """Count what a collated batch holds; anything that is not a mapping counts rows only."""
+    if not isinstance(batch, Mapping):
+        rows = next((len(t) for t in iterate_tensors(batch) if t.dim()), 0)
+        return BatchInfo(rows=rows, labels=rows, shifted_labels=rows, tokens=rows, slots=rows)
+    rows = next((len(t) for t in batch.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
+    labels, shifted = _count_labels(batch.get("labels"), rows)
+    tokens, slots = _count_tokens(batch, rows)
+    return BatchInfo(rows=rows, labels=labels, shifted_labels=shifted, tokens=tokens, slots=slots)
+
+
+def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a nested batch."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from iterate_tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from iterate_tensors(value)
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on the device, of the same type; pinned memory is copied without waiting."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "convert_to_tensors"):  # Hugging Face's BatchEncoding and its kin
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: move_to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(move_to_device(value, device) for value in batch)
+    return batch
+
+
+def _count_labels(labels: Any, rows: int) -> tuple[int, int]:
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return rows, rows
+    counted = labels != IGNORED_LABEL
+    total = int(counted.sum())
+    if labels.dim() < 2:
+        return total, total
+    return total, total - int(counted[..., 0].sum())
+
+
+def _count_tokens(batch: Mapping[str, Any], rows: int) -> tuple[int, int]:
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() <= 3:
+        return int(mask.sum()), mask.numel()
+    if isinstance(ids, torch.Tensor):
+        return ids.numel(), ids.numel()
+    return rows, rows

@@ -1,0 +1,234 @@
+"""The loader: one global order of samples, cut the same way for any number of processes.
+
+A *round* is one micro-batch on every process. Round k takes samples [k R, (k+1) R) of the epoch's
+order, R = micro-batch size x processes, and process r the r-th slice of it; an update is so many
+rounds. The position is one number of samples, the same on every process, so a run goes on exactly
+where it was. A process without samples in the last round gets a *filler* (a sample of another
+process, with weight 0), because all processes must run the model equally often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from rapidformer.data.batch import BatchInfo, describe_batch, move_to_device
+from rapidformer.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+_Key = tuple[int, list[int], bool]
+
+
+class DistributedLoader:
+    """Yields this process's micro-batches of an epoch, on the device."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Collate,
+        micro_batch_size: int,
+        num_replicas: int = 1,
+        replica: int = 0,
+        rounds_per_update: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        device: torch.device | None = None,
+        order: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate
+        self.batch_size = micro_batch_size
+        self._num_replicas = num_replicas
+        self._replica = replica
+        self._rounds_per_update = rounds_per_update
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._device = device or torch.device("cpu")
+        self._order = order
+        self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+        self.epoch = 0
+        self._position = 0
+        """Rounds of the current epoch that have been handed out."""
+        self._is_resuming = False
+        self.info = BatchInfo(0, 0, 0, 0, 0)
+        """Counts of the micro-batch handed out last."""
+        self.is_update_end = False
+        """Whether that micro-batch is the last of its update."""
+        self.on_batch: Callable[[DistributedLoader], None] | None = None
+        """Told of every micro-batch before it is handed out."""
+        self._check_size()
+
+    @property
+    def is_stream(self) -> bool:
+        return self._is_stream
+
+    @property
+    def samples_per_round(self) -> int:
+        return self.batch_size * self._num_replicas
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return -(-len(self) // self._rounds_per_update)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of the current epoch handed out so far, over all processes."""
+        consumed = self._position * self.samples_per_round
+        return consumed if self._is_stream else min(consumed, len(self.dataset))
+
+    def __len__(self) -> int:
+        """Rounds in an epoch."""
+        if self._is_stream:
+            raise TypeError(
+                "a stream of data has no length: say how long to train in --train-iters"
+            )
+        if self._drop_last:
+            per_update = self.samples_per_round * self._rounds_per_update
+            return len(self.dataset) // per_update * self._rounds_per_update
+        return -(-len(self.dataset) // self.samples_per_round)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_resuming:
+            self._is_resuming = False
+        elif self._position:
+            # The last pass was left early: as with any DataLoader, a new one starts an epoch.
+            self.epoch, self._position = self.epoch + 1, 0
+        rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
+        for batch, info, is_last in rounds:
+            self._position += 1
+            self.info = info
+            self.is_update_end = is_last or self._position % self._rounds_per_update == 0
+            if self.on_batch is not None:
+                self.on_batch(self)
+            yield move_to_device(batch, self._device)
+        self.epoch, self._position = self.epoch + 1, 0
+
+    def rewind(self) -> None:
+        """Start from the first sample again."""
+        self.epoch, self._position, self._is_resuming = 0, 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        """The global position: true for any number of processes."""
+        return {"epoch": self.epoch, "consumed_samples": self.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the samples that an earlier run has consumed."""
+        self.epoch = int(state["epoch"])
+        consumed = int(state["consumed_samples"])
+        self._position = -(-consumed // self.samples_per_round)
+        if not self._is_stream and self._position >= len(self):
+            self.epoch, self._position = self.epoch + 1, 0
+        self._is_resuming = True
+
+    def _iterate_rounds(self) -> Iterator[tuple[Any, BatchInfo, bool]]:
+        keys = list(self._build_keys())
+        fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, self._replica))
+        loader: DataLoader[Any] = DataLoader(
+            fetcher,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=keys,  # type: ignore[arg-type]
+            collate_fn=_pass_on,
+            num_workers=min(self._num_workers, len(keys)),
+            pin_memory=self._device.type == "cuda",
+            # A generator of its own: the loader must not draw from the model's random numbers.
+            generator=torch.Generator().manual_seed(self._seed),
+        )
+        for number, (batch, info) in enumerate(loader, start=1):
+            yield batch, BatchInfo(*info), number == len(keys)
+
+    def _build_keys(self) -> Iterator[_Key]:
+        order = self._get_order()
+        for position in range(self._position, len(self)):
+            start = position * self.samples_per_round
+            samples = order[start : start + self.samples_per_round]
+            mine = samples[self.batch_size * self._replica :][: self.batch_size]
+            is_filler = len(mine) == 0
+            yield position, [int(i) for i in (samples[:1] if is_filler else mine)], is_filler
+
+    def _get_order(self) -> Sequence[int] | np.ndarray[Any, Any]:
+        if self._order is not None:
+            return self._order()
+        if not self._shuffle:
+            return np.arange(len(self.dataset))
+        return np.random.default_rng((self._seed, self.epoch)).permutation(len(self.dataset))
+
+    def _iterate_stream(self) -> Iterator[tuple[Any, BatchInfo, bool]]:
+        """Every process reads the whole stream and keeps its slice of each round."""
+        rows = islice(iter(self.dataset), self._position * self.samples_per_round, None)
+        samples = list(islice(rows, self.samples_per_round))
+        while samples:
+            following = list(islice(rows, self.samples_per_round))
+            mine = samples[self.batch_size * self._replica :][: self.batch_size]
+            batch = self.collate_fn(mine or samples[:1])
+            info = describe_batch(batch)
+            yield batch, info if mine else info.as_filler(), not following
+            samples = following
+
+    def _check_size(self) -> None:
+        if self._is_stream:
+            return
+        if len(self.dataset) == 0:
+            raise DataError("the data set is empty: there is nothing to train or evaluate on.")
+        if len(self) == 0:
+            needed = self.samples_per_round * self._rounds_per_update
+            raise DataError(
+                f"the data set has {len(self.dataset)} samples, less than one global batch of "
+                f"{needed}, and the last, smaller batch is dropped: use a smaller "
+                "--global-batch-size, or --keep-last."
+            )
+
+
+class _Fetcher:
+    """Turns a round's key into a collated batch, under random numbers of its own.
+
+    Whatever a data set or a collate function draws depends on the seed, the epoch, the round and
+    the process alone: not on the number of workers, on reading ahead, or on where a run was resumed.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: tuple[int, int, int]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, key: _Key) -> tuple[Any, tuple[int, ...]]:
+        position, indices, is_filler = key
+        with _random_numbers_from((*self._seed, position)):
+            fetch_many = getattr(self._dataset, "__getitems__", None)
+            rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
+            batch = self._collate(rows)
+        info = describe_batch(batch)
+        return batch, tuple(info.as_filler() if is_filler else info)
+
+
+class _random_numbers_from:  # noqa: N801 - reads as a statement
+    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards."""
+
+    def __init__(self, seed: tuple[int, ...]) -> None:
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+    def __enter__(self) -> None:
+        self._before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        torch.default_generator.manual_seed(self._seed)
+        np.random.seed(self._seed)
+        random.seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch_state, numpy_state, python_state = self._before
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def _pass_on(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,447 @@
+"""``RapidformerEngine``: few verbs, for a loop that stays the user's own.
+
+    model, optimizer, lr_scheduler = engine.compose(model, optimizer, lr_scheduler_fn)
+    engine.backward(loss)
+
+``compose`` hands back the very objects it was given: the model, optimizer and scheduler get a
+subclass of their own class, nothing is wrapped. The one thing a reader would get wrong: *when* an
+update happens is decided in ``backward``, by counting micro-batches. ``optimizer.step()``,
+``lr_scheduler.step()`` and ``zero_grad()`` do nothing while gradients are still being accumulated,
+so the same loop serves any global batch size, and either order of the two ``step`` calls gives the
+same learning rates.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.checkpoint.export import export_model
+from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
+from rapidformer.config import (
+    TrainingArguments,
+    arguments_from_mapping,
+    parse_arguments,
+    resolve,
+)
+from rapidformer.config.dialects import WITHOUT_EFFECT
+from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.context import set_context
+from rapidformer.data.adopt import adopt_loader
+from rapidformer.data.collate import PadCollator
+from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
+from rapidformer.dist.processes import start_processes, stop_processes
+from rapidformer.errors import RapidformerError
+from rapidformer.log import configure_logging, get_logger, warn_once
+from rapidformer.optim.optimizers import build_optimizer
+from rapidformer.optim.schedule import build_scheduler
+from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
+from rapidformer.optim.update import UpdateClock
+from rapidformer.timers import Timers
+
+Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
+
+
+class RapidformerEngine:
+    """Settings, processes, device and the verbs of training.
+
+    ``args`` is for notebooks and tests; without it the command line is read.
+    """
+
+    def __init__(
+        self,
+        extra_args_provider: ExtraArgumentsProvider | None = None,
+        *,
+        args: Arguments = None,
+    ) -> None:
+        given = _read_arguments(args, extra_args_provider)
+        configure_logging(given.log_level)
+        processes = start_processes(
+            device=given.device, timeout_minutes=given.distributed_timeout_minutes
+        )
+        self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
+        self.device = processes.device
+        self.mesh = processes.mesh
+        self.is_main = processes.is_main
+        self.timers = Timers()
+        self.precision = choose_precision(self.args.mixed_precision, self.device)
+        self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
+        self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1)
+        self.model: nn.Module | None = None
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
+        self._parallelized: Parallelized | None = None
+        self._current_loader: DistributedLoader | None = None
+        self._train_loader: DistributedLoader | None = None
+        set_context(args=self.args, timers=self.timers)
+        atexit.register(self.close)
+        _warn_about_settings_without_effect(self.args)
+        _seed_everything(self.args.seed, deterministic=self.args.deterministic)
+
+    # ---- composing -----------------------------------------------------------------------------
+
+    def compose(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler_fn: Callable[..., Any] | None = None,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        *,
+        model_obj: nn.Module | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, ...]:
+        """Switch everything on. Returns model, optimizer, lr_scheduler, then the loaders given.
+
+        Without an optimizer, the one that the flags describe is made; likewise the schedule.
+        """
+        model = model if model is not None else model_obj
+        if model is None:
+            raise RapidformerError("compose() needs the model: engine.compose(model=model, ...).")
+        if self.model is not None:
+            raise RapidformerError("this engine has composed a model already: make another engine.")
+        loaders = [
+            self.adopt_loader(loader, is_training=is_training)
+            for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
+            if loader is not None
+        ]
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._parallelized = parallelize(
+            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+        )
+        self.model = model
+        if optimizer is None:
+            optimizer = build_optimizer(model, self.args)
+        else:
+            repoint_optimizer(optimizer, model, names)
+        # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
+        self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
+        self.optimizer = take_over_optimizer(
+            optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
+        )
+        take_over_scheduler(self.lr_scheduler, self.clock)
+        if self.args.rank:
+            # Same weights everywhere, but every process drops out other units.
+            torch.manual_seed(self.args.seed + self.args.rank)
+        return (self.model, self.optimizer, self.lr_scheduler, *loaders)
+
+    def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Switch on what a model needs without training: no optimizer, no schedule."""
+        self._parallelized = parallelize(
+            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+        )
+        self.model = model.eval()
+        return model
+
+    @property
+    def parallelized(self) -> Parallelized:
+        """The model with its plan and switches, once composed."""
+        if self._parallelized is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        return self._parallelized
+
+    def build_data_loader(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        *,
+        shuffle: bool | None = None,
+        batch_size: int | None = None,
+        is_training: bool = True,
+    ) -> DistributedLoader:
+        """A loader for this process's share of the data, with batches on the device.
+
+        ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
+        """
+        if shuffle is None:
+            shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
+        workers = self.args.num_workers
+        loader = DistributedLoader(
+            dataset,
+            collate=collate_fn or PadCollator(),
+            micro_batch_size=batch_size or self.args.micro_batch_size or 1,
+            num_replicas=self.args.data_parallel_size,
+            replica=self.args.rank,
+            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            shuffle=shuffle,
+            seed=self.args.seed,
+            drop_last=is_training and not self.args.keep_last,
+            num_workers=workers if workers is not None else 2 * (self.device.type == "cuda"),
+            device=self.device,
+        )
+        return self._watch(loader, is_training=is_training)
+
+    def adopt_loader(self, loader: Any, *, is_training: bool) -> DistributedLoader:
+        """The user's DataLoader, spread over the processes."""
+        if isinstance(loader, DistributedLoader):
+            return loader
+        if not isinstance(loader, DataLoader):
+            raise RapidformerError(
+                f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
+                "use engine.build_data_loader(dataset, collate_fn)."
+            )
+        adopted = adopt_loader(
+            loader,
+            num_replicas=self.args.data_parallel_size,
+            replica=self.args.rank,
+            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            seed=self.args.seed,
+            device=self.device,
+        )
+        return self._watch(adopted, is_training=is_training)
+
+    # ---- the loop's verbs ----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+        """Back-propagate a micro-batch's mean loss.
+
+        ``weight`` is what the mean was taken over (label tokens or samples). After the last
+        micro-batch of an update, gradients are those of the mean over the whole global batch.
+        """
+        loader = self._current_loader
+        if loader is not None and loader.info.rows == 0:
+            weight = 0.0
+        is_last = self.clock.start_micro_batch(
+            ends_epoch=loader is not None and loader is self._train_loader and loader.is_update_end
+        )
+        share = self.clock.add_weight(weight, is_alone=self.mesh is None)
+        scale = self.scaler.scale if self.scaler else 1.0
+        synchronizer = self.parallelized.synchronizer
+        synchronizer.before_backward(is_last)
+        _scale_loss(loss, share, scale).backward()
+        synchronizer.after_backward()
+        if is_last:
+            self.clock.finish_gradients(self.parallelized.model, self.scaler)
+
+    def step(self) -> None:
+        """Update, advance the learning rate and clear the gradients, if an update is due."""
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip now, and return the norm before it; None while gradients are still accumulated.
+
+        ``optimizer.step()`` clips by ``--clip-grad`` on its own where this was not called.
+        """
+        return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
+
+    @contextmanager
+    def accumulate(self, is_last: bool = False) -> Iterator[None]:
+        """Decide by hand whether the ``backward`` inside ends an update."""
+        before = self.clock.forced
+        self.clock.forced = is_last
+        try:
+            yield
+        finally:
+            self.clock.forced = before
+
+    def no_sync(self) -> Any:
+        """Accumulate: the ``backward`` inside does not end an update."""
+        return self.accumulate(is_last=False)
+
+    def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
+        """Every process's rows, each example once: fillers of the last batch are left out."""
+        loader = self._current_loader
+        if loader is not None and loader.info.rows == 0 and tensor.dim():
+            tensor = tensor[:0]
+        return gather_rows(tensor.detach(), pad_value)
+
+    def gather_objects(self, values: list[Any]) -> list[Any]:
+        """Every process's list, joined in rank order."""
+        return [value for part in gather_objects(values) for value in part]
+
+    def wait_for_all(self) -> None:
+        """Return when every process has come here."""
+        wait_for_all()
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, folder: str | Path | None = None, extra: dict[str, Any] | None = None
+    ) -> Path:
+        """Save the whole state of training; returns the checkpoint's folder."""
+        target = folder or self.args.save
+        if target is None:
+            raise RapidformerError("where to? Give --save, or engine.save_checkpoint(folder).")
+        self.parallelized.settle()
+        return CheckpointStore(Path(target)).save(
+            self._get_state(),
+            extra or {},
+            keep=self.args.save_total_limit,
+            with_optimizer=self.args.save_optim,
+            with_random_states=self.args.save_rng,
+        )
+
+    def load_checkpoint(self, folder: str | Path | None = None) -> dict[str, Any]:
+        """Go on from a checkpoint (or from a run's newest); returns what was saved as extra."""
+        source = folder or self.args.load
+        if source is None:
+            raise RapidformerError("where from? Give --load, or engine.load_checkpoint(folder).")
+        state = self._get_state()
+        only_weights = self.args.finetune
+        extra = CheckpointStore.load(
+            Path(source),
+            state,
+            with_optimizer=self.args.load_optim and not only_weights,
+            with_random_states=self.args.load_rng and not only_weights,
+            with_position=not only_weights,
+        )
+        self.clock.updates = state.step
+        return extra
+
+    def export(self, folder: str | Path, processor: Any = None) -> Path:
+        """Save the model alone, as a folder that ``transformers`` loads."""
+        self.parallelized.settle()
+        return export_model(self.parallelized.model, Path(folder), processor=processor)
+
+    def close(self) -> None:
+        """Leave the other processes; the last call of a script."""
+        stop_processes()
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
+        loader.on_batch = self._note_loader
+        if is_training:
+            self._train_loader = loader
+        return loader
+
+    def _note_loader(self, loader: DistributedLoader) -> None:
+        self._current_loader = loader
+
+    def _make_scheduler(
+        self, optimizer: Optimizer, function: Callable[..., Any] | None, ready_made: Any
+    ) -> LRScheduler:
+        if ready_made is not None:
+            return ready_made  # type: ignore[no-any-return]
+        train_iters = self.get_train_iters()
+        if function is not None:
+            if isinstance(function, functools.partial):
+                function = _fill_training_steps(function, train_iters)
+            return function(optimizer)  # type: ignore[no-any-return]
+        return build_scheduler(
+            optimizer,
+            self.args,
+            train_iters=train_iters or 1,
+            global_batch_size=self.args.global_batch_size or 1,
+        )
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the coming update."""
+        if self.optimizer is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def get_train_iters(self) -> int | None:
+        """Updates of the whole run, from the flags and the training data's length."""
+        args, loader = self.args, self._train_loader
+        if args.train_iters is not None:
+            return args.train_iters
+        if args.train_samples is not None and args.global_batch_size:
+            return -(-args.train_samples // args.global_batch_size)
+        if args.epochs is not None and loader is not None and not loader.is_stream:
+            return args.epochs * loader.updates_per_epoch
+        return None
+
+    def _get_state(self) -> TrainingState:
+        parallelized = self.parallelized
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        return TrainingState(
+            model=parallelized.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=self.scaler,
+            loader=self._train_loader,
+            step=self.clock.updates,
+            device=self.device,
+            bypass=functools.partial(bypass_clock, self.clock),
+        )
+
+
+def _read_arguments(
+    args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
+) -> TrainingArguments:
+    if isinstance(args, TrainingArguments):
+        return args
+    if isinstance(args, Mapping):
+        return arguments_from_mapping(args)
+    return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
+
+
+def _build_scaler(args: TrainingArguments) -> LossScaler:
+    return LossScaler(
+        fixed=args.loss_scale,
+        initial=args.initial_loss_scale,
+        minimum=args.min_loss_scale,
+        window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+    )
+
+
+def _scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
+    if isinstance(share, torch.Tensor):
+        return loss * (share * scale)
+    if share == 0.0:
+        # A mean over no labels is not a number; its gradient must be zero all the same.
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+    factor = share * scale
+    return loss if factor == 1.0 else loss * factor
+
+
+def _fill_training_steps(
+    function: functools.partial[Any], train_iters: int | None
+) -> functools.partial[Any]:
+    """``num_training_steps=args.train_iters`` is None in a run whose length is said in epochs."""
+    if (
+        "num_training_steps" in function.keywords
+        and function.keywords["num_training_steps"] is None
+    ):
+        if train_iters is None:
+            raise RapidformerError(
+                "the learning-rate schedule needs the length of the run: give --train-iters, or "
+                "--epochs and let the engine build or take the training loader first."
+            )
+        return functools.partial(function, num_training_steps=train_iters)
+    return function
+
+
+def _warn_about_settings_without_effect(args: TrainingArguments) -> None:
+    for name in args.extras:
+        if name in WITHOUT_EFFECT:
+            warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
+    if args.onnx_runtime_training:
+        get_logger().info(
+            "--onnx-runtime-training: ONNX Runtime's training package has ended, "
+            "so the blocks are compiled with torch.compile."
+        )
+
+
+def _seed_everything(seed: int, *, deterministic: bool) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        import os
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,57 @@
+"""What can go wrong by the user's doing, and how it is said.
+
+Every error here is written for the person who typed the command: what was given, what is needed,
+what to do. The command prints them without a traceback; anything else that escapes is a defect of
+ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RapidformerError(Exception):
+    """The base of every error that the user can mend."""
+
+
+class ConfigurationError(RapidformerError):
+    """Settings that are unknown, malformed or contradict each other.
+
+    All problems are collected first and told at once, so that nobody mends a command line one
+    error at a time.
+    """
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__(_join(self.problems))
+
+
+class DataError(RapidformerError):
+    """Data that is missing, empty, of another shape than the task needs, or out of range."""
+
+
+class ModelError(RapidformerError):
+    """A model that cannot be found, built or loaded."""
+
+
+class CheckpointError(RapidformerError):
+    """A checkpoint that is missing, incomplete or made for another model."""
+
+
+class TrainingError(RapidformerError):
+    """A run that must not go on, such as one whose loss is no longer a number."""
+
+
+class MissingPackageError(RapidformerError):
+    """An optional package that a setting needs is not installed."""
+
+    def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
+        install = f"rapidformer[{extra}]" if extra else package
+        super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
+
+
+def _join(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    return f"{len(problems)} problems:\n{lines}"

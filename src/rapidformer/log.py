@@ -1,0 +1,62 @@
+"""The library's logger: ordinary ``logging``, shown by the first process only.
+
+The library never prints. Warnings of other processes pass too, marked with their rank, since the
+trouble may be theirs alone. ``warn_once`` keeps a setting without effect from filling the screen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+
+_NAME = "rapidformer"
+
+
+def get_logger(name: str | None = None) -> logging.Logger:
+    """The library's logger, or a child of it."""
+    if name is None or name == _NAME:
+        return logging.getLogger(_NAME)
+    return logging.getLogger(name if name.startswith(_NAME + ".") else f"{_NAME}.{name}")
+
+
+def configure_logging(level: str = "info") -> None:
+    """Send the library's messages to standard error, once, in one short form."""
+    logger = logging.getLogger(_NAME)
+    logger.setLevel(level.upper())
+    if any(isinstance(handler, _Handler) for handler in logger.handlers):
+        return
+    logger.addHandler(_Handler())
+    logger.propagate = False
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Say something about the settings one time in a process's life."""
+    get_logger().warning(message)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(_Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Looked up each time: tests and progress bars replace standard error.
+        self.stream = sys.stderr
+        if _get_rank() == 0 or record.levelno >= logging.ERROR:
+            super().emit(record)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        rank = f"[rank {_get_rank()}] " if _get_rank() else ""
+        mark = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{rank}{mark}{text}"
+
+
+def _get_rank() -> int:
+    # Only a launcher that also says LOCAL_RANK speaks of processes; elsewhere RANK may be a node's.
+    return int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0

@@ -1,0 +1,115 @@
+"""Where a model's blocks are: what recompute, compile and sharding need to know of it.
+
+Sources in order: the model's own ``rapidformer_plan()``, Hugging Face's marks (blocks that support
+recompute, modules that must not be split), then the longest list of equal blocks. A plan names
+modules; it holds none, so it stays true after parameters are replaced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from rapidformer.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """What the switches may rely on."""
+
+    blocks: tuple[str, ...] = ()
+    """Names of the repeated blocks, in the order of the forward pass of each stack."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of parameter names that are one and the same parameter."""
+    source: str = field(default="", compare=False)
+    """Who said so: shown at start-up."""
+
+    def get_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule(name) for name in self.blocks]
+
+
+def find_plan(model: nn.Module) -> ModelPlan:
+    """The plan of a model, from the best source that knows it."""
+    tied = _find_tied(model)
+    own = getattr(model, "rapidformer_plan", None)
+    if callable(own):
+        return _read_own_plan(model, own(), tied)
+    for source, names in (
+        ("blocks marked by transformers", _find_marked_blocks(model)),
+        ("the longest list of equal blocks", _find_longest_list(model)),
+    ):
+        if names:
+            return ModelPlan(blocks=tuple(names), tied=tied, source=source)
+    return ModelPlan(tied=tied, source="no repeated blocks found")
+
+
+def _read_own_plan(
+    model: nn.Module, plan: ModelPlan | Mapping[str, object], tied: tuple[tuple[str, ...], ...]
+) -> ModelPlan:
+    if isinstance(plan, ModelPlan):
+        names = plan.blocks
+    else:
+        given = plan.get("blocks", ())
+        names = (given,) if isinstance(given, str) else tuple(given)  # type: ignore[arg-type]
+    known = dict(model.named_modules())
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ModelError(
+            f"{type(model).__name__}.rapidformer_plan() names modules that the model does not "
+            f"have: {', '.join(missing)}."
+        )
+    blocks: list[str] = []
+    for name in names:
+        is_list = isinstance(known[name], nn.ModuleList)
+        blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]  # type: ignore[arg-type]
+    return ModelPlan(blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()")
+
+
+def _find_marked_blocks(model: nn.Module) -> list[str]:
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:
+        return []
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module)
+            and all(isinstance(child, GradientCheckpointingLayer) for child in module)
+        ):
+            found += [f"{name}.{i}" for i in range(len(module))]
+    return found
+
+
+def _find_longest_list(model: nn.Module) -> list[str]:
+    best: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        children = list(module)
+        shapes = {tuple(p.shape for p in child.parameters()) for child in children}
+        is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
+        if is_equal and shapes != {()} and len(children) > len(best):
+            best = [f"{name}.{i}" if name else str(i) for i in range(len(children))]
+    return best
+
+
+def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model compares each position with the *next* label (causal language models).
+
+    Such a model has no prediction for a row's first label, so that label has no weight in the loss.
+    """
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    return any(mark in type(model).__name__ for mark in ("CausalLM", "LMHeadModel"))

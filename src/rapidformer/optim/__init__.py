@@ -1,0 +1,1 @@
+"""What turns gradients into updates: optimizers and the learning rate."""

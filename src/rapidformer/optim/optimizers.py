@@ -1,0 +1,125 @@
+"""Optimizers from torch, with weight decay on matrices only.
+
+Muon turns matrices inside the blocks and leaves everything else to AdamW; the two then look like
+one optimizer, so that schedules and checkpoints need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from rapidformer.config.sections import OptimizerArguments
+from rapidformer.errors import ConfigurationError
+
+# Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate serves both.
+_MUON_MATCHES_ADAMW = "match_rms_adamw"
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer:
+    """The optimizer that the flags describe, over the model's trainable parameters."""
+    if settings.lr is None:
+        raise ConfigurationError("--lr is missing: the optimizer needs a learning rate.")
+    groups = group_parameters(model, settings.weight_decay)
+    lr = settings.lr
+    if settings.optimizer == "sgd":
+        return SGD(groups, lr=lr, momentum=settings.sgd_momentum, fused=_can_fuse(groups))
+    if settings.optimizer == "adafactor":
+        _refuse_sharded(groups, "adafactor")
+        return Adafactor(groups, lr=lr)
+    if settings.optimizer == "muon":
+        return _build_muon(model, settings, lr)
+    return _build_adamw(groups, settings, lr)
+
+
+def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with weight decay; biases and norms (one dimension) without."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _build_adamw(
+    groups: list[dict[str, Any]], settings: OptimizerArguments, lr: float
+) -> Optimizer:
+    return AdamW(
+        groups,
+        lr=lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        fused=_can_fuse(groups),
+    )
+
+
+def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
+    return all(p.is_floating_point() for group in groups for p in group["params"])
+
+
+def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
+    if any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+        raise ConfigurationError(
+            f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
+            "ZeRO/FSDP: use adam or sgd, or leave the ZeRO switch out."
+        )
+
+
+def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    groups = group_parameters(model, settings.weight_decay)
+    _refuse_sharded(groups, "muon")
+    matrices, others = [], []
+    for group in groups:
+        matrices += [p for p in group["params"] if p.dim() == 2 and id(p) not in embeddings]
+        rest = [p for p in group["params"] if p.dim() != 2 or id(p) in embeddings]
+        others += [{**group, "params": rest}] if rest else []
+    if not matrices:
+        raise ConfigurationError("--optimizer muon: the model has no matrices to turn; use adam.")
+    muon = Muon(
+        [{"params": matrices}],
+        lr=lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.sgd_momentum,
+        adjust_lr_fn=_MUON_MATCHES_ADAMW,
+    )
+    return CombinedOptimizer([muon, _build_adamw(others, settings, lr)] if others else [muon])
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers that look like one: groups and state are shared, not copied."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let each part see its own slice of the joint groups, and the joint state."""
+        start = 0
+        for part in self._parts:
+            end = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:end]
+            part.state = self.state
+            start = end
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()

@@ -1,0 +1,75 @@
+"""The learning rate as a function of the samples seen: Megatron's arithmetic.
+
+Counted in samples, so that a schedule means the same under any batch size. The rate rises from 0
+over the warm-up (the very first update has rate 0 when there is one), then decays to ``min_lr``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rapidformer.config.sections import OptimizerArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateCurve:
+    """Learning rate relative to the peak, at a number of samples."""
+
+    style: str
+    warmup_samples: float
+    decay_samples: float
+    floor: float
+    """The lowest rate as a share of the peak."""
+
+    def __call__(self, samples: float) -> float:
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return samples / self.warmup_samples
+        if self.style == "constant":
+            return 1.0
+        if self.style == "inverse-square-root":
+            start = max(self.warmup_samples, 1.0)
+            return max(math.sqrt(start / max(samples, start)), self.floor)
+        if samples > self.decay_samples:
+            return self.floor
+        span = self.decay_samples - self.warmup_samples
+        done = (samples - self.warmup_samples) / span if span > 0 else 1.0
+        share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+        return self.floor + share * (1.0 - self.floor)
+
+
+def build_curve(
+    settings: OptimizerArguments, *, train_iters: int, global_batch_size: int
+) -> LearningRateCurve:
+    """The curve that the flags describe, for a run of this many updates."""
+    decay: float = (settings.lr_decay_iters or train_iters) * global_batch_size
+    if settings.lr_decay_samples is not None:
+        decay = settings.lr_decay_samples
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * decay
+    elif settings.lr_warmup_samples:
+        warmup = settings.lr_warmup_samples
+    else:
+        warmup = settings.lr_warmup_iters * global_batch_size
+    peak = settings.lr or 0.0
+    return LearningRateCurve(
+        style=settings.lr_decay_style,
+        warmup_samples=warmup,
+        decay_samples=decay,
+        floor=settings.min_lr / peak if peak else 0.0,
+    )
+
+
+def build_scheduler(
+    optimizer: Optimizer,
+    settings: OptimizerArguments,
+    *,
+    train_iters: int,
+    global_batch_size: int,
+) -> LambdaLR:
+    """A torch scheduler over the curve: one step per update."""
+    curve = build_curve(settings, train_iters=train_iters, global_batch_size=global_batch_size)
+    return LambdaLR(optimizer, lambda update: curve(update * global_batch_size))

@@ -1,0 +1,82 @@
+"""The user's optimizer and scheduler, made to keep time with the engine.
+
+Both keep their identity: the object gets a subclass of its own class in which only the moment of an
+update is decided elsewhere. Sharding replaces parameters, so an optimizer that was built before is
+pointed to the new ones by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rapidformer.accel.precision import LossScaler
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.update import UpdateClock
+
+
+def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
+    """Let the optimizer hold the model's parameters of now, by the names they had before."""
+    current = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        unknown = sum(id(p) not in names for p in group["params"])
+        if unknown:
+            raise RapidformerError(
+                f"the optimizer holds {unknown} parameters that are not in the model given to "
+                "compose(): build it from the parameters of that model."
+            )
+    replaced = {id(p): current[names[id(p)]] for g in optimizer.param_groups for p in g["params"]}
+    if all(id(new) == old for old, new in replaced.items()):
+        return
+    if optimizer.state:
+        raise RapidformerError(
+            "the optimizer has already made updates, and sharding replaces the parameters it "
+            "remembers. Compose first, then restore its state:\n"
+            "    model, optimizer, lr_scheduler = engine.compose(model, optimizer, ...)\n"
+            "    engine.load_checkpoint(folder)"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[id(p)] for p in group["params"]]
+
+
+def take_over_optimizer(
+    optimizer: Optimizer, clock: UpdateClock, *, clip_grad: float, scaler: LossScaler | None
+) -> Optimizer:
+    """Let ``step`` and ``zero_grad`` wait until the clock says that an update is due."""
+    cls = type(optimizer)
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
+        if clock.is_bypassed:
+            cls.step(self)
+            return
+        if closure is not None:
+            raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
+        clock.use_gradients(functools.partial(cls.step, self), clip_grad, scaler)
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        if not clock.is_accumulating:
+            cls.zero_grad(self, set_to_none)
+
+    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and
+    # says so by the mark that torch's schedulers look for.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad})
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def take_over_scheduler(scheduler: LRScheduler, clock: UpdateClock) -> LRScheduler:
+    """Let ``step`` follow the update, whichever of the two the loop calls first."""
+    cls = type(scheduler)
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        clock.advance_schedule(functools.partial(cls.step, self, *args, **kwargs))
+
+    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step})
+    return scheduler

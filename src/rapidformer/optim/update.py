@@ -1,0 +1,164 @@
+"""When an update happens, and what its gradient is.
+
+The one loss contract: the gradient of an update is that of the mean over all the labels of the
+global batch. Every micro-batch back-propagates a *sum* (its mean x its weight), sums are added over
+micro-batches and processes, and one division by the total weight follows, before clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from rapidformer.accel.precision import LossScaler
+from rapidformer.dist.collectives import is_alone, sum_over_processes
+from rapidformer.errors import RapidformerError
+
+
+class UpdateClock:
+    """Counts micro-batches into updates, and holds the finished gradient until it is used."""
+
+    def __init__(self, rounds_per_update: int) -> None:
+        self.rounds_per_update = rounds_per_update
+        self.updates = 0
+        """Updates done, skipped ones (fp16 overflow) not counted."""
+        self.skipped = 0
+        self.forced: bool | None = None
+        """What ``accumulate`` says about the coming micro-batch; None lets the count decide."""
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the last finished gradient, before clipping; stays on the device."""
+        self.total_weight: float | torch.Tensor = 0.0
+        """Weight of the last finished global batch."""
+        self.is_bypassed = False
+        """True while checkpoint code drives the optimizer itself."""
+        self._rounds = 0
+        self._is_complete = False
+        self._outcome: str | None = None
+        self._pending_schedule: Callable[[], None] | None = None
+        self._weight: float | torch.Tensor = 0.0
+        self._unit = 1.0
+        self._is_clipped = False
+        self._gradients: list[torch.Tensor] = []
+
+    @property
+    def is_accumulating(self) -> bool:
+        return self._rounds > 0 and not self._is_complete
+
+    def start_micro_batch(self, *, ends_epoch: bool) -> bool:
+        """Count one micro-batch; whether it is the last of its update."""
+        if self._is_complete:
+            if self._outcome is None:
+                raise RapidformerError(
+                    "the gradient of an update is ready, but optimizer.step() was not called "
+                    "before the next engine.backward(). Call it after every backward: it waits by "
+                    "itself until an update is due."
+                )
+            self._reset()
+        self._rounds += 1
+        if self.forced is not None:
+            return self.forced
+        return ends_epoch or self._rounds >= self.rounds_per_update
+
+    def add_weight(self, weight: float | torch.Tensor, *, is_alone: bool) -> float | torch.Tensor:
+        """Add a micro-batch's weight to the total; returns it in units of the first one's.
+
+        The unit only keeps numbers near 1: a run of one process and no accumulation then multiplies
+        and divides by exactly 1, and is bit-equal to a plain loop.
+        """
+        if self._rounds == 1:
+            self._unit = float(weight) if is_alone and _is_positive_number(weight) else 1.0
+        share = weight / self._unit
+        self._weight = self._weight + share
+        return share
+
+    def finish_gradients(self, model: nn.Module, scaler: LossScaler | None) -> None:
+        """Turn the sum over micro-batches and processes into the mean; measure its norm."""
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._gradients = [_get_local(g) for g in gradients]
+        total = _sum_weights(self._weight, gradients)
+        self.total_weight = total * self._unit
+        factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            torch._foreach_mul_(self._gradients, factor)
+        norm = get_total_norm(gradients)
+        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._is_complete = True
+
+    def clip(self, max_norm: float) -> torch.Tensor | None:
+        """Scale the finished gradient down to a norm; the same arithmetic as torch's own."""
+        if not self._is_complete or self.grad_norm is None:
+            return None
+        self._is_clipped = True
+        if max_norm > 0 and self._gradients:
+            coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(self._gradients, coefficient)
+        return self.grad_norm
+
+    def use_gradients(
+        self, step: Callable[[], object], clip_grad: float, scaler: LossScaler | None
+    ) -> None:
+        """Do the update, unless it is not due yet or fp16 has overflowed."""
+        if self._rounds == 0 or self._outcome is not None:
+            raise RapidformerError(
+                "optimizer.step() without a gradient: call engine.backward(loss) instead of "
+                "loss.backward(), once per micro-batch, before it."
+            )
+        if not self._is_complete:
+            return
+        if scaler is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
+            self._outcome = "skipped"
+            self.skipped += 1
+            scaler.update(overflowed=True)
+            self._pending_schedule = None
+            return
+        if not self._is_clipped:
+            self.clip(clip_grad)
+        step()
+        if scaler is not None:
+            scaler.update(overflowed=False)
+        self._outcome = "done"
+        self.updates += 1
+        if self._pending_schedule is not None:
+            self._pending_schedule()
+            self._pending_schedule = None
+
+    def advance_schedule(self, step: Callable[[], None]) -> None:
+        """Step the scheduler with its update: after it, at once or when it comes; or not at all."""
+        if not self._is_complete or self._outcome == "skipped":
+            return
+        if self._outcome == "done":
+            step()
+        else:
+            self._pending_schedule = step
+
+    def _reset(self) -> None:
+        self._rounds = 0
+        self._is_complete = False
+        self._outcome = None
+        self._is_clipped = False
+        self._weight = 0.0
+        self._gradients = []
+
+
+def _is_positive_number(weight: float | torch.Tensor) -> bool:
+    return not isinstance(weight, torch.Tensor) and weight > 0
+
+
+def _get_local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _sum_weights(
+    weight: float | torch.Tensor, gradients: list[torch.Tensor]
+) -> float | torch.Tensor:
+    """The weight of the global batch: a number in one process, else a tensor on the device."""
+    if is_alone() or not gradients:
+        return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
+    device = gradients[0].device
+    total = torch.as_tensor(weight, dtype=torch.float32, device=device).clone()
+    return sum_over_processes(total).clamp(min=torch.finfo(torch.float32).tiny)

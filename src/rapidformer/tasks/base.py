@@ -1,0 +1,131 @@
+"""What a task is: everything between the user's rows and the training loop.
+
+The loop knows only this interface. What a reader would get wrong: task modules stay free of torch
+at import (the heavy imports stand inside methods), so that `rapidformer tasks` answers at once.
+Evaluation is exact: `evaluate_step` gives one record per row with the row's *summed* loss and its
+count of terms, and `compute_metrics` sees every record of the split once, in order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.columns import ColumnRole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Record = dict[str, Any]
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """A task's data, ready for loaders, and what its model and metrics need beside it."""
+
+    train: Any | None = None
+    validation: Any | None = None
+    test: Any | None = None
+    collate: Callable[[list[Any]], dict[str, torch.Tensor]]
+    processor: Any
+    """Tokenizer or image processor: saved beside the model by ``save_pretrained``."""
+    model_settings: dict[str, Any] = field(default_factory=dict)
+    """Overrides of the model's configuration: num_labels, id2label, problem_type, ..."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What the task itself needs later; ``extras["splits"][name]`` belongs to a split."""
+
+    def get_split(self, name: str) -> Any | None:
+        return getattr(self, name) if name in SPLITS else None
+
+    def is_labelled(self, split: str) -> bool:
+        """Whether metrics can be computed on the split (GLUE's test sets have no labels)."""
+        return bool(self.extras.get("labelled", {}).get(split, True))
+
+
+class Task(ABC):
+    """One black-box task."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    description: str
+    columns: tuple[ColumnRole, ...]
+    auto_class: str
+    """Name of the Auto class in transformers that builds the model."""
+    best_metric: str = "loss"
+    greater_is_better: bool = False
+    has_shifted_labels: bool = False
+    """True where position i predicts label i+1, so that the first label of a row does not count."""
+    evaluation_keys: frozenset[str] = frozenset()
+    """Columns of a batch that are ours and not the model's."""
+
+    @abstractmethod
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        """Load the processor and the data, find columns, check labels, tokenize."""
+
+    @abstractmethod
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        """Rows without labels, as the ``test`` split; names come from the saved model."""
+
+    @abstractmethod
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        """One small record per row of the batch, in order."""
+
+    @abstractmethod
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        """The split's metrics, with its ``loss``; nothing for a split without labels."""
+
+    @abstractmethod
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        """One JSON-able dictionary per example of the user's."""
+
+    def build_model(self, args: Any, prepared: PreparedData) -> nn.Module:
+        """The model with a head for this data."""
+        from rapidformer.models.build import build_pretrained
+
+        return build_pretrained(self.auto_class, args, **prepared.model_settings)
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The mean loss over the labels of the micro-batch."""
+        loss: torch.Tensor = model(**self.model_inputs(batch)).loss
+        return loss
+
+    def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
+        """The metric that decides the best model on this data, and whether more is better."""
+        return self.best_metric, self.greater_is_better
+
+    def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch without the columns that only evaluation looks at."""
+        return {key: value for key, value in batch.items() if key not in self.evaluation_keys}
+
+
+def get_mean_loss(records: Sequence[Record]) -> float:
+    """The exact mean over the split: sums over counts, not a mean of means."""
+    total = sum(record["loss"] for record in records)
+    count = sum(record["count"] for record in records)
+    return float(total / count) if count else float("nan")
+
+
+def check_row_texts(values: Sequence[Any], column: str, split: str, first: int = 0) -> list[str]:
+    """The column as texts; a missing one is named by its row (``first`` rows stand before)."""
+    texts: list[str] = []
+    for number, value in enumerate(values, start=first + 1):
+        if value is None or isinstance(value, (list, dict)):
+            found = "nothing" if value is None else f"a {type(value).__name__}"
+            raise DataError(
+                f"{split}, row {number}: the column {column} holds {found} where a text is needed."
+            )
+        texts.append(value if isinstance(value, str) else str(value))
+    return texts

@@ -1,0 +1,93 @@
+"""Which column of the user's data plays which part.
+
+Columns are found by well-known names; a flag overrides the search. No torch here: `rapidformer
+tasks` shows these tables at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRole:
+    """A part that a column plays in a task."""
+
+    name: str
+    candidates: tuple[str, ...]
+    holds: str
+    setting: str
+    """The field of the arguments that names the column, such as ``text_column``."""
+    required: bool = True
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.setting.replace("_", "-")
+
+
+def find_column(
+    role: ColumnRole, available: Sequence[str], args: Any, taken: Sequence[str | None] = ()
+) -> str | None:
+    """The column for the role; None where an optional one is not there.
+
+    Columns that are ``taken`` play another part already.
+    """
+    given = getattr(args, role.setting)
+    if given is not None:
+        return check_given(given, role.flag, available)
+    free = [name for name in available if name not in taken]
+    by_lower = {name.lower(): name for name in free}
+    found = next((name for name in role.candidates if name in free), None)
+    if found is None:
+        found = next((by_lower[name] for name in role.candidates if name in by_lower), None)
+    if found is None and role.required:
+        raise DataError(describe_missing([role], available))
+    return found
+
+
+def check_given(given: str, flag: str, available: Sequence[str]) -> str:
+    """The column that the user named, if it is there."""
+    if given in available:
+        return given
+    near = difflib.get_close_matches(given, available, n=1, cutoff=0.4)
+    hint = f" Did you mean {flag} {near[0]}?" if near else ""
+    raise DataError(
+        f"{flag} {given}: the data has no such column. It has {_listed(available)}.{hint}"
+    )
+
+
+def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> str:
+    """One sentence for all the roles that no column was found for."""
+    parts, hints = [], []
+    for role in roles:
+        known = ", ".join(role.candidates[:6]) + (", ..." if role.candidates[6:] else "")
+        parts.append(f"no column with {role.holds} was found (looked for {known})")
+        near = _nearest(role.candidates, available)
+        hints.append(f"{role.flag} {near or 'NAME'}")
+    said = " and ".join(parts)
+    return (
+        f"{said[0].upper()}{said[1:]}. The data has {_listed(available)}: "
+        f"name it with {' and '.join(hints)}."
+    )
+
+
+def _nearest(candidates: Sequence[str], available: Sequence[str]) -> str | None:
+    scored = [
+        (difflib.SequenceMatcher(None, name.lower(), known).ratio(), name)
+        for name in available
+        for known in candidates
+    ]
+    best = max(scored, default=(0.0, ""))
+    return best[1] if best[0] >= 0.6 else None
+
+
+def _listed(available: Sequence[str]) -> str:
+    if not available:
+        return "no columns"
+    word = "the column" if len(available) == 1 else "the columns"
+    return f"{word} {', '.join(available)}"

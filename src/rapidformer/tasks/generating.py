@@ -1,0 +1,41 @@
+"""Text from a model, batch by batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+
+
+def generate(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    tokenizer: Any,
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+) -> list[np.ndarray]:
+    """Greedy or beam search; one array of ids per row.
+
+    Sharded models gather weights in every forward pass, so all processes must go on until the
+    slowest is done: the loop marks such a model with ``_rapidformer_synced_generation``.
+    """
+    options: dict[str, Any] = {}
+    config = model.generation_config
+    if config.pad_token_id is None:
+        options["pad_token_id"] = tokenizer.pad_token_id
+    if config.eos_token_id is None and tokenizer.eos_token_id is not None:
+        options["eos_token_id"] = tokenizer.eos_token_id
+    ids = model.generate(  # type: ignore[operator]
+        input_ids=batch["input_ids"],
+        attention_mask=batch.get("attention_mask"),
+        num_beams=num_beams,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        synced_gpus=getattr(model, "_rapidformer_synced_generation", False),
+        **options,
+    )
+    return list(ids.cpu().numpy())

@@ -1,0 +1,202 @@
+"""A class for an image.
+
+What a reader would get wrong: images are opened and resized when a row is asked for, in the
+loader's processes, so that a folder larger than memory trains all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError, MissingPackageError
+from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
+from rapidformer.tasks.columns import ColumnRole, find_column
+from rapidformer.tasks.labels import SINGLE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rapidformer.tasks.labels import LabelSpace
+
+IMAGE = ColumnRole(
+    name="image",
+    candidates=("image", "img", "images", "picture", "file", "path", "image_path", "file_name"),
+    holds="the image, or the path of its file",
+    setting="image_column",
+)
+LABEL = ColumnRole(
+    name="label",
+    candidates=("label", "labels", "fine_label", "class", "category", "target"),
+    holds="the class: a name, or a number from 0 on",
+    setting="label_column",
+)
+
+
+class ImageClassification(Task):
+    name = "image_classification"
+    aliases = ("vision",)
+    description = "a class for an image (ViT and other vision models)"
+    columns = (IMAGE, LABEL)
+    auto_class = "AutoModelForImageClassification"
+    best_metric = "accuracy"
+    greater_is_better = True
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.data.collate import PadCollator
+        from rapidformer.models.build import load_config, load_image_processor
+        from rapidformer.tasks.labels import get_model_names, read_labels
+        from rapidformer.tasks.rows import get_column_names, get_splits
+
+        config, processor = load_config(args), load_image_processor(args)
+        tables = get_splits(args, splits)
+        available = get_column_names(next(iter(tables.values())))
+        label = str(find_column(LABEL, available, args))
+        image = str(find_column(IMAGE, available, args, taken=(label,)))
+        space, labelled = read_labels(tables, label, args, get_model_names(config))
+        images = {
+            split: ImageRows(
+                rows, image, processor, split, (label, space) if labelled[split] else None
+            )
+            for split, rows in tables.items()
+        }
+        return PreparedData(
+            **images,
+            collate=PadCollator(),
+            processor=processor,
+            model_settings=space.get_model_settings(),
+            extras={
+                "image": image,
+                "names": space.names,
+                "problem_type": space.problem_type,
+                "labelled": labelled,
+            },
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.data.collate import PadCollator
+        from rapidformer.models.build import load_config, load_image_processor
+        from rapidformer.tasks.rows import as_rows, get_column_names
+        from rapidformer.tasks.sequence_classification import get_problem_type
+
+        config, processor = load_config(args), load_image_processor(args)
+        table = as_rows(rows, args.image_column or "image")
+        image = str(find_column(IMAGE, get_column_names(table), args))
+        return PreparedData(
+            test=ImageRows(table, image, processor, "input", None),
+            collate=PadCollator(),
+            processor=processor,
+            extras={
+                "image": image,
+                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "problem_type": get_problem_type(config),
+                "labelled": {"test": False},
+            },
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        from rapidformer.tasks.scoring import score_classes
+
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        kind = prepared.extras.get("problem_type", SINGLE)
+        return score_classes(logits, batch.get("labels"), kind)
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        from rapidformer.tasks.sequence_classification import score_records
+
+        if not records or not prepared.is_labelled(split):
+            return {}
+        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+        return {"loss": get_mean_loss(records)} | score_records(records, kind, names)
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        from rapidformer.tasks.sequence_classification import describe_record
+
+        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+        images = prepared.get_split(split)
+        return [
+            {"image": images.get_name(index)} | describe_record(record, kind, names)
+            for index, record in enumerate(records)
+        ]
+
+
+class ImageRows:
+    """Rows of pixel values, made when they are asked for."""
+
+    def __init__(
+        self,
+        rows: Any,
+        column: str,
+        processor: Any,
+        split: str,
+        labels: tuple[str, LabelSpace] | None,
+    ) -> None:
+        self._rows = _without_decoding(rows, column)
+        self._column = column
+        self._processor = processor
+        self._split = split
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        row = self._rows[int(index)]
+        image = _open_image(row[self._column], f"{self._split}, row {index + 1}")
+        pixels = np.asarray(self._processor(images=image)["pixel_values"][0], dtype=np.float32)
+        result: dict[str, Any] = {"pixel_values": pixels}
+        if self._labels is not None:
+            column, space = self._labels
+            result["labels"] = space.encode(row[column])
+        return result
+
+    def get_name(self, index: int) -> str:
+        """The image's file where it has one, else its number."""
+        value = self._rows[index][self._column]
+        path = value.get("path") if isinstance(value, dict) else value
+        return path if isinstance(path, str) else str(index)
+
+
+def _without_decoding(rows: Any, column: str) -> Any:
+    """Leave opening to us: a broken file is then named by its row."""
+    feature = rows.features.get(column) if hasattr(rows, "features") else None
+    if type(feature).__name__ != "Image":
+        return rows
+    return rows.cast_column(column, type(feature)(decode=False))
+
+
+def _open_image(value: Any, place: str) -> Any:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise MissingPackageError("pillow", "image_classification", "vision") from None
+
+    source = value
+    if isinstance(value, dict):
+        source = BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
+    elif isinstance(value, bytes):
+        source = BytesIO(value)
+    if source is None:
+        raise DataError(f"{place}: there is no image.")
+    if hasattr(source, "convert"):
+        return source.convert("RGB")
+    try:
+        with Image.open(source) as image:
+            return image.convert("RGB")
+    except FileNotFoundError:
+        raise DataError(f"{place}: there is no image file {source}.") from None
+    except (UnidentifiedImageError, OSError) as error:
+        name = source if isinstance(source, str) else "the image"
+        raise DataError(f"{place}: {name} cannot be read as an image ({error}).") from None

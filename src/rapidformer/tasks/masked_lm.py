@@ -1,0 +1,163 @@
+"""Hidden words found from their surroundings (BERT's own training).
+
+What a reader would get wrong: training rows are masked anew each time they are collated, from
+torch's random numbers; validation and test rows are masked once, by seed and row, so that every
+evaluation asks for the same words. A row that already has labels is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.tasks.base import PreparedData, Record
+from rapidformer.tasks.columns import find_column
+from rapidformer.tasks.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+IGNORED_LABEL = -100
+_SHOWN_FILLINGS = 5
+
+
+class MaskedLM(LanguageModel):
+    name = "masked_lm"
+    aliases = ("mlm", "masked_language_modeling", "fill_mask")
+    description = "hidden words found from their surroundings (BERT-type models)"
+    auto_class = "AutoModelForMaskedLM"
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.blocks import encode_blocks
+        from rapidformer.tasks.masking import MaskingCollator
+        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.text import get_max_length, get_text_settings
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        _check_mask(tokenizer, args)
+        tables = get_splits(args, splits)
+        column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
+        length = get_max_length(args, tokenizer, config)
+        features = {}
+        for split, rows in tables.items():
+            blocks = encode_blocks(rows, split, column, tokenizer, length, args, add_special=True)
+            features[split] = blocks if split == "train" else _mask_once(blocks, tokenizer, args)
+        return PreparedData(
+            **features,
+            collate=MaskingCollator(tokenizer, args.mask_prob),
+            processor=tokenizer,
+            model_settings=get_text_settings(args, tokenizer, config),
+            extras={"mode": "evaluate"},
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.rows import as_rows, get_column, get_column_names, map_rows
+        from rapidformer.tasks.text import build_text_collator, get_max_length
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        _check_mask(tokenizer, args)
+        table = as_rows(rows, args.text_column or "text")
+        column = str(find_column(TEXT, get_column_names(table), args))
+        length = get_max_length(args, tokenizer, config)
+        for number, text in enumerate(get_column(table, column), start=1):
+            if tokenizer.mask_token not in str(text):
+                raise DataError(
+                    f"input, row {number}: there is no {tokenizer.mask_token} to fill in "
+                    f"{str(text)[:60]!r}."
+                )
+
+        def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+            return dict(tokenizer(columns[column], truncation=True, max_length=length))
+
+        return PreparedData(
+            test=map_rows(table, encode, workers=None, key=()),
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            extras={
+                "mode": "predict",
+                "texts": get_column(table, column),
+                "labelled": {"test": False},
+            },
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        if prepared.extras["mode"] == "predict":
+            return _fill(model, batch, prepared.processor.mask_token_id)
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        return score_blocks(logits, batch["labels"])
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        if prepared.extras["mode"] == "predict":
+            texts, tokenizer = prepared.extras["texts"], prepared.processor
+            return [
+                _describe_fillings(text, record, tokenizer)
+                for text, record in zip(texts, records, strict=True)
+            ]
+        return describe_blocks(records)
+
+
+def _check_mask(tokenizer: Any, args: Any) -> None:
+    if tokenizer.mask_token_id is None:
+        raise ModelError(
+            f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "
+            "which masked_lm needs: choose a BERT-type model, or --task causal_lm."
+        )
+    if not 0 < args.mask_prob < 1:
+        raise ConfigurationError(f"--mask-prob {args.mask_prob} must lie between 0 and 1.")
+
+
+def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
+    """Evaluation rows with their masks in place, the same at every evaluation."""
+    import numpy as np
+
+    from rapidformer.tasks.masking import mask_tokens
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    def mask(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        result: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        for ids, index in zip(columns["input_ids"], indices, strict=True):
+            random = np.random.default_rng((args.seed, index))
+            draws = random.random((3, 1, len(ids)))
+            masked, labels = mask_tokens(np.array([ids]), draws, tokenizer, args.mask_prob)
+            result["input_ids"].append(masked[0].tolist())
+            result["labels"].append(labels[0].tolist())
+        kept = {name: values for name, values in columns.items() if name not in result}
+        return kept | result
+
+    key = ("mask", args.seed, args.mask_prob, get_tokenizer_key(tokenizer))
+    return map_rows(blocks, mask, workers=args.preprocessing_workers, key=key)
+
+
+def _fill(model: nn.Module, batch: dict[str, torch.Tensor], mask_id: int) -> list[Record]:
+    logits = model(**batch).logits
+    records: list[Record] = []
+    for ids, row in zip(batch["input_ids"], logits, strict=True):
+        scores = row[ids == mask_id].float().softmax(dim=-1)
+        values, tokens = scores.topk(min(_SHOWN_FILLINGS, scores.shape[-1]), dim=-1)
+        records.append({"tokens": tokens.cpu().numpy(), "scores": values.cpu().numpy()})
+    return records
+
+
+def _describe_fillings(text: str, record: Record, tokenizer: Any) -> dict[str, Any]:
+    fillings = [
+        [
+            {"token": tokenizer.decode([int(token)]).strip(), "score": round(float(score), 6)}
+            for token, score in zip(tokens, scores, strict=True)
+        ]
+        for tokens, scores in zip(record["tokens"], record["scores"], strict=True)
+    ]
+    filled = text
+    for options in fillings:
+        filled = filled.replace(tokenizer.mask_token, options[0]["token"], 1)
+    return {"text": text, "filled": filled, "masks": fillings}

@@ -1,0 +1,53 @@
+"""BERT's masking: of the chosen tokens 80 % are hidden, 10 % replaced, 10 % left as they are.
+
+The random numbers come from the caller, so that training (torch's) and evaluation (fixed by seed
+and row) share one rule. Every row keeps at least one label: a batch without any has no mean loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer.tasks.text import build_text_collator
+
+IGNORED_LABEL = -100
+_HIDDEN_SHARE = 0.8
+_REPLACED_SHARE = 0.1
+
+
+def mask_tokens(
+    ids: np.ndarray, draws: np.ndarray, tokenizer: Any, share: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masked ids and labels; ``draws`` are three uniform numbers per token, shaped [3, *ids]."""
+    special = np.isin(ids, np.array(tokenizer.all_special_ids, dtype=np.int64))
+    order = np.where(special, 2.0, draws[0])
+    # The smallest draw of a row is always taken, however short the row is.
+    smallest = order == order.min(axis=-1, keepdims=True)
+    chosen = ((order < share) | smallest) & ~special
+    labels = np.where(chosen, ids, IGNORED_LABEL)
+    hidden = chosen & (draws[1] < _HIDDEN_SHARE)
+    replaced = chosen & ~hidden & (draws[1] < _HIDDEN_SHARE + _REPLACED_SHARE)
+    masked = np.where(hidden, tokenizer.mask_token_id, ids)
+    return np.where(replaced, (draws[2] * len(tokenizer)).astype(ids.dtype), masked), labels
+
+
+class MaskingCollator:
+    """Dynamic padding and, for rows that have no labels yet, dynamic masking."""
+
+    def __init__(self, tokenizer: Any, share: float) -> None:
+        self.tokenizer = tokenizer
+        self.share = share
+        self.pad = build_text_collator(tokenizer)
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = self.pad(rows)
+        if "labels" not in batch:
+            ids = batch["input_ids"].numpy()
+            draws = torch.rand(3, *ids.shape, dtype=torch.float64).numpy()
+            masked, labels = mask_tokens(ids, draws, self.tokenizer, self.share)
+            batch["input_ids"] = torch.from_numpy(masked)
+            batch["labels"] = torch.from_numpy(labels)
+        return batch

@@ -1,0 +1,313 @@
+"""The right one of several endings or answers.
+
+What a reader would get wrong: one example is as many token rows as it has choices; a batch is
+[rows, choices, tokens], and every example must have equally many.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.labels import SINGLE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+CONTEXT = ColumnRole(
+    name="context",
+    candidates=(
+        "sent1", "article", "context", "passage", "ctx", "ctx_a", "premise", "goal", "startphrase",
+        "question", "sentence", "text",
+    ),
+    holds="the text before the choices",
+    setting="context_column",
+)  # fmt: skip
+QUESTION = ColumnRole(
+    name="question",
+    candidates=("sent2", "ctx_b", "question"),
+    holds="a question, or the beginning of every choice",
+    setting="question_column",
+    required=False,
+)
+CHOICES = ColumnRole(
+    name="choices",
+    candidates=(
+        "ending0 ending1 ...", "choice1 choice2 ...", "option1 ...", "answer0 ...", "sol1 sol2",
+        "choices", "endings", "options", "candidates", "answers",
+    ),
+    holds="the choices: one column each, or a column of lists",
+    setting="choice_columns",
+)  # fmt: skip
+LABEL = ColumnRole(
+    name="label",
+    candidates=("label", "labels", "answer", "answerKey", "answer_idx", "correct", "target"),
+    holds="the right choice: its number from 0 on, its letter or its text",
+    setting="label_column",
+)
+_NUMBERED = re.compile(r"(ending|choice|option|answer|sol|hypothesis)_?(\d+)$")
+_LISTS = ("choices", "endings", "options", "candidates", "answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    context: str
+    question: str | None
+    choices: tuple[str, ...]
+    """Several columns with a choice each, or one with lists of them."""
+    label: str | None
+
+
+class MultipleChoice(Task):
+    name = "multiple_choice"
+    aliases = ("swag",)
+    description = "the right one of several endings or answers"
+    columns = (CONTEXT, QUESTION, CHOICES, LABEL)
+    auto_class = "AutoModelForMultipleChoice"
+    best_metric = "accuracy"
+    greater_is_better = True
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.text import build_text_collator, get_text_settings
+
+        config, tokenizer, length = _load_parts(args)
+        tables = get_splits(args, splits)
+        columns = _find_columns(next(iter(tables.values())), args, with_label=True)
+        labels: dict[str, list[int] | None] = {}
+        features = {}
+        count = None
+        for split, rows in tables.items():
+            choices = _read_choices(rows, split, columns)
+            count = _check_counts(choices, split, count)
+            has_label = columns.label in get_column_names(rows)
+            labels[split] = _read_labels(rows, split, columns, choices) if has_label else None
+            if labels[split] is None and split != "test":
+                raise DataError(f"{split} has no labels in the column {columns.label}.")
+            features[split] = _encode(
+                rows, split, columns, choices, labels[split], tokenizer, length, args
+            )
+        return PreparedData(
+            **features,
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            model_settings=get_text_settings(args, tokenizer, config),
+            extras={
+                "rows": tables,
+                "columns": columns,
+                "labelled": {split: found is not None for split, found in labels.items()},
+            },
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.tasks.text import build_text_collator
+
+        _, tokenizer, length = _load_parts(args)
+        if any(isinstance(row, str) for row in rows):
+            raise DataError(
+                "multiple_choice needs a context and choices: give a file with these columns."
+            )
+        table = [dict(row) for row in rows if isinstance(row, dict)]
+        columns = _find_columns(table, args, with_label=False)
+        choices = _read_choices(table, "input", columns)
+        _check_counts(choices, "input", None)
+        return PreparedData(
+            test=_encode(table, "input", columns, choices, None, tokenizer, length, args),
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            extras={"rows": {"test": table}, "columns": columns, "labelled": {"test": False}},
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        from rapidformer.tasks.scoring import score_classes
+
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        if not records or not prepared.is_labelled(split):
+            return {}
+        hits = sum(int(record["logits"].argmax()) == record["label"] for record in records)
+        return {"loss": get_mean_loss(records), "accuracy": hits / len(records)}
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        from rapidformer.tasks.rows import get_column
+        from rapidformer.tasks.sequence_classification import describe_record
+
+        rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
+        contexts = get_column(rows, columns.context)
+        result = []
+        for context, texts, record in zip(
+            contexts, _read_choices(rows, split, columns), records, strict=True
+        ):
+            names = [str(index) for index in range(len(texts))]
+            shown = describe_record(record, SINGLE, names)
+            row = {
+                columns.context: context,
+                "choice": int(shown["label"]),
+                "text": texts[int(shown["label"])],
+                "score": shown["score"],
+                "scores": list(shown["scores"].values()),
+            }
+            result.append(row | ({"expected": record["label"]} if "label" in record else {}))
+        return result
+
+
+def _load_parts(args: Any) -> tuple[Any, Any, int]:
+    from rapidformer.models.build import load_config, load_tokenizer
+    from rapidformer.tasks.text import get_max_length
+
+    config, tokenizer = load_config(args), load_tokenizer(args)
+    return config, tokenizer, get_max_length(args, tokenizer, config)
+
+
+def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
+    from rapidformer.tasks.rows import get_column_names
+
+    available = get_column_names(rows)
+    choices = _find_choices(available, args)
+    label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
+    context = str(find_column(CONTEXT, available, args, taken=(*choices, label)))
+    question = find_column(QUESTION, available, args, taken=(*choices, label, context))
+    return _Columns(context=context, question=question, choices=choices, label=label)
+
+
+def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
+    if args.choice_columns:
+        return tuple(check_given(name, CHOICES.flag, available) for name in args.choice_columns)
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for name in available:
+        match = _NUMBERED.match(name)
+        if match:
+            groups.setdefault(match[1], []).append((int(match[2]), name))
+    for found in groups.values():
+        if len(found) > 1:
+            return tuple(name for _, name in sorted(found))
+    for name in _LISTS:
+        if name in available:
+            return (name,)
+    raise DataError(describe_missing([CHOICES], available))
+
+
+def _read_choices(rows: Any, split: str, columns: _Columns) -> list[list[str]]:
+    from rapidformer.tasks.rows import get_column
+
+    if len(columns.choices) > 1:
+        texts = [check_row_texts(get_column(rows, c), c, split) for c in columns.choices]
+        return [list(row) for row in zip(*texts, strict=True)]
+    result = []
+    for number, value in enumerate(get_column(rows, columns.choices[0]), start=1):
+        # CommonsenseQA and its kin: {"label": ["A", ...], "text": [...]}.
+        items = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(items, (list, tuple)) or len(items) < 2:
+            raise DataError(
+                f"{split}, row {number}: the column {columns.choices[0]} must hold a list of at "
+                f"least two choices, but holds {str(value)[:60]!r}."
+            )
+        result.append([str(item) for item in items])
+    return result
+
+
+def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | None) -> int:
+    wanted = count or len(choices[0])
+    for number, row in enumerate(choices, start=1):
+        if len(row) != wanted:
+            raise DataError(
+                f"{split}, row {number}: {len(row)} choices where the first row has {wanted}; "
+                "every row needs equally many."
+            )
+    return wanted
+
+
+def _read_labels(
+    rows: Any, split: str, columns: _Columns, choices: Sequence[Sequence[str]]
+) -> list[int] | None:
+    from rapidformer.tasks.labels import is_unlabelled
+    from rapidformer.tasks.rows import get_column
+
+    column = str(columns.label)
+    values = get_column(rows, column)
+    if split == "test" and is_unlabelled(values):
+        return None
+    keys = (
+        get_column(rows, columns.choices[0]) if len(columns.choices) == 1 else [None] * len(values)
+    )
+    labels = []
+    for number, (value, texts, key) in enumerate(zip(values, choices, keys, strict=True), start=1):
+        label = _read_label(value, texts, key.get("label") if isinstance(key, dict) else None)
+        if label is None:
+            raise DataError(
+                f"{split}, row {number}: the label {value!r} in the column {column} is none of "
+                f"the {len(texts)} choices: needed is a number from 0 to {len(texts) - 1}, a "
+                "letter or the text of a choice."
+            )
+        labels.append(label)
+    return labels
+
+
+def _read_label(value: Any, texts: Sequence[str], keys: Sequence[str] | None) -> int | None:
+    if isinstance(value, str):
+        if keys and value in keys:
+            return list(keys).index(value)
+        if value in texts:
+            return list(texts).index(value)
+        if len(value) == 1 and value.isascii() and value.isalpha():
+            value = ord(value.upper()) - ord("A")
+        elif value.isdigit():
+            value = int(value)
+    if isinstance(value, int) and 0 <= value < len(texts):
+        return int(value)
+    return None
+
+
+def _encode(
+    rows: Any,
+    split: str,
+    columns: _Columns,
+    choices: Sequence[Sequence[str]],
+    labels: Sequence[int] | None,
+    tokenizer: Any,
+    max_length: int,
+    args: Any,
+) -> Any:
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    count = len(choices[0])
+
+    def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        contexts = check_row_texts(values[columns.context], columns.context, split, indices[0])
+        starts = (
+            [str(text or "") for text in values[columns.question]] if columns.question else None
+        )
+        first = [context for context in contexts for _ in range(count)]
+        second = [
+            f"{starts[row]} {choice}".strip() if starts else choice
+            for row, index in enumerate(indices)
+            for choice in choices[index]
+        ]
+        encoded = tokenizer(first, second, truncation=True, max_length=max_length)
+        result = {
+            name: [ids[start : start + count] for start in range(0, len(ids), count)]
+            for name, ids in encoded.items()
+        }
+        if labels is not None:
+            result["labels"] = [labels[index] for index in indices]
+        return result
+
+    key = ("choices", columns, max_length, get_tokenizer_key(tokenizer), labels is None)
+    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)

@@ -1,0 +1,157 @@
+"""Tables of rows, whether they are a `datasets.Dataset` or a plain list of dictionaries.
+
+The tasks see both through these few functions, so that prediction on a handful of rows needs no
+`datasets` at all. What a reader would get wrong: `map_rows` names its own fingerprint. Left to
+itself, `datasets` pickles the tokenizer to find one, which takes longer than small data does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import DataError
+
+Columns = dict[str, list[Any]]
+# rows by column, and the numbers of those rows in the table
+RowFunction = Callable[[Columns, list[int]], Columns]
+
+# Below this, starting processes or drawing a progress bar takes longer than the work.
+_SMALL_TABLE = 20_000
+_BATCH = 1000
+
+
+class RowList(list[Any]):
+    """A list of rows that a loader may ask for many at once, as it may a `datasets.Dataset`."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The given or loaded splits under our names, cut to the --max-..-samples."""
+    from rapidformer.data.sources import load_splits, name_splits
+
+    found = load_splits(args) if splits is None else name_splits(splits, "the given data")
+    limits = {
+        "train": args.max_train_samples,
+        "validation": args.max_eval_samples,
+        "test": args.max_predict_samples,
+    }
+    return {name: take_first(rows, limits[name]) for name, rows in found.items()}
+
+
+def take_first(rows: Any, limit: int | None) -> Any:
+    if limit is None or len(rows) <= limit:
+        return rows
+    return rows.select(range(limit)) if _is_dataset(rows) else rows[:limit]
+
+
+def get_column_names(rows: Any) -> list[str]:
+    if _is_dataset(rows):
+        return list(rows.column_names)
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def get_column(rows: Any, name: str) -> list[Any]:
+    """Every value of a column, as Python objects."""
+    if not _is_dataset(rows):
+        return [row.get(name) for row in rows]
+    if rows.format["type"] is not None:
+        rows = rows.with_format(None)
+    return list(rows[name])
+
+
+def get_feature(rows: Any, name: str) -> Any | None:
+    """The declared type of a column, where the table has one."""
+    return rows.features.get(name) if _is_dataset(rows) else None
+
+
+def get_class_names(feature: Any | None) -> tuple[str, ...] | None:
+    """The class names that a data set declares for a column of labels, or of lists of labels."""
+    while feature is not None and not hasattr(feature, "names"):
+        feature = getattr(feature, "feature", None)
+    return tuple(feature.names) if feature is not None else None
+
+
+def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequence[Any]) -> Any:
+    """Features for rows, in batches; a row may become none, one or several.
+
+    ``key`` holds everything that the function's result depends on besides the rows: with the same
+    key and rows, a result that `datasets` keeps on disk is used again.
+    """
+    if not _is_dataset(rows):
+        return _map_list(rows, function)
+    if rows.format["type"] is not None:
+        rows = rows.with_format(None)
+    text = repr((rows._fingerprint, _hash_own_code(), *key))
+    is_small = len(rows) < _SMALL_TABLE
+    with _quiet_datasets() if is_small else contextlib.nullcontext():
+        return rows.map(
+            function,
+            with_indices=True,
+            batched=True,
+            batch_size=_BATCH,
+            remove_columns=rows.column_names,
+            num_proc=None if is_small else workers,
+            keep_in_memory=not rows.cache_files,
+            new_fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
+            desc="Preparing the data",
+        )
+
+
+def drop_columns(features: Any, names: Sequence[str]) -> Any:
+    if _is_dataset(features):
+        return features.remove_columns([n for n in names if n in features.column_names])
+    return RowList({k: v for k, v in row.items() if k not in names} for row in features)
+
+
+def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
+    names = get_column_names(rows)
+    features = RowList()
+    for start in range(0, len(rows), _BATCH):
+        part = rows[start : start + _BATCH]
+        columns = {name: [row.get(name) for row in part] for name in names}
+        result = function(columns, list(range(start, start + len(part))))
+        keys = list(result)
+        features.extend(
+            dict(zip(keys, values, strict=True)) for values in zip(*result.values(), strict=True)
+        )
+    return features
+
+
+def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str, Any]]:
+    """Rows to predict on: a bare text stands for a row with that one column."""
+    if not rows:
+        raise DataError("There are no rows to predict on.")
+    return [{column: row} if isinstance(row, str) else dict(row) for row in rows]
+
+
+def _is_dataset(rows: Any) -> bool:
+    return hasattr(rows, "column_names")
+
+
+@contextlib.contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    import datasets
+
+    was_off = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_off:
+            datasets.enable_progress_bars()
+
+
+@cache
+def _hash_own_code() -> str:
+    """Changed code must never meet features that older code left in the cache."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,123 @@
+"""Black-box tasks on the one loop: train, evaluate and predict from settings alone.
+
+Evaluation is over the whole split, each example exactly once: every process records its share, the
+records are put back into the order of the data, and the metric is computed on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.collectives import gather_objects
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.registry import get_task
+from rapidformer.training.finetuner import Finetuner
+from rapidformer.training.loop import evaluate_model
+
+
+class TaskFinetuner(Finetuner):
+    """A Finetuner whose hooks are a task's."""
+
+    def __init__(self, engine: RapidformerEngine, task: Task) -> None:
+        super().__init__(engine)
+        self.task = task
+        self.prepared: PreparedData | None = None
+
+    def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
+        prepared = self.task.prepare(self.args)
+        if prepared.train is None:
+            raise DataError(
+                "the data has no training split: name a file train.…, or give --train-data."
+            )
+        self.prepared = prepared
+        self.processor = prepared.processor
+        self.best_metric, self.greater_is_better = self.task.get_best_metric(prepared)
+        validation = prepared.validation if prepared.is_labelled("validation") else None
+        if validation is None:
+            get_logger().warning(
+                "there is no validation split with labels: the model is not evaluated, and only "
+                "the last one is kept."
+            )
+        return prepared.train, validation, prepared.test, prepared.collate
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
+        assert self.prepared is not None
+        return self.task.build_model(self.args, self.prepared), None, None
+
+    def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
+        return self.task.forward(model, batch_or_iterator)
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        assert self.prepared is not None
+        records = collect_records(self.task, model[0], eval_dataloader, self.prepared)
+        return self.task.compute_metrics(records, self.prepared, "validation")
+
+
+def train_task(engine: RapidformerEngine) -> dict[str, float]:
+    """Fine-tune what ``--task`` names."""
+    return TaskFinetuner(engine, get_task(engine.args.task or "")).train()
+
+
+def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
+    """The metrics of a model on ``--eval-split``."""
+    task, split = get_task(engine.args.task or ""), engine.args.eval_split
+    prepared = task.prepare(engine.args)
+    if prepared.get_split(split) is None:
+        raise DataError(f"the data has no split {split!r}: choose another with --eval-split.")
+    if not prepared.is_labelled(split):
+        raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
+    records = _run_split(engine, task, prepared, split)
+    return task.compute_metrics(records, prepared, split)
+
+
+def predict_task(
+    engine: RapidformerEngine, rows: Sequence[dict[str, Any] | str]
+) -> list[dict[str, Any]]:
+    """A model's answers to rows without labels, in their order."""
+    task = get_task(engine.args.task or "")
+    prepared = task.prepare_for_prediction(engine.args, rows)
+    records = _run_split(engine, task, prepared, "test")
+    return task.predictions(records, prepared, "test")
+
+
+def collect_records(
+    task: Task, model: Any, loader: DistributedLoader, prepared: PreparedData
+) -> list[Record]:
+    """One record per example of the whole split, in the order of the data, on every process."""
+    rounds: list[list[Record]] = []
+    for batch in loader:
+        rounds.append(task.evaluate_step(model, batch, prepared)[: loader.info.rows])
+    return list(_interleave(gather_objects(rounds)))
+
+
+def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
+    """Round by round, process by process: how the loader has cut the data."""
+    for slices in zip(*everyone, strict=True):
+        for records in slices:
+            yield from records
+
+
+def _run_split(
+    engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
+) -> list[Record]:
+    model = engine.compose_for_evaluation(task.build_model(engine.args, prepared))
+    loader = engine.build_data_loader(
+        prepared.get_split(split),
+        prepared.collate,
+        shuffle=False,
+        batch_size=engine.args.eval_micro_batch_size,
+        is_training=False,
+    )
+    records: list[Record] = []
+
+    def run() -> dict[str, float]:
+        records.extend(collect_records(task, model, loader, prepared))
+        return {}
+
+    evaluate_model(engine, run)
+    return records

@@ -1,0 +1,63 @@
+"""Losses row by row, so that a split's loss is exact however it was cut into batches.
+
+Each function gives the *sum* over a row's terms and their count, on the host, with one copy from
+the device per batch. Sums are taken in fp32 whatever precision the model ran in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+IGNORED_LABEL = -100
+
+
+def score_classes(
+    logits: torch.Tensor, labels: torch.Tensor | None, problem_type: str
+) -> list[dict[str, Any]]:
+    """A record per row: the logits, and where there are labels the label and its loss."""
+    logits = logits.float()
+    values = logits.cpu().numpy()
+    records: list[dict[str, Any]] = [{"logits": row} for row in values]
+    if labels is None:
+        return records
+    losses = _class_losses(logits, labels, problem_type).cpu().tolist()
+    for record, loss, label in zip(records, losses, labels.cpu().numpy(), strict=True):
+        record |= {"loss": loss, "count": 1, "label": label.tolist()}
+    return records
+
+
+def _class_losses(logits: torch.Tensor, labels: torch.Tensor, problem_type: str) -> torch.Tensor:
+    if problem_type == "regression":
+        return (logits.squeeze(-1) - labels.float()).square()
+    if problem_type == "multi_label_classification":
+        losses = functional.binary_cross_entropy_with_logits(
+            logits, labels.float(), reduction="none"
+        )
+        return losses.mean(dim=-1)
+    return functional.cross_entropy(logits, labels, reduction="none")
+
+
+def score_tokens(
+    logits: torch.Tensor, labels: torch.Tensor
+) -> tuple[list[float], list[int], list[int]]:
+    """Per row: the summed loss, the labelled tokens, and how many of them were right."""
+    sums, hits = [], []
+    # One row at a time: the whole batch in fp32 would double the largest tensor there is.
+    for row, label in zip(logits, labels, strict=True):
+        row = row.float()
+        sums.append(
+            functional.cross_entropy(row, label, ignore_index=IGNORED_LABEL, reduction="sum")
+        )
+        hits.append((row.argmax(dim=-1) == label).sum())
+    counts = (labels != IGNORED_LABEL).sum(dim=1)
+    table = torch.stack([torch.stack(sums).double(), counts.double(), torch.stack(hits).double()])
+    losses, numbers, correct = table.cpu().tolist()
+    return losses, [int(n) for n in numbers], [int(n) for n in correct]
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels moved so that position i holds the token that it predicts."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)

@@ -1,0 +1,280 @@
+"""A text from a text: summaries, translations (T5, BART, ...).
+
+What a reader would get wrong: the loss is of the given targets, BLEU and ROUGE are of texts that
+the model generates on its own, against the targets as the user wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.columns import ColumnRole, check_given, find_column
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Looked for in this order.
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("article", "highlights"),
+    ("document", "summary"),
+    ("dialogue", "summary"),
+    ("article", "summary"),
+    ("text", "summary"),
+    ("source", "target"),
+    ("src", "tgt"),
+    ("input", "output"),
+    ("input", "target"),
+    ("inputs", "targets"),
+    ("input_text", "target_text"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("text", "target"),
+    ("text", "label"),
+)
+SOURCE = ColumnRole(
+    name="source",
+    candidates=tuple(dict.fromkeys(first for first, _ in PAIRS)) + ("translation", "content"),
+    holds='the source text, or {"en": ..., "de": ...} with both texts',
+    setting="text_column",
+)
+TARGET = ColumnRole(
+    name="target",
+    candidates=tuple(dict.fromkeys(second for _, second in PAIRS)) + ("title", "headline"),
+    holds="the target text",
+    setting="target_column",
+)
+
+
+class Seq2SeqLM(Task):
+    name = "seq2seq_lm"
+    aliases = ("seq2seq", "summarization", "translation", "text2text_generation")
+    description = "a text from a text: summaries, translations (T5, BART)"
+    columns = (SOURCE, TARGET)
+    auto_class = "AutoModelForSeq2SeqLM"
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.rows import get_splits
+        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        tables = get_splits(args, splits)
+        source, target = _find_pair(next(iter(tables.values())), args)
+        length = get_max_length(args, tokenizer, config)
+        targets = {split: _read_targets(rows, split, target) for split, rows in tables.items()}
+        features = {
+            split: _encode(rows, split, source, target, targets[split], tokenizer, length, args)
+            for split, rows in tables.items()
+        }
+        return PreparedData(
+            **features,
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            model_settings=get_text_settings(args, tokenizer, config),
+            extras={
+                "rows": tables,
+                "source": source,
+                "targets": targets,
+                "labelled": {split: texts is not None for split, texts in targets.items()},
+                "generation": _get_generation(args),
+            },
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.rows import as_rows
+        from rapidformer.tasks.text import build_text_collator, get_max_length
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        table = as_rows(rows, args.text_column or "text")
+        source = _find_source(table, args)
+        length = get_max_length(args, tokenizer, config)
+        return PreparedData(
+            test=_encode(table, "input", source, None, None, tokenizer, length, args),
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            extras={
+                "rows": {"test": table},
+                "source": source,
+                "targets": {"test": None},
+                "labelled": {"test": False},
+                "generation": _get_generation(args),
+            },
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        from rapidformer.tasks.generating import generate
+        from rapidformer.tasks.scoring import score_tokens
+
+        ids = generate(model, batch, prepared.processor, **prepared.extras["generation"])
+        records: list[Record] = [{"generated": row} for row in ids]
+        if "labels" in batch:
+            losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
+            for record, loss, count in zip(records, losses, counts, strict=True):
+                record |= {"loss": loss, "count": count}
+        return records
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        from rapidformer.tasks.metrics.generation import compute_generation
+        from rapidformer.tasks.metrics.perplexity import compute_perplexity
+
+        if not records or not prepared.is_labelled(split):
+            return {}
+        loss = get_mean_loss(records)
+        texts = _decode(records, prepared)
+        words = sum(len(text.split()) for text in texts) / len(texts)
+        scores = compute_generation(texts, prepared.extras["targets"][split])
+        return {
+            "loss": loss,
+            "perplexity": compute_perplexity(loss),
+            **scores,
+            "generated_words": words,
+        }
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        sources = _read_column(prepared.extras["rows"][split], prepared.extras["source"])
+        targets = prepared.extras["targets"][split]
+        result: list[dict[str, Any]] = [
+            {"source": source, "generated": text}
+            for source, text in zip(sources, _decode(records, prepared), strict=True)
+        ]
+        if targets is not None:
+            for row, target in zip(result, targets, strict=True):
+                row["expected"] = target
+        return result
+
+
+# A column, or one text inside a column of dictionaries: ("translation", "de").
+Path = tuple[str, ...]
+
+
+def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
+    from rapidformer.tasks.rows import get_column_names
+
+    available = get_column_names(rows)
+    languages = _get_languages(rows)
+    if languages:
+        first = args.text_column or languages[0]
+        others = [name for name in languages if name != first]
+        second = args.target_column or (others[0] if others else languages[-1])
+        return (
+            ("translation", check_given(first, SOURCE.flag, languages)),
+            ("translation", check_given(second, TARGET.flag, languages)),
+        )
+    if args.text_column is None and args.target_column is None:
+        for pair in PAIRS:
+            if pair[0] in available and pair[1] in available:
+                return (pair[0],), (pair[1],)
+    target = str(find_column(TARGET, available, args))
+    source = str(find_column(SOURCE, available, args, taken=(target,)))
+    return (source,), (target,)
+
+
+def _find_source(rows: Any, args: Any) -> Path:
+    from rapidformer.tasks.rows import get_column_names
+
+    languages = _get_languages(rows)
+    if languages:
+        return "translation", check_given(args.text_column or languages[0], SOURCE.flag, languages)
+    return (str(find_column(SOURCE, get_column_names(rows), args)),)
+
+
+def _get_languages(rows: Any) -> list[str]:
+    first = rows[0].get("translation") if len(rows) else None
+    return list(first) if isinstance(first, dict) else []
+
+
+def _pick(values: Sequence[Any], path: Path) -> list[Any]:
+    return list(values) if len(path) == 1 else [value and value.get(path[1]) for value in values]
+
+
+def _read_column(rows: Any, path: Path) -> list[Any]:
+    from rapidformer.tasks.rows import get_column
+
+    return _pick(get_column(rows, path[0]), path)
+
+
+def _read_targets(rows: Any, split: str, path: Path) -> list[str] | None:
+    from rapidformer.tasks.rows import get_column_names
+
+    if path[0] not in get_column_names(rows):
+        if split != "test":
+            raise DataError(f"{split} has no column {path[0]}: all splits need the same columns.")
+        return None
+    values = _read_column(rows, path)
+    if split == "test" and all(value is None or value == "" for value in values):
+        return None
+    texts = check_row_texts(values, path[-1], split)
+    for number, text in enumerate(texts, start=1):
+        if not text.strip() and split == "train":
+            raise DataError(f"{split}, row {number}: the target in {path[-1]} is empty.")
+    return texts
+
+
+def _get_target_length(args: Any) -> int:
+    from rapidformer.tasks.text import DEFAULT_TARGET_LENGTH
+
+    return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
+
+
+def _get_generation(args: Any) -> dict[str, int]:
+    return {
+        "num_beams": args.num_beams,
+        "max_new_tokens": args.max_new_tokens or _get_target_length(args),
+    }
+
+
+def _encode(
+    rows: Any,
+    split: str,
+    source: Path,
+    target: Path | None,
+    targets: list[str] | None,
+    tokenizer: Any,
+    max_length: int,
+    args: Any,
+) -> Any:
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    prefix = args.source_prefix or ""
+    target_length = _get_target_length(args)
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        given = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
+        texts = [prefix + text for text in given]
+        result = dict(tokenizer(texts, truncation=True, max_length=max_length))
+        # The decoder's side knows no segments.
+        result.pop("token_type_ids", None)
+        if target is not None and targets is not None:
+            wanted = [str(text) for text in _pick(columns[target[0]], target)]
+            encoded = tokenizer(text_target=wanted, truncation=True, max_length=target_length)
+            result["labels"] = encoded["input_ids"]
+        return result
+
+    key = ("pairs", source, target, targets is None, prefix, max_length, target_length)
+    return map_rows(
+        rows,
+        encode,
+        workers=args.preprocessing_workers,
+        key=(*key, get_tokenizer_key(tokenizer)),
+    )
+
+
+def _decode(records: Sequence[Record], prepared: PreparedData) -> list[str]:
+    decode = prepared.processor.decode
+    return [decode(record["generated"], skip_special_tokens=True).strip() for record in records]

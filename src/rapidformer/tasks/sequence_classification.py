@@ -1,0 +1,292 @@
+"""Classes or a number for a text or a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.labels import MULTI, REGRESSION, SINGLE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rapidformer.tasks.labels import LabelSpace
+
+# Looked for in this order. A pair comes before its first half alone.
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("premise", "hypothesis"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("text", "text_pair"),
+    ("text", "hypothesis"),
+    ("sentence_a", "sentence_b"),
+    ("sentence_A", "sentence_B"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("question", "answer"),
+    ("question", "context"),
+)
+TEXT = ColumnRole(
+    name="text",
+    candidates=(
+        "sentence", "text", "sentence1", "question1", "premise", "content", "review", "comment",
+        "tweet", "document", "question", "query", "utterance", "message", "headline", "title",
+    ),
+    holds="the text",
+    setting="text_column",
+)  # fmt: skip
+TEXT_PAIR = ColumnRole(
+    name="text_pair",
+    candidates=tuple(dict.fromkeys(second for _, second in PAIRS)),
+    holds="the second text of a pair",
+    setting="text_pair_column",
+    required=False,
+)
+LABEL = ColumnRole(
+    name="label",
+    candidates=(
+        "label", "labels", "label_ids", "gold_label", "target", "class", "category", "score",
+        "similarity_score", "sentiment", "intent", "stars", "rating", "coarse_label", "fine_label",
+    ),
+    holds="the label: a text, a number from 0 on, a fraction (regression) or a list",
+    setting="label_column",
+)  # fmt: skip
+
+
+class SequenceClassification(Task):
+    name = "sequence_classification"
+    aliases = ("text_classification", "classification", "regression")
+    description = "classes or a number for a text or a pair of texts"
+    columns = (TEXT, TEXT_PAIR, LABEL)
+    auto_class = "AutoModelForSequenceClassification"
+    best_metric = "accuracy"
+    greater_is_better = True
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.labels import get_model_names, read_labels
+        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        tables = get_splits(args, splits)
+        available = get_column_names(next(iter(tables.values())))
+        label = _find_label(available, args)
+        texts = find_texts(available, args, taken=label)
+        space, labelled = read_labels(tables, label, args, get_model_names(config))
+        length = get_max_length(args, tokenizer, config)
+        features = {
+            split: encode_texts(
+                rows,
+                split,
+                texts,
+                tokenizer,
+                length,
+                args,
+                (label, space) if labelled[split] else None,
+            )
+            for split, rows in tables.items()
+        }
+        return PreparedData(
+            **features,
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            model_settings=space.get_model_settings() | get_text_settings(args, tokenizer, config),
+            extras={
+                "rows": tables,
+                "texts": texts,
+                "names": space.names,
+                "problem_type": space.problem_type,
+                "labelled": labelled,
+                "data_name": (args.data_name or "").lower().replace("-", ""),
+            },
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.models.build import load_config, load_tokenizer
+        from rapidformer.tasks.rows import as_rows, get_column_names
+        from rapidformer.tasks.text import build_text_collator, get_max_length
+
+        config, tokenizer = load_config(args), load_tokenizer(args)
+        table = as_rows(rows, args.text_column or "text")
+        texts = find_texts(get_column_names(table), args)
+        length = get_max_length(args, tokenizer, config)
+        return PreparedData(
+            test=encode_texts(table, "input", texts, tokenizer, length, args, None),
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            extras={
+                "rows": {"test": table},
+                "texts": texts,
+                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "problem_type": get_problem_type(config),
+                "labelled": {"test": False},
+            },
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        from rapidformer.tasks.scoring import score_classes
+
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model(**inputs).logits
+        return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        if not records or not prepared.is_labelled(split):
+            return {}
+        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+        data_name = prepared.extras.get("data_name", "")
+        return {"loss": get_mean_loss(records)} | score_records(records, kind, names, data_name)
+
+    def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
+        if prepared.extras.get("problem_type") == REGRESSION:
+            return (
+                ("pearson", True) if prepared.extras.get("data_name") == "stsb" else ("loss", False)
+            )
+        if prepared.extras.get("data_name") == "cola":
+            return "matthews_correlation", True
+        return "accuracy", True
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        from rapidformer.tasks.rows import get_column
+
+        columns = [name for name in prepared.extras["texts"] if name]
+        rows = prepared.extras["rows"][split]
+        texts = zip(*(get_column(rows, name) for name in columns), strict=True)
+        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+        return [
+            dict(zip(columns, text, strict=True)) | describe_record(record, kind, names)
+            for text, record in zip(texts, records, strict=True)
+        ]
+
+
+def _find_label(available: Sequence[str], args: Any) -> str:
+    """The label's column; where the texts cannot be found either, both are told at once."""
+    try:
+        return str(find_column(LABEL, available, args))
+    except DataError:
+        if args.label_column is None and args.text_column is None and not _has_text(available):
+            raise DataError(describe_missing([TEXT, LABEL], available)) from None
+        raise
+
+
+def _has_text(available: Sequence[str]) -> bool:
+    return any(name in available for name in TEXT.candidates)
+
+
+def find_texts(
+    available: Sequence[str], args: Any, taken: str | None = None
+) -> tuple[str, str | None]:
+    """The column of the text and, for pairs, of the second one."""
+    if args.text_column is not None:
+        first = check_given(args.text_column, TEXT.flag, available)
+        second = args.text_pair_column
+        return first, check_given(second, TEXT_PAIR.flag, available) if second else None
+    if args.text_pair_column is not None:
+        second = check_given(args.text_pair_column, TEXT_PAIR.flag, available)
+        return str(find_column(TEXT, available, args, taken=(second, taken))), second
+    for pair in PAIRS:
+        if pair[0] in available and pair[1] in available and taken not in pair:
+            return pair
+    return str(find_column(TEXT, available, args, taken=(taken,))), None
+
+
+def encode_texts(
+    rows: Any,
+    split: str,
+    texts: tuple[str, str | None],
+    tokenizer: Any,
+    max_length: int,
+    args: Any,
+    labels: tuple[str, LabelSpace] | None,
+) -> Any:
+    """Token ids of every row, and its label."""
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        given = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
+        result = dict(tokenizer(*given, truncation=True, max_length=max_length))
+        if labels is not None:
+            column, space = labels
+            result["labels"] = [space.encode(value) for value in columns[column]]
+        return result
+
+    for name in texts:
+        _check_column(rows, name, split)
+    key = ("texts", texts, max_length, get_tokenizer_key(tokenizer), labels)
+    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)
+
+
+def _check_column(rows: Any, name: str | None, split: str) -> None:
+    from rapidformer.tasks.rows import get_column_names
+
+    names = get_column_names(rows)
+    if name is not None and name not in names:
+        raise DataError(
+            f"{split} has no column {name}, only {', '.join(names)}: all splits need the same columns."
+        )
+
+
+def get_problem_type(config: Any) -> str:
+    """What a saved classifier was trained for; Hugging Face leaves it out in older models."""
+    if config.problem_type is not None:
+        return str(config.problem_type)
+    return REGRESSION if config.num_labels == 1 else SINGLE
+
+
+def score_records(
+    records: Sequence[Record], problem_type: str, names: Sequence[str], data_name: str = ""
+) -> dict[str, float]:
+    """The metrics of a classifier's records."""
+    from rapidformer.tasks.metrics import classification, regression
+
+    labels = [record["label"] for record in records]
+    if problem_type == REGRESSION:
+        return regression.compute_regression([float(r["logits"][0]) for r in records], labels)
+    if problem_type == MULTI:
+        chosen = [(record["logits"] > 0).astype(int).tolist() for record in records]
+        truths = [[int(value >= 0.5) for value in label] for label in labels]
+        return classification.compute_multi_label(chosen, truths)
+    guesses = [int(record["logits"].argmax()) for record in records]
+    wanted = classification.GLUE_METRICS.get(data_name, classification.DEFAULT_METRICS)
+    return classification.compute_single_label(guesses, labels, len(names), wanted)
+
+
+def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:
+    """A classifier's record as the user reads it: label, score, all scores, the true label."""
+    import numpy as np
+
+    logits = np.asarray(record["logits"], dtype=np.float64)
+    truth = record.get("label")
+    if problem_type == REGRESSION:
+        shown: dict[str, Any] = {"score": round(float(logits[0]), 6)}
+        return shown | ({"expected": truth} if truth is not None else {})
+    if problem_type == MULTI:
+        scores = 1 / (1 + np.exp(-logits))
+        shown = {"labels": [name for name, score in zip(names, scores, strict=True) if score > 0.5]}
+        expected: Any = truth and [n for n, on in zip(names, truth, strict=True) if on >= 0.5]
+    else:
+        scores = np.exp(logits - logits.max())
+        scores /= scores.sum()
+        best = int(scores.argmax())
+        shown = {"label": names[best], "score": round(float(scores[best]), 6)}
+        expected = names[truth] if truth is not None else None
+    shown["scores"] = {n: round(float(s), 6) for n, s in zip(names, scores, strict=True)}
+    return shown | ({"expected": expected} if truth is not None else {})

@@ -1,0 +1,107 @@
+"""What the text tasks share: the tokenizer, its length, its padding, its settings for the model."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import ConfigurationError, ModelError
+
+if TYPE_CHECKING:
+    from rapidformer.data.collate import PadCollator
+
+DEFAULT_LENGTH = 512
+DEFAULT_TARGET_LENGTH = 128
+
+
+def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
+    """Tokens per row: --seq-length, or what the model takes, at most 512."""
+    from rapidformer.models.build import get_position_limit
+
+    limit = get_position_limit(config)
+    if args.seq_length is None:
+        # A tokenizer that knows no limit says 1e30.
+        return int(min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH, tokenizer.model_max_length))
+    if limit is not None and args.seq_length > limit:
+        raise ConfigurationError(
+            f"--seq-length {args.seq_length} is longer than the {limit} positions of the model: "
+            f"use at most {limit}."
+        )
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    if args.seq_length <= special:
+        raise ConfigurationError(
+            f"--seq-length {args.seq_length} leaves no room beside the {special} special tokens: "
+            f"use at least {special + 1}."
+        )
+    return int(args.seq_length)
+
+
+def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """Settings of the model that follow from the tokenizer."""
+    from rapidformer.models.build import is_from_scratch
+
+    vocabulary = len(tokenizer)
+    settings: dict[str, Any] = {}
+    if is_from_scratch(args):
+        if args.vocab_size is None:
+            settings["vocab_size"] = max(vocabulary, _max_id(tokenizer) + 1)
+        settings |= _get_special_ids(tokenizer, config)
+    elif config.pad_token_id is None:
+        # Classifiers over GPT-like models look for the last token that is not padding.
+        settings["pad_token_id"] = tokenizer.pad_token_id
+    size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
+    if size is not None and _max_id(tokenizer) >= size:
+        raise ModelError(
+            f"The tokenizer numbers {_max_id(tokenizer) + 1} tokens, but the model has embeddings "
+            f"for {size}: use the tokenizer that belongs to the model."
+        )
+    return settings
+
+
+def _get_special_ids(tokenizer: Any, config: Any) -> dict[str, Any]:
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": _first(tokenizer.bos_token_id, tokenizer.cls_token_id),
+        "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
+    }
+    if config.is_encoder_decoder:
+        # As T5 does: the decoder starts from padding, which no target begins with.
+        ids["decoder_start_token_id"] = ids["pad_token_id"]
+        ids["forced_eos_token_id"] = None
+    return ids
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _max_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=0)
+
+
+def build_text_collator(tokenizer: Any, side: str | None = None) -> PadCollator:
+    """Dynamic padding with the tokenizer's own ids, on the side that the model was trained with."""
+    from rapidformer.data.collate import PadCollator
+
+    pads = {
+        "input_ids": tokenizer.pad_token_id or 0,
+        "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0) or 0,
+    }
+    return PadCollator(pads, side=side or tokenizer.padding_side)
+
+
+def get_tokenizer_key(tokenizer: Any) -> str:
+    """The tokenizer in a few letters: equal exactly where it splits text in the same way."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    text += repr((tokenizer.special_tokens_map, tokenizer.truncation_side))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_is_fast(tokenizer: Any, task: str) -> None:
+    """Some tasks must know which characters a token came from; slow tokenizers cannot tell."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            f"{task} needs a fast tokenizer (tokenizer.json), and {tokenizer.name_or_path} has "
+            "none: choose a model with one."
+        )

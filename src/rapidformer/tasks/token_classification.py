@@ -1,0 +1,306 @@
+"""A tag for every word: entities, parts of speech.
+
+What a reader would get wrong: a word may be several tokens. In evaluation only a word's first
+token carries its tag, so that every word counts once; `--label-all-tokens` changes training alone.
+Rows without tags get a placeholder there, which marks where the words begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
+from rapidformer.tasks.columns import ColumnRole, find_column
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rapidformer.tasks.labels import LabelSpace
+
+IGNORED_LABEL = -100
+# These split a text at spaces that they keep: ready-made words need one put before them.
+_SPACE_KEEPING = frozenset({"gpt2", "roberta", "bloom", "deberta", "longformer", "bart"})
+
+WORDS = ColumnRole(
+    name="words",
+    candidates=("tokens", "words", "text", "sentence"),
+    holds="the words of a sentence (a list, or a text that is split at spaces)",
+    setting="text_column",
+)
+TAGS = ColumnRole(
+    name="tags",
+    candidates=("ner_tags", "tags", "labels", "label", "pos_tags", "chunk_tags", "ner", "upos"),
+    holds="one tag per word (texts such as B-PER, or numbers)",
+    setting="label_column",
+)
+
+
+class TokenClassification(Task):
+    name = "token_classification"
+    aliases = ("ner", "sequence_labeling", "sequence_labelling", "tagging")
+    description = "a tag for every word: named entities, parts of speech"
+    columns = (WORDS, TAGS)
+    auto_class = "AutoModelForTokenClassification"
+    best_metric = "f1"
+    greater_is_better = True
+
+    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.models.build import load_config
+        from rapidformer.tasks.labels import get_model_names
+        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+
+        config = load_config(args)
+        tokenizer = _load_word_tokenizer(args, config)
+        tables = get_splits(args, splits)
+        available = get_column_names(next(iter(tables.values())))
+        tags = str(find_column(TAGS, available, args))
+        words = str(find_column(WORDS, available, args, taken=(tags,)))
+        space, labelled = _read_tags(tables, words, tags, args, get_model_names(config))
+        length = get_max_length(args, tokenizer, config)
+        features = {
+            split: _encode(
+                rows,
+                split,
+                words,
+                (tags, space) if labelled[split] else None,
+                tokenizer,
+                length,
+                args,
+            )
+            for split, rows in tables.items()
+        }
+        if "train" in features:
+            features["train"] = _drop_empty(features["train"])
+        settings = {k: v for k, v in space.get_model_settings().items() if k != "problem_type"}
+        return PreparedData(
+            **features,
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            model_settings=settings | get_text_settings(args, tokenizer, config),
+            extras={"rows": tables, "words": words, "names": space.names, "labelled": labelled},
+        )
+
+    def prepare_for_prediction(
+        self, args: Any, rows: Sequence[dict[str, Any] | str]
+    ) -> PreparedData:
+        from rapidformer.models.build import load_config
+        from rapidformer.tasks.rows import as_rows, get_column_names
+        from rapidformer.tasks.text import build_text_collator, get_max_length
+
+        config = load_config(args)
+        tokenizer = _load_word_tokenizer(args, config)
+        table = as_rows(rows, args.text_column or "text")
+        words = str(find_column(WORDS, get_column_names(table), args))
+        length = get_max_length(args, tokenizer, config)
+        return PreparedData(
+            test=_encode(table, "input", words, None, tokenizer, length, args),
+            collate=build_text_collator(tokenizer),
+            processor=tokenizer,
+            extras={
+                "rows": {"test": table},
+                "words": words,
+                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "labelled": {"test": False},
+            },
+        )
+
+    def evaluate_step(
+        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
+    ) -> list[Record]:
+        from rapidformer.tasks.scoring import score_tokens
+
+        labels = batch["labels"]
+        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        losses, counts, _ = score_tokens(logits, labels)
+        confidences, guesses = logits.float().softmax(dim=-1).max(dim=-1)
+        guesses, confidences = guesses.cpu().numpy(), confidences.cpu().numpy()
+        truths = labels.cpu().numpy()
+        marked = truths != IGNORED_LABEL
+        return [
+            {
+                "guesses": guesses[row][marked[row]],
+                "scores": confidences[row][marked[row]],
+                "labels": truths[row][marked[row]],
+                "loss": losses[row],
+                "count": counts[row],
+            }
+            for row in range(len(truths))
+        ]
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        from rapidformer.tasks.metrics import classification, entities
+
+        if not records or not prepared.is_labelled(split):
+            return {}
+        names = prepared.extras["names"]
+        loss = {"loss": get_mean_loss(records)}
+        if not entities.has_entity_tags(names):
+            guesses = [int(tag) for record in records for tag in record["guesses"]]
+            truths = [int(tag) for record in records for tag in record["labels"]]
+            # Three at least: with two tags neither of them is "the" positive one.
+            return loss | classification.compute_single_label(guesses, truths, max(3, len(names)))
+        guessed = [[names[tag] for tag in record["guesses"]] for record in records]
+        wanted = [[names[tag] for tag in record["labels"]] for record in records]
+        return loss | entities.compute_entities(guessed, wanted)
+
+    def predictions(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> list[dict[str, Any]]:
+        from rapidformer.tasks.metrics import entities
+        from rapidformer.tasks.rows import get_column
+
+        names = prepared.extras["names"]
+        column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
+        marks_entities = entities.has_entity_tags(names)
+        result = []
+        for value, record in zip(column, records, strict=True):
+            words = _as_words(value)
+            # Words beyond the model's length were not seen: no tag is claimed for them.
+            tags = [names[tag] for tag in record["guesses"]]
+            row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
+            row["scores"] = [round(float(score), 6) for score in record["scores"]]
+            if marks_entities:
+                row["entities"] = [
+                    {
+                        "type": kind,
+                        "text": " ".join(words[first : last + 1]),
+                        "first": first,
+                        "last": last,
+                    }
+                    for kind, first, last in entities.find_entities(tags)
+                ]
+            if prepared.is_labelled(split):
+                row["expected"] = [names[tag] for tag in record["labels"]]
+            if len(words) > len(tags):
+                row["words_not_seen"] = len(words) - len(tags)
+            result.append(row)
+        return result
+
+
+def _load_word_tokenizer(args: Any, config: Any) -> Any:
+    from rapidformer.models.build import load_tokenizer
+    from rapidformer.tasks.text import check_is_fast
+
+    keeps_spaces = config.model_type in _SPACE_KEEPING
+    tokenizer = load_tokenizer(args, **({"add_prefix_space": True} if keeps_spaces else {}))
+    check_is_fast(tokenizer, "token_classification")
+    return tokenizer
+
+
+def _as_words(value: Any) -> list[str]:
+    return value.split() if isinstance(value, str) else [str(word) for word in value or ()]
+
+
+def _read_tags(
+    tables: Mapping[str, Any], words: str, tags: str, args: Any, model_names: Sequence[str]
+) -> tuple[LabelSpace, dict[str, bool]]:
+    """The tags of all the splits; each row is checked to have one tag per word."""
+    from rapidformer.tasks.labels import collect_labels, read_classes
+    from rapidformer.tasks.rows import get_class_names, get_column, get_feature
+
+    values, labelled = collect_labels(tables, tags)
+    for split, rows in values.items():
+        _check_lengths(get_column(tables[split], words), rows, split, words, tags)
+    first = "train" if "train" in values else next(iter(values))
+    names = get_class_names(get_feature(tables[first], tags))
+    by_row = {split: [_as_tags(value) for value in rows] for split, rows in values.items()}
+    return read_classes(by_row, tags, names, args, model_names), labelled
+
+
+def _as_tags(value: Any) -> list[Any]:
+    return value.split() if isinstance(value, str) else list(value)
+
+
+def _check_lengths(
+    words: Sequence[Any], tags: Sequence[Any], split: str, word_column: str, tag_column: str
+) -> None:
+    for number, (row_words, row_tags) in enumerate(zip(words, tags, strict=True), start=1):
+        if row_words is None or row_tags is None:
+            raise DataError(f"{split}, row {number}: the words or the tags are missing.")
+        if len(_as_words(row_words)) != len(_as_tags(row_tags)):
+            raise DataError(
+                f"{split}, row {number}: {len(_as_words(row_words))} words in {word_column} but "
+                f"{len(_as_tags(row_tags))} tags in {tag_column}; each word needs one tag."
+            )
+
+
+def _encode(
+    rows: Any,
+    split: str,
+    words: str,
+    labels: tuple[str, LabelSpace] | None,
+    tokenizer: Any,
+    max_length: int,
+    args: Any,
+) -> Any:
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    every_piece = bool(args.label_all_tokens) and split == "train"
+    inside = _get_inside_tags(labels[1].names) if labels else {}
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        sentences = [_as_words(value) for value in columns[words]]
+        result = tokenizer(
+            sentences, is_split_into_words=True, truncation=True, max_length=max_length
+        )
+        aligned = []
+        for row, sentence in enumerate(sentences):
+            if labels is None:
+                ids = [0] * len(sentence)
+            else:
+                ids = [labels[1].encode(tag) for tag in _as_tags(columns[labels[0]][row])]
+            aligned.append(_align(result.word_ids(row), ids, every_piece, inside))
+        return {**result, "labels": aligned}
+
+    key = ("words", words, max_length, get_tokenizer_key(tokenizer), labels, every_piece)
+    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)
+
+
+def _align(
+    word_ids: Sequence[int | None],
+    labels: Sequence[int],
+    every_piece: bool,
+    inside: Mapping[int, int],
+) -> list[int]:
+    aligned, last = [], None
+    for word in word_ids:
+        if word is None:
+            aligned.append(IGNORED_LABEL)
+        elif word != last:
+            aligned.append(labels[word])
+        else:
+            # B-PER on the first piece of a word is I-PER on the others.
+            label = labels[word]
+            aligned.append(inside.get(label, label) if every_piece else IGNORED_LABEL)
+        last = word
+    return aligned
+
+
+def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
+    return {
+        index: names.index("I-" + name[2:])
+        for index, name in enumerate(names)
+        if name.startswith("B-") and "I-" + name[2:] in names
+    }
+
+
+def _drop_empty(features: Any) -> Any:
+    """Rows without a single tag: the mean loss of a batch of them would be 0 / 0."""
+    from rapidformer.tasks.rows import RowList
+
+    keep = [i for i, row in enumerate(features) if any(x != IGNORED_LABEL for x in row["labels"])]
+    dropped = len(features) - len(keep)
+    if not dropped:
+        return features
+    get_logger().warning("train: %d rows without words are left out.", dropped)
+    if hasattr(features, "select"):
+        return features.select(keep)
+    return RowList(features[index] for index in keep)

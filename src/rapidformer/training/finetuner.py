@@ -1,0 +1,114 @@
+"""``Finetuner``: four hooks, and a model is fine-tuned and evaluated after each epoch.
+
+class MyFinetuner(Finetuner):
+    def train_valid_test_datasets_provider(self): ...
+    def model_optimizer_lr_scheduler_provider(self): ...
+    def run_forward_step(self, batch, model): ...
+    def run_compute_metrics(self, model, eval_dataloader): ...
+
+MyFinetuner(engine=RapidformerEngine()).train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.errors import RapidformerError
+from rapidformer.training.loop import Evaluation
+from rapidformer.training.template import Template, _missing_hook
+
+
+class Finetuner(Template):
+    """Template for fine-tuning."""
+
+    def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
+        """Hook: ``(train, validation, test, collate function or None)``."""
+        raise _missing_hook(self, "train_valid_test_datasets_provider")
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        """Hook: a dictionary of metrics; ``model`` comes as a list of one, as in Megatron."""
+        raise _missing_hook(self, "run_compute_metrics")
+
+    def train(self) -> dict[str, float]:
+        """Fine-tune to the end; returns the last evaluation's metrics."""
+        resume = self.find_resume_folder()
+        train_data, valid_data, _, collate = self._get_datasets()
+        is_cyclic = self.args.dataloader_type != "single"
+        loader = self.engine.build_data_loader(train_data, collate, shuffle=is_cyclic)
+        eval_loader = self.build_eval_loader(valid_data, collate)
+        model = self.compose()
+        progress = self.run_loop(
+            loader,
+            model,
+            evaluation=self._make_evaluation(model, eval_loader),
+            eval_data=eval_loader,
+            resume=resume,
+            saves_each_epoch=True,
+        )
+        return progress.evaluations
+
+    def finetune(self) -> dict[str, float]:
+        """The same as ``train``."""
+        return self.train()
+
+    def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
+        """A loader that gives every example once, in order; None without data."""
+        if dataset is None:
+            return None
+        return self.engine.build_data_loader(
+            dataset,
+            collate,
+            shuffle=False,
+            batch_size=self.args.eval_micro_batch_size,
+            is_training=False,
+        )
+
+    def _get_datasets(self) -> tuple[Any, Any, Any, Any]:
+        provided = self.train_valid_test_datasets_provider()
+        if not isinstance(provided, tuple) or len(provided) not in (3, 4):
+            raise RapidformerError(
+                "train_valid_test_datasets_provider must return train, validation and test data "
+                "(each may be None) and a collate function (or None)."
+            )
+        train_data, valid_data, test_data, collate = (*provided, None)[:4]
+        if train_data is None:
+            raise RapidformerError("train_valid_test_datasets_provider gave no training data.")
+        return train_data, valid_data, test_data, collate
+
+    def _make_evaluation(
+        self, model: Any, eval_loader: DistributedLoader | None
+    ) -> Evaluation | None:
+        has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics
+        if eval_loader is None or not has_hook:
+            return None
+        name, greater = self.choose_best_metric()
+        return Evaluation(
+            run=lambda: to_metrics(self.run_compute_metrics([model], eval_loader)),
+            interval=self.args.eval_interval,
+            best_metric=name,
+            greater_is_better=greater,
+        )
+
+
+def to_metrics(returned: Any) -> dict[str, float]:
+    """What a metrics hook returned, as numbers by name."""
+    if returned is None:
+        return {}
+    if isinstance(returned, Mapping):
+        numbers = {str(name): value for name, value in returned.items() if _is_number(value)}
+        return {name.removeprefix("eval_"): float(value) for name, value in numbers.items()}
+    if _is_number(returned):
+        return {"metric": float(returned)}
+    raise RapidformerError(
+        f"run_compute_metrics must return a dictionary of numbers, got {type(returned).__name__}."
+    )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,59 @@
+"""What users' ``run_forward_step`` may return, brought to one form: a mean loss and its weight.
+
+- a scalar loss: the weight is the number of labels in the batch, counted by the loader;
+- ``(loss, n)``: the user says what the mean was taken over;
+- ``(output, loss_function)``: Megatron's form, ``loss_function(output) -> (loss, {name: value})``;
+- a dict with ``loss``: FlagAI's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rapidformer.data.batch import BatchInfo
+from rapidformer.errors import RapidformerError
+from rapidformer.training.loop import ForwardResult
+
+
+def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) -> ForwardResult:
+    """The loss and its weight, or an error that says what is expected."""
+    weight: float | torch.Tensor = info.shifted_labels if shifts_labels else info.labels
+    if isinstance(returned, Mapping):
+        returned = returned.get("loss")
+    elif isinstance(returned, tuple) and len(returned) == 2:
+        first, second = returned
+        if callable(second) and not isinstance(second, torch.Tensor):
+            returned = second(first)
+            returned = returned[0] if isinstance(returned, tuple) else returned
+        else:
+            returned, weight = first, second
+    if not isinstance(returned, torch.Tensor):
+        raise RapidformerError(
+            f"run_forward_step must return the loss, a tensor, got {type(returned).__name__}."
+        )
+    if returned.dim():
+        raise RapidformerError(
+            f"run_forward_step must return one number, got a tensor of shape "
+            f"{list(returned.shape)}: return loss.mean(), or (loss.sum() / n, n)."
+        )
+    return ForwardResult(returned, weight)
+
+
+class SingleBatch(Iterator[Any]):
+    """The data iterator of a pre-training step: it has exactly the one micro-batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._is_taken = False
+
+    def __next__(self) -> Any:
+        if self._is_taken:
+            raise RapidformerError(
+                "run_forward_step took a second batch from its iterator: a step has one "
+                "micro-batch, and is called once for each."
+            )
+        self._is_taken = True
+        return self._batch

@@ -1,0 +1,271 @@
+"""The one training loop. PreTrainer, Finetuner, Trainer and the command all end here.
+
+It owns time: updates, epochs, when to log, evaluate, save and stop. What a forward pass is, and how
+a model is evaluated, it is told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.collectives import broadcast_object
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from rapidformer.training.meter import Measurement, Meter
+from rapidformer.training.report import Reporter
+from rapidformer.training.run_folder import BEST, LAST
+
+
+class ForwardResult(NamedTuple):
+    """A micro-batch's mean loss and what the mean was taken over."""
+
+    loss: torch.Tensor
+    weight: float | torch.Tensor
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """How a model is evaluated during training, and which result is better."""
+
+    run: Callable[[], dict[str, float]]
+    interval: int | None = None
+    """Updates between evaluations; None: after each epoch."""
+    best_metric: str | None = None
+    greater_is_better: bool = True
+
+
+@dataclass
+class Progress:
+    """Where the run stands, beyond what the engine counts; goes into every checkpoint."""
+
+    best_value: float | None = None
+    best_step: int | None = None
+    evaluations: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+
+
+class TrainingLoop:
+    """Runs updates until the run is over."""
+
+    def __init__(
+        self,
+        engine: RapidformerEngine,
+        loader: DistributedLoader,
+        forward: Callable[[Any], ForwardResult],
+        *,
+        train_iters: int,
+        reporter: Reporter,
+        evaluation: Evaluation | None = None,
+        processor: Any = None,
+        saves_each_epoch: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.engine = engine
+        self.args = engine.args
+        self.loader = loader
+        self.forward = forward
+        self.train_iters = train_iters
+        self.reporter = reporter
+        self.evaluation = evaluation
+        self.processor = processor
+        self.saves_each_epoch = saves_each_epoch
+        self.progress = progress or Progress()
+        self.meter = Meter(engine.device)
+        self._saved_at: int | None = None
+        self._started_at = time.monotonic()
+        self._attempts = self.step
+        self._is_stopping = False
+        self._lr = 0.0
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.engine.clock.updates
+
+    def run(self) -> Progress:
+        """Train to the end; returns the last evaluation and the best one."""
+        self.engine.parallelized.model.train()
+        try:
+            while not self._is_over():
+                self._run_epoch()
+            self._finish()
+        finally:
+            self.reporter.close()
+        return self.progress
+
+    def _run_epoch(self) -> None:
+        attempts = self._attempts
+        for batch in self.loader:
+            result = self.forward(batch)
+            self.engine.backward(result.loss, result.weight)
+            self.meter.add_micro_batch(result.loss, result.weight, self.loader.info)
+            if not self.loader.is_update_end:
+                continue
+            self._lr = self.engine.get_learning_rate()
+            self.engine.step()
+            self._after_update()
+            if self._is_over():
+                break
+        else:
+            self._after_epoch()
+        if attempts == self._attempts:
+            raise RapidformerError("the training data gave no batch: is the stream empty?")
+
+    def _after_update(self) -> None:
+        args, clock = self.args, self.engine.clock
+        self._attempts += 1
+        self.meter.add_update(clock.total_weight, clock.grad_norm)
+        self.reporter.advance(self.step)
+        if self._attempts % args.log_interval == 0 or self.step == 1:
+            self._log()
+        evaluation = self.evaluation
+        if evaluation and evaluation.interval and self.step % evaluation.interval == 0:
+            self._evaluate()
+        if args.save and args.save_interval and self.step % args.save_interval == 0:
+            self._save()
+        self._check_exit()
+
+    def _after_epoch(self) -> None:
+        if self.evaluation is not None and self.evaluation.interval is None:
+            self._evaluate()
+        if self.args.save and self.args.save_interval is None and self.saves_each_epoch:
+            self._save()
+
+    def _finish(self) -> None:
+        if self.evaluation is not None and self.progress.evaluated_at != self.step:
+            self._evaluate()
+        if self.args.save is not None:
+            if self.step > 0:
+                self._save()
+            self.engine.export(Path(self.args.save) / LAST, self.processor)
+        elif self.meter.has_updates():
+            self._log()
+
+    def _is_over(self) -> bool:
+        # Attempts, not updates: fp16 overflows use up data without an update.
+        return self._is_stopping or self._attempts >= self.train_iters
+
+    def _check_exit(self) -> None:
+        args = self.args
+        if args.exit_interval and self.step % args.exit_interval == 0:
+            self._is_stopping = True
+        if args.exit_duration_in_mins is not None and self._attempts % args.log_interval == 0:
+            minutes = (time.monotonic() - self._started_at) / 60
+            self._is_stopping = broadcast_object(minutes > args.exit_duration_in_mins)
+
+    # ---- logging, evaluating, saving -----------------------------------------------------------
+
+    def _log(self) -> None:
+        if not self.meter.has_updates():
+            return
+        measured = self.meter.read(
+            self._attempts, tolerates_infinity=self.engine.scaler is not None
+        )
+        self.reporter.log_training(self._describe(measured))
+
+    def _describe(self, measured: Measurement) -> dict[str, Any]:
+        updates = len(measured.losses)
+        step_time = measured.seconds / updates
+        line: dict[str, Any] = {
+            "step": self.step,
+            "epoch": round(self._get_epoch(), 4),
+            "loss": measured.loss,
+            "lr": self._lr,
+            "grad_norm": measured.grad_norm,
+            "step_time": step_time,
+            "tokens_per_second": measured.tokens / measured.seconds,
+            "samples_per_second": measured.samples / measured.seconds,
+            "padding_share": 1 - measured.tokens / measured.slots if measured.slots else 0.0,
+            "seconds_left": max(self.train_iters - self._attempts, 0) * step_time,
+        }
+        if self.engine.device.type == "cuda":
+            line["memory_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / 2**30
+        if self.engine.scaler is not None:
+            line["loss_scale"] = self.engine.scaler.scale
+            line["skipped_updates"] = self.engine.clock.skipped
+        return line
+
+    def _get_epoch(self) -> float:
+        state = self.loader.state_dict()
+        if self.loader.is_stream:
+            return float(state["epoch"])
+        return state["epoch"] + state["consumed_samples"] / len(self.loader.dataset)
+
+    def _evaluate(self) -> None:
+        assert self.evaluation is not None
+        self._log()
+        paused_at = self.meter.pause()
+        results = evaluate_model(self.engine, self.evaluation.run)
+        self.progress.evaluations = results
+        self.progress.evaluated_at = self.step
+        line: dict[str, Any] = {"step": self.step, "epoch": round(self._get_epoch(), 4)}
+        line.update({f"eval_{key}": value for key, value in results.items()})
+        self.reporter.log_evaluation(line)
+        self._keep_if_best(results)
+        self.meter.resume(paused_at)
+
+    def _keep_if_best(self, results: dict[str, float]) -> None:
+        assert self.evaluation is not None
+        name, greater = self.evaluation.best_metric, self.evaluation.greater_is_better
+        if name is None:
+            # Nobody has said which: the first one that the metrics hook returns.
+            name = next(iter(results), "")
+            greater = is_greater_better(name)
+        if name not in results or not math.isfinite(results[name]):
+            return
+        value, best = results[name], self.progress.best_value
+        if best is not None and (value <= best if greater else value >= best):
+            return
+        self.progress.best_value, self.progress.best_step = value, self.step
+        if self.args.save is not None:
+            self.engine.export(Path(self.args.save) / BEST, self.processor)
+
+    def _save(self) -> None:
+        if self._saved_at == self.step:
+            return
+        # Reading the meter raises where a loss is not a number: such a state is never saved.
+        self._log()
+        paused_at = self.meter.pause()
+        progress = {
+            "best_value": self.progress.best_value,
+            "best_step": self.progress.best_step,
+            "evaluations": self.progress.evaluations,
+            "evaluated_at": self.progress.evaluated_at,
+        }
+        self.engine.save_checkpoint(extra={"progress": progress, "attempts": self._attempts})
+        self._saved_at = self.step
+        self.meter.resume(paused_at)
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Take over what an earlier run's checkpoint knows beyond the engine's state."""
+        self.progress = Progress(**extra.get("progress", {}))
+        self._attempts = extra.get("attempts", self.step)
+        self._saved_at = self.step
+
+
+def is_greater_better(metric: str) -> bool:
+    """By the metric's name: less of a loss is better, more of anything else."""
+    return not any(word in metric for word in ("loss", "perplexity", "error"))
+
+
+def evaluate_model(
+    engine: RapidformerEngine, run: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """Evaluate without gradients and dropout, and bring the model back to training."""
+    model = engine.parallelized.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return run()
+    finally:
+        model.train(was_training)
+        engine.parallelized.settle()

@@ -1,0 +1,161 @@
+"""What a run says while it runs: a progress bar or log lines, metrics.jsonl, TensorBoard.
+
+Only the first process has a reporter that speaks; the others get a silent one. ``metrics.jsonl`` is
+the truth, everything else is a copy of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import TrainingArguments
+from rapidformer.log import get_logger, warn_once
+from rapidformer.training.run_folder import MetricsFile
+
+
+class Reporter:
+    """Tells of the run to the terminal and to files."""
+
+    def __init__(
+        self, args: TrainingArguments, *, total_steps: int, resume_step: int = 0, speaks: bool
+    ) -> None:
+        self._speaks = speaks
+        self._total = total_steps
+        self._file: MetricsFile | None = None
+        self._board: Any = None
+        self._bar: _ProgressBar | None = None
+        if not speaks:
+            return
+        if args.save is not None:
+            self._file = MetricsFile(Path(args.save), resume_step=resume_step)
+        board_folder = args.tensorboard_dir or (args.save and str(Path(args.save) / "tensorboard"))
+        if board_folder:
+            self._board = _open_board(board_folder, resume_step)
+        wants_bar = args.progress if args.progress is not None else sys.stderr.isatty()
+        if wants_bar:
+            self._bar = _ProgressBar(total_steps, resume_step)
+
+    def say(self, message: str) -> None:
+        """A line for the person at the terminal."""
+        if self._speaks:
+            get_logger().info(message)
+
+    def advance(self, step: int) -> None:
+        """One more update is done."""
+        if self._bar is not None:
+            self._bar.advance(step)
+
+    def log_training(self, line: dict[str, Any]) -> None:
+        if not self._speaks:
+            return
+        self._record(line)
+        if self._bar is not None:
+            self._bar.show(f"loss {line['loss']:.4f}  lr {line['lr']:.2e}")
+        else:
+            get_logger().info(format_training_line(line, self._total))
+
+    def log_evaluation(self, line: dict[str, Any]) -> None:
+        if not self._speaks:
+            return
+        self._record(line)
+        values = " | ".join(
+            f"{key.removeprefix('eval_')} {value:.4f}"
+            for key, value in line.items()
+            if key.startswith("eval_") and isinstance(value, float)
+        )
+        get_logger().info("evaluation at step %d | %s", line["step"], values)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _record(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(line)
+        if self._board is not None:
+            for key, value in line.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    group = "eval" if key.startswith("eval_") else "train"
+                    name = f"{group}/{key.removeprefix('eval_')}"
+                    self._board.add_scalar(name, value, line["step"])
+
+
+def format_training_line(line: dict[str, Any], total_steps: int) -> str:
+    """The one line per log interval."""
+    parts = [
+        f"step {line['step']}/{total_steps}",
+        f"epoch {line['epoch']:.2f}",
+        f"loss {line['loss']:.4f}",
+        f"lr {line['lr']:.2e}",
+        f"grad norm {line['grad_norm']:.3f}",
+        f"{line['step_time'] * 1000:.0f} ms/step",
+        f"{_shorten(line['tokens_per_second'])} tokens/s",
+        f"{_shorten(line['samples_per_second'])} samples/s",
+        f"padding {line['padding_share'] * 100:.0f} %",
+    ]
+    if line.get("memory_gib"):
+        parts.append(f"{line['memory_gib']:.1f} GiB")
+    if line.get("skipped_updates"):
+        parts.append(f"{line['skipped_updates']} skipped")
+    parts.append(f"left {timedelta(seconds=round(line['seconds_left']))}")
+    return " | ".join(parts)
+
+
+def _shorten(number: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{suffix}"
+    return f"{number:.1f}"
+
+
+def _open_board(folder: str, resume_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        warn_once(
+            "TensorBoard is not written: pip install tensorboard. metrics.jsonl has everything."
+        )
+        return None
+    return SummaryWriter(folder, purge_step=resume_step or None)  # type: ignore[no-untyped-call]
+
+
+class _ProgressBar:
+    """A bar on the terminal's last line; log messages scroll above it."""
+
+    def __init__(self, total: int, start: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=start, note="")
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def show(self, note: str) -> None:
+        self._progress.update(self._task, note=note)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,67 @@
+"""The folder of a run (``--save``): who may write there, and the file that always tells the truth.
+
+``metrics.jsonl`` has one JSON object a line. A resumed run goes on in the same file, after the
+lines of steps that it will do again have been taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rapidformer.checkpoint.publish import replace_text
+from rapidformer.checkpoint.store import TRACKER, find_checkpoints
+from rapidformer.errors import CheckpointError
+
+METRICS_FILE = "metrics.jsonl"
+BEST = "best"
+LAST = "last"
+
+
+def check_run_folder(folder: Path, *, resumed_from: Path | None, overwrite: bool) -> None:
+    """Refuse to write over another run; ``--overwrite`` removes what that run has written."""
+    has_run = (folder / METRICS_FILE).exists() or bool(find_checkpoints(folder))
+    source = resumed_from.resolve() if resumed_from is not None else None
+    is_same = source is not None and folder.resolve() in (source, source.parent)
+    if not has_run or is_same:
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"--save {folder} already holds a run. Resume it with --load {folder}, choose another "
+            "folder, or replace it with --overwrite."
+        )
+    for path in [*find_checkpoints(folder), folder / BEST, folder / LAST, folder / "tensorboard"]:
+        shutil.rmtree(path, ignore_errors=True)
+    for name in (METRICS_FILE, TRACKER, "arguments.yaml"):
+        (folder / name).unlink(missing_ok=True)
+
+
+class MetricsFile:
+    """Appends to ``metrics.jsonl``; every line is on disk when the call returns."""
+
+    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS_FILE
+        if resume_step and self.path.exists():
+            self._drop_after(resume_step)
+        elif not resume_step:
+            self.path.unlink(missing_ok=True)
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _drop_after(self, step: int) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _get_step(line) <= step]
+        replace_text(self.path, "".join(line + "\n" for line in kept))
+
+
+def _get_step(line: str) -> float:
+    """The step of a line; a line cut off by a crash belongs to no kept step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,71 @@
+"""What is said before step 1: every number that decides how the run goes."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.engine import RapidformerEngine
+
+
+def describe_run(
+    engine: RapidformerEngine,
+    *,
+    train_iters: int,
+    loader: DistributedLoader,
+    eval_data: Any = None,
+    resumed_from: str | None = None,
+) -> list[str]:
+    """One line a subject."""
+    args, parallelized = engine.args, engine.parallelized
+    model = parallelized.model
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    plan = parallelized.plan
+    where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
+    lines = [
+        f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
+        f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
+        + (f", {_count(trained)} trained" if trained != total else "")
+        + f"; {len(plan.blocks)} blocks ({plan.source})",
+        f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
+        f"batch     {args.global_batch_size} = {loader.batch_size} micro x "
+        f"{args.data_parallel_size} data parallel x {engine.clock.rounds_per_update} accumulation",
+        f"length    {train_iters} updates"
+        + (f" = {args.epochs} epochs" if args.epochs and not args.train_iters else "")
+        + f"; lr {args.lr}, {args.lr_decay_style}"
+        + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
+        f"switches  {'; '.join(parallelized.switches)}",
+    ]
+    if args.save:
+        lines.append(f"folder    {args.save}")
+    if resumed_from:
+        lines.append(f"resumed   from {resumed_from} at step {engine.clock.updates}")
+    return lines
+
+
+def _get_version() -> str:
+    try:
+        return version("rapidformer")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({torch.get_num_threads()} threads each)"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
+
+
+def _size(data: Any) -> str:
+    if data is None:
+        return "no"
+    dataset = getattr(data, "dataset", data)
+    return f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream of"

@@ -1,0 +1,186 @@
+"""What PreTrainer and Finetuner share: from hooks to the one loop.
+
+A template owns nothing of its own but the order: data, loaders, model, compose, resume, loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.config import TrainingArguments
+from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.log import get_logger
+from rapidformer.models.plan import shifts_labels
+from rapidformer.training.forward import interpret_forward
+from rapidformer.training.loop import (
+    Evaluation,
+    ForwardResult,
+    Progress,
+    TrainingLoop,
+    is_greater_better,
+)
+from rapidformer.training.report import Reporter
+from rapidformer.training.run_folder import check_run_folder
+from rapidformer.training.summary import describe_run
+
+
+class Template:
+    """The common part of the templates; users subclass PreTrainer or Finetuner."""
+
+    processor: Any = None
+    """Tokenizer or image processor to save beside the model, if the subclass has one."""
+    best_metric: str | None = None
+    greater_is_better: bool = True
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self.engine = engine
+
+    @property
+    def args(self) -> TrainingArguments:
+        return self.engine.args
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
+        """Hook: ``(model, optimizer or None, lr_scheduler or None)``."""
+        raise _missing_hook(self, "model_optimizer_lr_scheduler_provider")
+
+    def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
+        """Hook: run the model and return the loss."""
+        raise _missing_hook(self, "run_forward_step")
+
+    def build_data_loader(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        *,
+        shuffle: bool | None = None,
+    ) -> DistributedLoader:
+        """A loader for this process's share of the data, with batches on the device."""
+        return self.engine.build_data_loader(dataset, collate_fn, shuffle=shuffle)
+
+    def gather(self, tensor: Any, pad_value: float | None = None) -> Any:
+        """Every process's rows, each example once."""
+        return self.engine.gather(tensor, pad_value)
+
+    # ---- from hooks to the loop ----------------------------------------------------------------
+
+    def find_resume_folder(self) -> Path | None:
+        """The checkpoint that ``--load`` names, if it names one; checks ``--save`` as well."""
+        args, resume = self.args, None
+        if args.load is not None:
+            source = Path(args.load).expanduser()
+            resume = find_checkpoint(source) if source.is_dir() else None
+            is_model_folder = (source / "config.json").is_file()
+            if resume is None and args.is_given("load") and source.is_dir() and not is_model_folder:
+                raise CheckpointError(
+                    f"--load {args.load} holds neither a checkpoint (iter_… folders) nor a model "
+                    "(config.json)."
+                )
+        if args.save is not None:
+            resumed_run = resume if resume is not None and not args.finetune else None
+            if self.engine.is_main:
+                check_run_folder(
+                    Path(args.save), resumed_from=resumed_run, overwrite=args.overwrite
+                )
+            self.engine.wait_for_all()
+        return resume
+
+    def compose(self) -> Any:
+        """Get model, optimizer and schedule from the hook and switch everything on."""
+        provided = self.model_optimizer_lr_scheduler_provider()
+        if not isinstance(provided, tuple) or len(provided) != 3:
+            raise RapidformerError(
+                "model_optimizer_lr_scheduler_provider must return three things: model, "
+                "optimizer (or None), lr_scheduler (or None)."
+            )
+        model, optimizer, scheduler = provided
+        is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
+        composed = self.engine.compose(
+            model,
+            optimizer,
+            scheduler if is_function else None,
+            lr_scheduler=None if is_function else scheduler,
+        )
+        return composed[0]
+
+    def make_forward(self, loader: DistributedLoader, model: Any) -> Callable[[Any], ForwardResult]:
+        """The user's forward step, with the weight of its loss counted."""
+        is_shifted = shifts_labels(model)
+
+        def forward(batch: Any) -> ForwardResult:
+            returned = self.run_forward_step(self.wrap_batch(batch), model)
+            return interpret_forward(returned, loader.info, shifts_labels=is_shifted)
+
+        return forward
+
+    def wrap_batch(self, batch: Any) -> Any:
+        """What the forward step is handed: the batch itself, unless a template says otherwise."""
+        return batch
+
+    def run_loop(
+        self,
+        loader: DistributedLoader,
+        model: Any,
+        *,
+        evaluation: Evaluation | None,
+        eval_data: Any,
+        resume: Path | None,
+        saves_each_epoch: bool,
+    ) -> Progress:
+        """Resume, say what starts, and run the one loop."""
+        train_iters = self.engine.get_train_iters()
+        if train_iters is None:
+            raise ConfigurationError("how long to train? Give --epochs or --train-iters.")
+        extra = self.engine.load_checkpoint(resume) if resume is not None else {}
+        step = self.engine.clock.updates
+        reporter = Reporter(
+            self.args, total_steps=train_iters, resume_step=step, speaks=self.engine.is_main
+        )
+        if self.engine.is_main:
+            for line in describe_run(
+                self.engine,
+                train_iters=train_iters,
+                loader=loader,
+                eval_data=eval_data,
+                resumed_from=str(resume) if resume else None,
+            ):
+                get_logger().info(line)
+        loop = TrainingLoop(
+            self.engine,
+            loader,
+            self.make_forward(loader, model),
+            train_iters=train_iters,
+            reporter=reporter,
+            evaluation=evaluation,
+            processor=self.processor,
+            saves_each_epoch=saves_each_epoch,
+        )
+        if resume is not None and not self.args.finetune:
+            loop.restore(extra)
+        return loop.run()
+
+    def choose_best_metric(self) -> tuple[str | None, bool]:
+        """The metric that decides the best model, and whether more of it is better."""
+        name = self.args.metric_for_best_model
+        if name is None:
+            return self.best_metric, self.greater_is_better
+        name = name.removeprefix("eval_")
+        return name, is_greater_better(name)
+
+
+def accepts_arguments(function: Callable[..., Any], count: int) -> bool:
+    """Whether a hook takes this many positional arguments: users' signatures differ."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _missing_hook(template: Template, name: str) -> RapidformerError:
+    return RapidformerError(f"{type(template).__name__} must define {name}().")
