@@ -86,6 +86,7 @@ class RapidformerEngine:
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self._trainable: list[nn.Parameter] = []
         self._parallelized: Parallelized | None = None
         self._current_loader: DistributedLoader | None = None
         self._train_loader: DistributedLoader | None = None
@@ -126,6 +127,8 @@ class RapidformerEngine:
             model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
         )
         self.model = model
+        # Found once: to walk a model's modules takes longer than many of its kernels.
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
         if optimizer is None:
             optimizer = build_optimizer(model, self.args)
         else:
@@ -227,7 +230,7 @@ class RapidformerEngine:
         _scale_loss(loss, share, scale).backward()
         synchronizer.after_backward()
         if is_last:
-            self.clock.finish_gradients(self.parallelized.model, self.scaler)
+            self.clock.finish_gradients(self._trainable, self.scaler)
 
     def step(self) -> None:
         """Update, advance the learning rate and clear the gradients, if an update is due."""

@@ -51,7 +51,6 @@ CONTRACT_DEFAULTS = {
     "lr_warmup_iters": 0,
     "lr_warmup_samples": 0,
     "min_lr": 0.0,
-    "override_lr_scheduler": False,
     "save_interval": None,
     "load": None,
     "finetune": False,

@@ -103,7 +103,10 @@ def test_mixed_precision_in_yaml(text: str, value: str | None, tmp_path: Path) -
 def test_lists() -> None:
     args = parse_arguments(["--train-data", "a.json", "b.json", "--lr", "1"])
     assert args.train_data == ["a.json", "b.json"]
-    assert arguments_from_mapping({"train_data": "a.json,b.json"}).train_data == ["a.json", "b.json"]
+    assert arguments_from_mapping({"train_data": "a.json,b.json"}).train_data == [
+        "a.json",
+        "b.json",
+    ]
     assert arguments_from_mapping({"train_data": ["a.json"]}).train_data == ["a.json"]
 
 

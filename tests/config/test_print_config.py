@@ -27,9 +27,11 @@ def read_back(text: str, folder: Path, world_size: int = 1) -> dict[str, object]
     "words",
     [
         [],
-        "--task sequence_classification --data-path glue --data-name mrpc --lr 2e-5".split(),
-        "--dataset-name glue --epochs 3 --micro-batch-size 4 --global-batch-size 16 "
-        "--mixed-precision --onnx-runtime-training --checkpoint-activations".split(),
+        ["--task", "masked_lm", "--data-path", "glue", "--data-name", "mrpc", "--lr", "2e-5"],
+        [
+            *("--dataset-name", "glue", "--epochs", "3", "--global-batch-size", "16"),
+            *("--mixed-precision", "--onnx-runtime-training", "--checkpoint-activations"),
+        ],
         ["--data-path", "0.3", "a b", "0.7", "c#d", "--no-load-optim", "--no-keep-last"],
         ["--source-prefix", "summarize: ", "--input", "a: b", "'quoted'", "- dash", "ünï"],
         ["--source-prefix", "first line\nsecond line"],
@@ -50,7 +52,7 @@ def test_printed_config_of_a_run_of_two_processes_serves_two_processes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Accumulation follows from the number of processes: it must be that of the run."""
-    words = "--nproc-per-node 2 --micro-batch-size 2 --global-batch-size 4 --device cpu".split()
+    words = ["--nproc-per-node", "2", "--micro-batch-size", "2", "--global-batch-size", "4"]
     args = resolve(parse_arguments(words), world_size=2)
     expected = {name: getattr(args, name) for name in get_settings() if name != "config"}
     assert read_back(print_config(words, capsys), tmp_path, world_size=2) == expected

@@ -62,9 +62,7 @@ def check_that_the_message_helps(message: str, said: dict[str, int], world: int)
 
 
 def test_batch_that_does_not_divide_says_its_numbers() -> None:
-    (problem,) = problems_of(
-        "--micro-batch-size", "16", "--global-batch-size", "100", world_size=4
-    )
+    (problem,) = problems_of("--micro-batch-size", "16", "--global-batch-size", "100", world_size=4)
     assert problem == (
         "--global-batch-size 100 is not a multiple of --micro-batch-size 16 x 4 data-parallel "
         "processes = 64: use 64 or 128."
@@ -96,7 +94,7 @@ def test_two_numbers_give_the_third(
 
 
 def test_resolving_twice_changes_nothing() -> None:
-    words = "--task masked_lm --dataset-name glue --fp16 --recompute-granularity selective".split()
+    words = ["--task", "masked_lm", "--dataset-name", "glue", "--fp16", "--checkpoint-activations"]
     once = resolve(parse_arguments(words), world_size=2, rank=1)
     twice = resolve(once, world_size=2, rank=1)
     assert twice == once
@@ -244,8 +242,6 @@ def test_warmup_fraction_of_zero_does_not_silence_warmup_iters() -> None:
     """Hugging Face scripts pass warmup_ratio=0.0 beside warmup_steps=100: the steps count."""
     from rapidformer.optim.schedule import build_curve
 
-    args = resolve(
-        arguments_from_mapping({"lr": 1.0, "warmup_ratio": 0.0, "warmup_steps": 10})
-    )
+    args = resolve(arguments_from_mapping({"lr": 1.0, "warmup_ratio": 0.0, "warmup_steps": 10}))
     curve = build_curve(args, train_iters=100, global_batch_size=1)
     assert curve(5) == pytest.approx(0.5)

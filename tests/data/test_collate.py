@@ -42,9 +42,23 @@ def test_lists_always_get_a_mask_and_equal_arrays_none() -> None:
 
 def test_numbers_of_every_kind() -> None:
     rows = [
-        {"score": 0.5, "flag": True, "vector": [1.0, 0.0], "mixed": [1, 0.5], "none": None, "count": 1},
-        {"score": 2, "flag": False, "vector": [0.0, 1.0], "mixed": [2, 3], "none": None, "count": 2.5},
-    ]  # fmt: skip
+        {
+            "score": 0.5,
+            "flag": True,
+            "vector": [1.0, 0.0],
+            "mixed": [1, 0.5],
+            "none": None,
+            "count": 1,
+        },
+        {
+            "score": 2,
+            "flag": False,
+            "vector": [0.0, 1.0],
+            "mixed": [2, 3],
+            "none": None,
+            "count": 2.5,
+        },
+    ]
     batch = PadCollator()(rows)
     assert batch["score"].tolist() == [0.5, 2.0] and batch["score"].dtype == torch.float32
     assert batch["flag"].tolist() == [1, 0]
@@ -88,7 +102,7 @@ def test_empty_rows() -> None:
 
 def test_unequal_nested_lists_are_told() -> None:
     rows = [{"deep": [[[1], [2, 3]]]}, {"deep": [[[1]]]}]
-    with pytest.raises(DataError, match="The column deep holds nested lists of unequal shape"):
+    with pytest.raises(DataError, match=r"The column deep holds nested lists of unequal shape"):
         PadCollator()(rows)
 
 

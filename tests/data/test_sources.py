@@ -18,9 +18,15 @@ ROWS = [{"text": "a cat", "label": 0}, {"text": "NA", "label": 1}, {"text": "ä,
 
 def make_args(**values: Any) -> SimpleNamespace:
     defaults = {
-        "data_path": None, "data_name": None, "data_dir": None, "train_data": None,
-        "valid_data": None, "test_data": None, "cache_dir": None, "max_predict_samples": None,
-    }  # fmt: skip
+        "data_path": None,
+        "data_name": None,
+        "data_dir": None,
+        "train_data": None,
+        "valid_data": None,
+        "test_data": None,
+        "cache_dir": None,
+        "max_predict_samples": None,
+    }
     return SimpleNamespace(**{**defaults, **values})
 
 
@@ -46,8 +52,10 @@ def test_folder_of_jsonl_is_split_by_name(tmp_path: Path) -> None:
     write(folder / "README.md", "words")
     found = load(folder)
     assert {name: len(rows) for name, rows in found.items()} == {
-        "train": 3, "validation": 2, "test": 1,
-    }  # fmt: skip
+        "train": 3,
+        "validation": 2,
+        "test": 1,
+    }
     assert list(found["train"]) == ROWS
 
 
@@ -81,8 +89,9 @@ def test_text_lines_lone_quotes_and_feather(tmp_path: Path) -> None:
     import pyarrow.feather
 
     assert list(load(write(tmp_path / "train.txt", "one\n\ntwo\n"))["train"]) == [
-        {"text": "one"}, {"text": "two"},
-    ]  # fmt: skip
+        {"text": "one"},
+        {"text": "two"},
+    ]
     rows = load(write(tmp_path / "dev.tsv", 'text\tlabel\na " b\t0\nc\t1\n'))["validation"]
     assert rows["text"][:] == ['a " b', "c"]
     pyarrow.feather.write_feather(pyarrow.table({"text": ["a"]}), str(tmp_path / "train.arrow"))
@@ -117,7 +126,7 @@ def test_explicit_files_and_sub_folder(tmp_path: Path) -> None:
     write(tmp_path / "glue" / "mrpc" / "train.jsonl", as_lines(ROWS))
     write(tmp_path / "glue" / "cola" / "train.jsonl", as_lines(ROWS[:1]))
     assert len(load(tmp_path / "glue", data_name="mrpc")["train"]) == 3
-    with pytest.raises(DataError, match="--data-name mprc: .* it has cola, mrpc"):
+    with pytest.raises(DataError, match=r"--data-name mprc: .* it has cola, mrpc"):
         load(tmp_path / "glue", data_name="mprc")
     by_dir = load_splits(make_args(data_dir=str(tmp_path / "glue"), data_name="cola"))
     assert len(by_dir["train"]) == 1
@@ -132,12 +141,17 @@ def test_split_folders(tmp_path: Path) -> None:
 
 def test_split_names() -> None:
     names = {
-        "train-00000-of-00001": "train", "validation_matched": "validation", "dev": "validation",
-        "validation_mismatched": None, "my_eval_set": "validation", "predict": "test",
-        "contest": None, "latest": None,
-    }  # fmt: skip
+        "train-00000-of-00001": "train",
+        "validation_matched": "validation",
+        "dev": "validation",
+        "validation_mismatched": None,
+        "my_eval_set": "validation",
+        "predict": "test",
+        "contest": None,
+        "latest": None,
+    }
     assert {name: get_split_name(name) for name in names} == names
-    with pytest.raises(DataError, match="the splits a, b: none of them is named train"):
+    with pytest.raises(DataError, match=r"the splits a, b: none of them is named train"):
         name_splits({"a": ROWS, "b": ROWS}, "x")
 
 
@@ -163,16 +177,24 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         ("train.json", "[]", r"train.json holds no rows"),
         ("train.csv", "text,label\n", r"train.csv holds no rows"),
         ("train.csv", "\n", r"train.csv is empty"),
-        ("train.jsonl", '{"text": "a"}\n{"text": "b"\n', r"train.jsonl, line 2: not valid JSON .*\{\"text\": \"b\""),
+        (
+            "train.jsonl",
+            '{"text": "a"}\n{"text": "b"\n',
+            r"train.jsonl, line 2: not valid JSON .*text.*b",
+        ),
         ("train.json", '[{"text": "a"},\n {"text" "b"}]', r"train.json, line 2: not valid JSON"),
         ("train.jsonl", '{"a": 1}\n3\n', r"row 2: each row must be a JSON object .* this is 3"),
-        ("train.jsonl", '{"a": 1}\n{"a": "x"}\n', r"row 2: the column a holds 'x' \(str\), but 1 \(int\)"),
+        (
+            "train.jsonl",
+            '{"a": 1}\n{"a": "x"}\n',
+            r"row 2: the column a holds 'x' \(str\), but 1 \(int\)",
+        ),
         ("train.csv", "a,b\n1,2\n1,2,3\n", r"train.csv is not a proper table: .*line 3"),
         ("train.xlsx", "x", r"train.xlsx: this kind of file cannot be read; use .arrow, .csv"),
         ("train.parquet", "no", r"train.parquet cannot be read as parquet"),
         ("train.arrow", "no", r"train.arrow cannot be read as arrow"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_are_told(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         load(write(tmp_path / name, text))
@@ -185,15 +207,15 @@ def test_missing_paths_are_told(tmp_path: Path) -> None:
         load(tmp_path / "trian.jsonl")
     with pytest.raises(DataError, match=r"there is no such file or folder \(nor a folder"):
         load(tmp_path / "no" / "where.csv")
-    with pytest.raises(DataError, match="--valid-data no.csv: there is no such"):
+    with pytest.raises(DataError, match=r"--valid-data no.csv: there is no such"):
         load_splits(make_args(valid_data=["no.csv"]))
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match="holds no data files: .* it holds nothing"):
+    with pytest.raises(DataError, match=r"holds no data files: .* it holds nothing"):
         load(tmp_path / "bare")
-    with pytest.raises(DataError, match="No data was given: point --data-path"):
+    with pytest.raises(DataError, match=r"No data was given: point --data-path"):
         load_splits(make_args())
     with pytest.raises(
-        DataError, match="do not hold the same columns: z.jsonl: a .list<.*; w.jsonl: a .string"
+        DataError, match=r"do not hold the same columns: z.jsonl: a .list<.*; w.jsonl: a .string"
     ):
         write(tmp_path / "z.jsonl", '{"a": [1]}\n{"a": [2]}\n')
         write(tmp_path / "w.jsonl", '{"a": "x"}\n')

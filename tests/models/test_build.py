@@ -19,11 +19,12 @@ from rapidformer.models.build import (
     load_tokenizer,
 )
 
-_NAMES = (
-    "pretrained_model_name_or_path load model_type num_layers hidden_size num_attention_heads "
-    "ffn_hidden_size max_position_embeddings vocab_size image_size patch_size hidden_dropout "
-    "attention_dropout init_method_std cache_dir tokenizer_type vocab_file merge_file seq_length"
-).split()
+_TEXT = """
+pretrained_model_name_or_path load model_type num_layers hidden_size num_attention_heads
+ffn_hidden_size max_position_embeddings vocab_size image_size patch_size hidden_dropout
+attention_dropout init_method_std cache_dir tokenizer_type vocab_file merge_file seq_length
+"""
+_NAMES = _TEXT.split()
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
 
 
@@ -113,9 +114,9 @@ def test_tokenizer_from_a_vocabulary_file(tmp_path: Path) -> None:
     assert load_tokenizer(args)("Hellos")["input_ids"] == [2, 5, 6, 3]
     cased = make_args(tokenizer_type="BertWordPieceCase", vocab_file=str(vocabulary))
     assert load_tokenizer(cased)("Hello")["input_ids"] == [2, 1, 3]
-    with pytest.raises(ConfigurationError, match="--vocab-file needs --tokenizer-type"):
+    with pytest.raises(ConfigurationError, match=r"--vocab-file needs --tokenizer-type"):
         load_tokenizer(make_args(vocab_file=str(vocabulary)))
-    with pytest.raises(ModelError, match="no vocabulary file nowhere.txt"):
+    with pytest.raises(ModelError, match=r"no vocabulary file nowhere.txt"):
         load_tokenizer(make_args(vocab_file="nowhere.txt", tokenizer_type="BertWordPieceCase"))
 
 
@@ -141,16 +142,16 @@ def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
     def build(auto_class: str = "AutoModelForMaskedLM", **values: Any) -> None:
         build_pretrained(auto_class, make_args(**values))
 
-    with pytest.raises(ModelError, match="There is no model: give a model with"):
+    with pytest.raises(ModelError, match=r"There is no model: give a model with"):
         build()
-    with pytest.raises(ModelError, match="neither a folder here nor in the local cache, and the "
+    with pytest.raises(ModelError, match=r"neither a folder here nor in the local cache, and the "
                                          "Hugging Face Hub cannot be reached"):  # fmt: skip
         build(pretrained_model_name_or_path="bert-base-cased")
     missing = str(folder.parent / (folder.name + "x"))
     with pytest.raises(ModelError, match=rf"no model folder .*Did you mean .*{folder.name}\?"):
         build(pretrained_model_name_or_path=missing)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="lacks config.json: it holds nothing"):
+    with pytest.raises(ModelError, match=r"lacks config.json: it holds nothing"):
         build(pretrained_model_name_or_path=str(tmp_path / "empty"))
     shutil.copytree(folder, tmp_path / "bare")
     (tmp_path / "bare" / "model.safetensors").unlink()
@@ -159,23 +160,23 @@ def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ModelError, match="damaged|cannot be loaded"):
+    with pytest.raises(ModelError, match=r"damaged|cannot be loaded"):
         build(pretrained_model_name_or_path=str(tmp_path / "cut"))
     shutil.copytree(folder, tmp_path / "json")
     (tmp_path / "json" / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"cannot be loaded"):
         build(pretrained_model_name_or_path=str(tmp_path / "json"))
     with pytest.raises(
-        ModelError, match="cannot do this task: its architecture has no AutoModelForI"
+        ModelError, match=r"cannot do this task: its architecture has no AutoModelForI"
     ):
         build("AutoModelForImageClassification", pretrained_model_name_or_path=str(folder))
     with pytest.raises(ModelError, match=r"--model-type brt is not .*Did you mean bert\?"):
         build(model_type="brt")
     with pytest.raises(
-        ConfigurationError, match="hidden size 10 does not divide into 4 .* 1, 2 or 5"
+        ConfigurationError, match=r"hidden size 10 does not divide into 4 .* 1, 2 or 5"
     ):
         build(model_type="bert", hidden_size=10, num_attention_heads=4)
-    with pytest.raises(ModelError, match="lacks a tokenizer .tokenizer.json"):
+    with pytest.raises(ModelError, match=r"lacks a tokenizer .tokenizer.json"):
         load_tokenizer(make_args(pretrained_model_name_or_path=str(folder)))
 
 
@@ -187,5 +188,5 @@ def test_remote_code_is_refused_unless_asked_for(folder: Path, tmp_path: Path) -
     }  # fmt: skip
     path.write_text(json.dumps(config))
     (tmp_path / "own" / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelError, match="add --trust-remote-code if you trust it"):
+    with pytest.raises(ModelError, match=r"add --trust-remote-code if you trust it"):
         load_config(make_args(pretrained_model_name_or_path=str(tmp_path / "own")))

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-WORDS = list(
-    dict.fromkeys(
-        """the a an is was in of and to not good bad fine great awful movie film book cat dog sat on
-mat who what where when lives john mary paris london berlin red green blue one two three hello
-world yes no summary of text long short answer question runs eats sleeps happy sad . , ? !""".split()
-    )
-)
+_TEXT = """
+the a an is was in of and to not good bad fine great awful movie film book cat dog sat on mat who
+what where when lives john mary paris london berlin red green blue one two three hello world yes no
+summary text long short answer question runs eats sleeps happy sad . , ? !
+"""
+WORDS = _TEXT.split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = [
     "##s",

@@ -85,7 +85,7 @@ def test_masking_shares(bert_folder: Path) -> None:
     hidden = (masked == tokenizer.mask_token_id)[chosen].mean()
     assert hidden == pytest.approx(0.8, abs=0.03)
     assert (masked != ids)[~chosen].sum() == 0
-    one, labels = mask_tokens(np.array([[2, 20, 3]]), np.full((3, 1, 3), 0.99), tokenizer, 0.15)
+    _, labels = mask_tokens(np.array([[2, 20, 3]]), np.full((3, 1, 3), 0.99), tokenizer, 0.15)
     assert (labels != -100).sum() == 1
 
 
@@ -130,9 +130,9 @@ def test_one_row_per_text(gpt_folder: Path) -> None:
 
 def test_bad_input_is_told(bert_folder: Path, gpt_folder: Path) -> None:
     gpt = make_args(pretrained_model_name_or_path=gpt_folder)
-    with pytest.raises(ModelError, match="has no mask token.*--task causal_lm"):
+    with pytest.raises(ModelError, match=r"has no mask token.*--task causal_lm"):
         MASKED.prepare(gpt, {"train": ROWS})
-    with pytest.raises(DataError, match="holds no text to learn from"):
+    with pytest.raises(DataError, match=r"holds no text to learn from"):
         CAUSAL.prepare(gpt, {"train": [{"text": " "}]})
     with pytest.raises(DataError, match=r"the column body: name it with --text-column"):
         CAUSAL.prepare(gpt, {"train": [{"body": "x"}]})
@@ -140,5 +140,17 @@ def test_bad_input_is_told(bert_folder: Path, gpt_folder: Path) -> None:
     with pytest.raises(DataError, match=r"input, row 2: there is no \[MASK\] to fill"):
         MASKED.prepare_for_prediction(bert, ["[MASK]", "hello"])
     bert.mask_prob = 1.5
-    with pytest.raises(ConfigurationError, match="--mask-prob 1.5"):
+    with pytest.raises(ConfigurationError, match=r"--mask-prob 1.5"):
         MASKED.prepare(bert, {"train": ROWS})
+
+
+def test_generation_needs_room_for_the_prompt(gpt_folder: Path) -> None:
+    args = make_args(pretrained_model_name_or_path=gpt_folder, seq_length=8, max_new_tokens=8)
+    with pytest.raises(ConfigurationError, match=r"--max-new-tokens 8 leaves no room.*at most 7"):
+        CAUSAL.prepare_for_prediction(args, ["the cat"])
+    ready = CAUSAL.prepare_for_prediction(
+        make_args(pretrained_model_name_or_path=gpt_folder, seq_length=8),
+        ["the cat sat on the mat . one two three"],
+    )
+    # The end of the prompt is what counts.
+    assert ready.processor.decode(ready.test[0]["input_ids"]) == ". one two three"

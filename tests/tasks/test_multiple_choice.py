@@ -13,10 +13,28 @@ from .conftest import make_args, run_split, train_steps, write_jsonl
 
 TASK = get_task("multiple_choice")
 SWAG: list[dict[str, Any]] = [
-    {"sent1": "the cat sat .", "sent2": "the dog", "ending0": "runs", "ending1": "eats a book and a film", "label": 0},
-    {"sent1": "mary is happy", "sent2": "mary", "ending0": "sleeps", "ending1": "is not sad", "label": 1},
-    {"sent1": "john lives in paris", "sent2": "john", "ending0": "eats", "ending1": "lives", "label": 1},
-]  # fmt: skip
+    {
+        "sent1": "the cat sat .",
+        "sent2": "the dog",
+        "ending0": "runs",
+        "ending1": "eats a book and a film",
+        "label": 0,
+    },
+    {
+        "sent1": "mary is happy",
+        "sent2": "mary",
+        "ending0": "sleeps",
+        "ending1": "is not sad",
+        "label": 1,
+    },
+    {
+        "sent1": "john lives in paris",
+        "sent2": "john",
+        "ending0": "eats",
+        "ending1": "lives",
+        "label": 1,
+    },
+]
 
 
 def test_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Path) -> None:
@@ -47,14 +65,30 @@ def test_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "label", "first"),
     [
-        ({"question": "who ?", "choices": {"label": ["A", "B"], "text": ["cat", "dog"]}, "answerKey": "B"}, 1, "who? [SEP] cat"),
-        ({"article": "the cat", "question": "who ?", "options": ["cat", "dog"], "answer": "A"}, 0, "the cat [SEP] who? cat"),
+        (
+            {
+                "question": "who ?",
+                "choices": {"label": ["A", "B"], "text": ["cat", "dog"]},
+                "answerKey": "B",
+            },
+            1,
+            "who? [SEP] cat",
+        ),
+        (
+            {"article": "the cat", "question": "who ?", "options": ["cat", "dog"], "answer": "A"},
+            0,
+            "the cat [SEP] who? cat",
+        ),
         ({"ctx": "the cat", "endings": ["sat", "runs"], "label": "1"}, 1, "the cat [SEP] sat"),
-        ({"premise": "the cat", "choice1": "sat", "choice2": "runs", "label": 1}, 1, "the cat [SEP] sat"),
+        (
+            {"premise": "the cat", "choice1": "sat", "choice2": "runs", "label": 1},
+            1,
+            "the cat [SEP] sat",
+        ),
         ({"goal": "eat", "sol1": "a", "sol2": "the", "label": 0}, 0, "eat [SEP] a"),
         ({"question": "who ?", "choices": ["cat", "dog"], "answer": "dog"}, 1, "who? [SEP] cat"),
     ],
-)  # fmt: skip
+)
 def test_usual_shapes(bert_folder: Path, row: dict[str, Any], label: int, first: str) -> None:
     args = make_args(pretrained_model_name_or_path=bert_folder)
     prepared = TASK.prepare(args, {"train": [row]})
@@ -76,13 +110,21 @@ def test_prediction(bert_folder: Path) -> None:
     ("rows", "message"),
     [
         ([{"sent1": "a", "label": 0}], r"the choices.*sent1, label.*--choice-columns"),
-        ([{**SWAG[0], "label": 2}], r"train, row 1: the label 2 .* none of the 2 choices: .* 0 to 1"),
+        (
+            [{**SWAG[0], "label": 2}],
+            r"train, row 1: the label 2 .* none of the 2 choices: .* 0 to 1",
+        ),
         ([{**SWAG[0], "label": None}], r"train, row 1: the label None"),
-        ([{"ctx": "a", "endings": ["x", "y"], "label": 0}, {"ctx": "a", "endings": ["x", "y", "z"], "label": 0}],
-         r"train, row 2: 3 choices where the first row has 2"),
+        (
+            [
+                {"ctx": "a", "endings": ["x", "y"], "label": 0},
+                {"ctx": "a", "endings": ["x", "y", "z"], "label": 0},
+            ],
+            r"train, row 2: 3 choices where the first row has 2",
+        ),
         ([{"ctx": "a", "endings": "x", "label": 0}], r"row 1: the column endings must hold a list"),
     ],
-)  # fmt: skip
+)
 def test_bad_data_is_told(bert_folder: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         TASK.prepare(make_args(pretrained_model_name_or_path=bert_folder), {"train": rows})

@@ -17,12 +17,25 @@ LONG = (
     " ".join(["the cat sat on the mat ."] * 6) + " mary lives in paris . " + "the dog runs . " * 6
 )
 ROWS: list[dict[str, Any]] = [
-    {"id": "a", "question": "where lives john ?", "context": "john lives in london .",
-     "answers": {"text": ["london", "in london"], "answer_start": [14, 11]}},
-    {"id": "b", "question": "where lives mary ?", "context": LONG,
-     "answers": {"text": ["paris"], "answer_start": [LONG.index("paris")]}},
-]  # fmt: skip
-NONE = {"id": "c", "question": "who eats ?", "context": "the dog sleeps .", "answers": {"text": [], "answer_start": []}}  # fmt: skip
+    {
+        "id": "a",
+        "question": "where lives john ?",
+        "context": "john lives in london .",
+        "answers": {"text": ["london", "in london"], "answer_start": [14, 11]},
+    },
+    {
+        "id": "b",
+        "question": "where lives mary ?",
+        "context": LONG,
+        "answers": {"text": ["paris"], "answer_start": [LONG.index("paris")]},
+    },
+]
+NONE = {
+    "id": "c",
+    "question": "who eats ?",
+    "context": "the dog sleeps .",
+    "answers": {"text": [], "answer_start": []},
+}
 
 
 def _args(bert_folder: Path, **values: Any) -> Any:
@@ -141,5 +154,15 @@ def test_bad_input_is_told(bert_folder: Path) -> None:
         TASK.prepare(_args(bert_folder, doc_stride=29), {"train": ROWS})
     with pytest.raises(ConfigurationError, match=r"--seq-length 100 is longer than the 64"):
         TASK.prepare(_args(bert_folder, seq_length=100), {"train": ROWS})
-    with pytest.raises(DataError, match="needs a question and a context"):
+    with pytest.raises(DataError, match=r"needs a question and a context"):
         TASK.prepare_for_prediction(_args(bert_folder), ["who ?"])
+
+
+def test_all_missing_columns_are_told_at_once(bert_folder: Path) -> None:
+    message = r"No column with the question.*and no column with the text that.*and no column with"
+    with pytest.raises(DataError, match=message):
+        TASK.prepare(_args(bert_folder), {"train": [{"q": "who ?", "c": "x", "a": "x"}]})
+    message = r"--question-column qq: .*Did you mean --question-column q\?.*--context-column"
+    with pytest.raises(DataError, match=message):
+        args = _args(bert_folder, question_column="qq")
+        TASK.prepare(args, {"train": [{"q": "who ?", "c": "x", "answers": "x"}]})

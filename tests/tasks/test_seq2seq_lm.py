@@ -84,8 +84,8 @@ def test_bad_data_is_told(t5_folder: Path) -> None:
         DataError, match=r"the target text.*article, sumary.*--target-column sumary"
     ):
         TASK.prepare(args, {"train": [{"article": "a", "sumary": "b"}]})
-    with pytest.raises(DataError, match="train, row 2: the target in highlights is empty"):
+    with pytest.raises(DataError, match=r"train, row 2: the target in highlights is empty"):
         TASK.prepare(args, {"train": [ROWS[0], {"article": "a", "highlights": ""}]})
     wrong = make_args(pretrained_model_name_or_path=t5_folder, text_column="fr")
-    with pytest.raises(DataError, match="--text-column fr: .*en, de"):
+    with pytest.raises(DataError, match=r"--text-column fr: .*en, de"):
         TASK.prepare(wrong, {"train": [{"translation": {"en": "the", "de": "cat"}}]})

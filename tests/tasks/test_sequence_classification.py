@@ -221,5 +221,33 @@ def test_label_that_training_never_shows(bert_folder: Path) -> None:
 
 def test_validation_without_the_column(bert_folder: Path) -> None:
     splits = {"train": _single(), "validation": [{"text": "x"}]}
-    with pytest.raises(DataError, match="validation has no column label, only text"):
+    with pytest.raises(DataError, match=r"validation has no column label, only text"):
         TASK.prepare(_args(bert_folder), splits)
+
+
+def test_rows_in_memory_need_no_datasets(
+    bert_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from rapidformer.errors import MissingPackageError
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    args = _args(bert_folder)
+    prepared = TASK.prepare(args, {"train": _single(), "validation": _single()})
+    assert len(prepared.train) == 8
+    with pytest.raises(MissingPackageError, match=r"needs the package datasets: pip install"):
+        TASK.prepare(_args(bert_folder, data_path="glue", data_name="mrpc"))
+
+
+def test_tokenized_files_on_disk_are_used_again(bert_folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(_single()).save_to_disk(tmp_path / "data")
+    args = _args(bert_folder, data_path=str(tmp_path / "data"))
+    first = TASK.prepare(args).train
+    again = TASK.prepare(args).train
+    assert first.cache_files and first.cache_files == again.cache_files
+    longer = TASK.prepare(_args(bert_folder, data_path=args.data_path, seq_length=4)).train
+    assert longer.cache_files != first.cache_files
+    assert max(len(row["input_ids"]) for row in longer) == 4

@@ -56,6 +56,10 @@ class ModelArguments:
     """longest sequence that the position embeddings can number"""
     vocab_size: int | None = None
     """size of the vocabulary of a model built from scratch (default: the tokenizer's)"""
+    image_size: int | None = None
+    """height and width in pixels of the images of a vision model built from scratch"""
+    patch_size: int | None = None
+    """pixels per patch of a vision model built from scratch"""
     num_labels: int | None = None
     """number of classes (default: found in the data)"""
     problem_type: (

@@ -7,6 +7,7 @@ with. One array is filled per column, which is several times faster than padding
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -51,7 +52,7 @@ class PadCollator:
         for name in rows[0]:
             values = [row.get(name) for row in rows]
             if _is_stackable(values):
-                key = _LABEL_NAMES.get(name, name)
+                key = str(_LABEL_NAMES.get(name, name))
                 batch[key] = self._join(key, values)
         if "attention_mask" not in batch and "input_ids" in batch:
             self._add_attention_mask(batch, rows)
@@ -165,9 +166,14 @@ def _depth(values: Sequence[Any]) -> int:
 def _flatten(rows: Sequence[Any]) -> np.ndarray:
     if any(isinstance(row, np.ndarray) for row in rows):
         return _narrow(np.concatenate([np.asarray(row) for row in rows]))
-    values = list(chain.from_iterable(rows))
-    # numpy finds the type: a list that begins with whole numbers may still hold fractions.
-    return _narrow(np.array(values)) if values else np.zeros(0, dtype=np.int64)
+    whole = array("q")
+    try:
+        for row in rows:
+            whole.fromlist(row)
+    except (TypeError, OverflowError):
+        # Not whole numbers throughout; a list may begin with them and still hold fractions.
+        return _narrow(np.array(list(chain.from_iterable(rows))))
+    return np.frombuffer(whole, dtype=np.int64) if whole else np.zeros(0, dtype=np.int64)
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:

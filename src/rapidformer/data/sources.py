@@ -89,7 +89,10 @@ def load_prediction_rows(args: Any) -> list[dict[str, Any]]:
         if split in splits:
             rows = splits[split]
             limit = args.max_predict_samples
-            return list(rows.select(range(min(limit, len(rows))))) if limit else list(rows)
+            if limit:
+                rows = rows.select(range(min(limit, len(rows))))
+            found: list[dict[str, Any]] = rows.to_list()
+            return found
     raise DataError("There are no rows to predict on.")
 
 
@@ -141,9 +144,9 @@ def _get_location(args: Any) -> list[str]:
 
 
 def _load_location(location: list[str], args: Any) -> dict[str, Dataset]:
-    if len(location) == 1 and not Path(location[0]).expanduser().exists():
-        if not _looks_like_path(location[0]):
-            return _load_from_hub(location[0], args)
+    is_here = Path(location[0]).expanduser().exists()
+    if len(location) == 1 and not is_here and not _looks_like_path(location[0]):
+        return _load_from_hub(location[0], args)
     paths = [_existing(item, "data_path") for item in location]
     if len(paths) == 1 and paths[0].is_dir():
         return _load_folder(_sub_folder(paths[0], args.data_name), args)
@@ -174,9 +177,13 @@ def _existing(text: str, setting: str) -> Path:
     parent = path.parent
     if not parent.is_dir():
         raise DataError(f"{flag} {text}: there is no such file or folder (nor a folder {parent}).")
-    near = difflib.get_close_matches(path.name, os.listdir(parent), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, _list(parent), n=1, cutoff=0.5)
     hint = f" Did you mean {parent / near[0]}?" if near else ""
     raise DataError(f"{flag} {text}: there is no such file or folder.{hint}")
+
+
+def _list(folder: Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir())
 
 
 def _sub_folder(folder: Path, name: str | None) -> Path:
@@ -219,7 +226,7 @@ def _load_folder(folder: Path, args: Any) -> dict[str, Dataset]:
         return {str(split): _load_split_folder(path, args) for split, path in by_split.items()}
     if _is_image_folder(folder):
         return {"train": _load_image_folder(folder, None)}
-    found = ", ".join(sorted(os.listdir(folder))[:8]) or "nothing"
+    found = ", ".join(_list(folder)[:8]) or "nothing"
     raise DataError(
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
         "files named train..., valid... or test..., image folders, or a folder written by "

@@ -207,16 +207,15 @@ def _load_config_of(location: str, args: Any) -> Any:
 
 
 def _make_config(model_type: str | None) -> Any:
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if model_type is None:
         raise ModelError(
             "A model from scratch needs its architecture: give --model-type (bert, gpt2, t5, ...) "
             "or a folder with a config.json."
         )
-    if model_type not in CONFIG_MAPPING_NAMES:
-        near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
         hint = f" Did you mean {near[0]}?" if near else " Known are bert, gpt2, t5, vit, llama, ..."
         raise ModelError(f"--model-type {model_type} is not an architecture of transformers.{hint}")
     return AutoConfig.for_model(model_type)
@@ -384,7 +383,7 @@ def _check_has_tokenizer(location: str) -> None:
         "tekken",
         ".bpe",
     )
-    if path.is_dir() and not any(part in name for name in os.listdir(path) for part in parts):
+    if path.is_dir() and not any(part in name for name in _list(path) for part in parts):
         raise ModelError(
             f"The folder {location} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
             f"{_list_folder(path)}. Save the tokenizer into it, or give --tokenizer-type and "
@@ -392,15 +391,19 @@ def _check_has_tokenizer(location: str) -> None:
         )
 
 
+def _list(path: Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir())
+
+
 def _list_folder(path: Path) -> str:
-    names = sorted(os.listdir(path))
+    names = _list(path)
     return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
 
 
 def _describe_missing_folder(path: Path) -> str:
     near: list[str] = []
     if path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(path.name, _list(path.parent), n=1, cutoff=0.5)
     hint = f" Did you mean {path.parent / near[0]}?" if near else ""
     return f"There is no model folder {path}.{hint}"
 

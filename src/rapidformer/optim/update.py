@@ -7,7 +7,7 @@ micro-batches and processes, and one division by the total weight follows, befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -75,9 +75,10 @@ class UpdateClock:
         self._weight = self._weight + share
         return share
 
-    def finish_gradients(self, model: nn.Module, scaler: LossScaler | None) -> None:
+    def finish_gradients(
+        self, parameters: Sequence[nn.Parameter], scaler: LossScaler | None
+    ) -> None:
         """Turn the sum over micro-batches and processes into the mean; measure its norm."""
-        parameters = [p for p in model.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
         total = _sum_weights(self._weight, gradients)
@@ -119,6 +120,8 @@ class UpdateClock:
         if not self._is_clipped:
             self.clip(clip_grad)
         step()
+        # Held no longer: the next backward pass must find the memory of these gradients free.
+        self._gradients = []
         if scaler is not None:
             scaler.update(overflowed=False)
         self._outcome = "done"

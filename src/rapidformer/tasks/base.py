@@ -37,7 +37,7 @@ class PreparedData:
     model_settings: dict[str, Any] = field(default_factory=dict)
     """Overrides of the model's configuration: num_labels, id2label, problem_type, ..."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What the task itself needs later; ``extras["splits"][name]`` belongs to a split."""
+    """What the task itself needs later, such as the user's rows and the names of the labels."""
 
     def get_split(self, name: str) -> Any | None:
         return getattr(self, name) if name in SPLITS else None

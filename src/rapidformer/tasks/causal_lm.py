@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.columns import find_column
 from rapidformer.tasks.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
@@ -60,8 +61,14 @@ class CausalLM(LanguageModel):
         config, tokenizer = load_config(args), load_tokenizer(args)
         table = as_rows(rows, args.text_column or "text")
         column = str(find_column(TEXT, get_column_names(table), args))
-        new_tokens = args.max_new_tokens or _DEFAULT_NEW_TOKENS
-        length = max(1, get_max_length(args, tokenizer, config) - new_tokens)
+        limit = get_max_length(args, tokenizer, config)
+        new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
+        if new_tokens >= limit:
+            raise ConfigurationError(
+                f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
+                f"use at most {limit - 1}."
+            )
+        length = limit - new_tokens
         # A prompt that is too long loses its beginning: what comes next hangs on its end.
         tokenizer.truncation_side = "left"
 
@@ -84,6 +91,14 @@ class CausalLM(LanguageModel):
                 "generation": {"num_beams": args.num_beams, "max_new_tokens": new_tokens},
             },
         )
+
+    def build_model(self, args: Any, prepared: PreparedData) -> nn.Module:
+        model: Any = super().build_model(args, prepared)
+        # By its class's name transformers cannot tell GPT-2's loss, and would warn each time.
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"
+        built: nn.Module = model
+        return built
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData

@@ -50,6 +50,31 @@ def find_column(
     return found
 
 
+def find_columns(
+    roles: Sequence[ColumnRole], available: Sequence[str], args: Any
+) -> dict[str, str]:
+    """The columns of all the required roles, by role name; everything missing is told at once.
+
+    A column plays one part: the roles choose in the order given.
+    """
+    found: dict[str, str] = {}
+    missing: list[ColumnRole] = []
+    problems: list[str] = []
+    for role in roles:
+        try:
+            found[role.name] = str(find_column(role, available, args, taken=list(found.values())))
+        except DataError as error:
+            if getattr(args, role.setting) is None:
+                missing.append(role)
+            else:
+                problems.append(str(error))
+    if missing:
+        problems.append(describe_missing(missing, available))
+    if problems:
+        raise DataError(" ".join(problems))
+    return found
+
+
 def check_given(given: str, flag: str, available: Sequence[str]) -> str:
     """The column that the user named, if it is there."""
     if given in available:

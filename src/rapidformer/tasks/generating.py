@@ -24,7 +24,7 @@ def generate(
     slowest is done: the loop marks such a model with ``_rapidformer_synced_generation``.
     """
     options: dict[str, Any] = {}
-    config = model.generation_config
+    config: Any = model.generation_config
     if config.pad_token_id is None:
         options["pad_token_id"] = tokenizer.pad_token_id
     if config.eos_token_id is None and tokenizer.eos_token_id is not None:

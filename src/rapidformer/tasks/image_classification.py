@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
-from rapidformer.tasks.columns import ColumnRole, find_column
+from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.labels import SINGLE
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class ImageClassification(Task):
         config, processor = load_config(args), load_image_processor(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        label = str(find_column(LABEL, available, args))
-        image = str(find_column(IMAGE, available, args, taken=(label,)))
+        found = find_columns((LABEL, IMAGE), available, args)
+        label, image = found["label"], found["image"]
         space, labelled = read_labels(tables, label, args, get_model_names(config))
         images = {
             split: ImageRows(
@@ -123,7 +123,7 @@ class ImageClassification(Task):
         from rapidformer.tasks.sequence_classification import describe_record
 
         kind, names = prepared.extras["problem_type"], prepared.extras["names"]
-        images = prepared.get_split(split)
+        images: Any = prepared.get_split(split)
         return [
             {"image": images.get_name(index)} | describe_record(record, kind, names)
             for index, record in enumerate(records)
@@ -171,7 +171,7 @@ class ImageRows:
 
 def _without_decoding(rows: Any, column: str) -> Any:
     """Leave opening to us: a broken file is then named by its row."""
-    feature = rows.features.get(column) if hasattr(rows, "features") else None
+    feature: Any = rows.features.get(column) if hasattr(rows, "features") else None
     if type(feature).__name__ != "Image":
         return rows
     return rows.cast_column(column, type(feature)(decode=False))
@@ -181,7 +181,7 @@ def _open_image(value: Any, place: str) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise MissingPackageError("pillow", "image_classification", "vision") from None
+        raise MissingPackageError("pillow", "image_classification", "image") from None
 
     source = value
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
-from rapidformer.tasks.columns import ColumnRole, find_column
+from rapidformer.tasks.columns import ColumnRole, find_columns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ class QuestionAnswering(Task):
         config, tokenizer, length = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        names = [str(find_column(role, available, args)) for role in self.columns]
+        names = list(find_columns(self.columns, available, args).values())
         answers = {split: _read_answers(rows, split, names) for split, rows in tables.items()}
         labelled = {split: found is not None for split, found in answers.items()}
         features, windows = {}, {}
@@ -87,7 +87,7 @@ class QuestionAnswering(Task):
                 "question_answering needs a question and a context: give a file with both columns."
             )
         table = [dict(row) for row in rows if isinstance(row, dict)]
-        names = [str(find_column(r, get_column_names(table), args)) for r in (QUESTION, CONTEXT)]
+        names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
         encoded = _encode(table, "test", names, None, tokenizer, length, args)
         features, windows = _separate(encoded, "test")
         can_abstain = bool(getattr(config, "rapidformer_can_abstain", False))
@@ -337,11 +337,11 @@ def _find_span(
 
 def _separate(encoded: Any, split: str) -> tuple[Any, Any]:
     """What the model is fed, and what tells where a window comes from."""
-    from rapidformer.tasks.rows import drop_columns
+    from rapidformer.tasks.rows import drop_columns, keep_columns
 
     if split == "train":
         return encoded, None
-    return drop_columns(encoded, _WINDOW_COLUMNS), encoded
+    return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)
 
 
 # --- spans ---------------------------------------------------------------------------------------

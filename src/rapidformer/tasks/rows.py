@@ -63,7 +63,8 @@ def get_column(rows: Any, name: str) -> list[Any]:
         return [row.get(name) for row in rows]
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
-    return list(rows[name])
+    # A slice: going through the column item by item takes a hundred times as long.
+    return list(rows[name][:])
 
 
 def get_feature(rows: Any, name: str) -> Any | None:
@@ -108,6 +109,10 @@ def drop_columns(features: Any, names: Sequence[str]) -> Any:
     if _is_dataset(features):
         return features.remove_columns([n for n in names if n in features.column_names])
     return RowList({k: v for k, v in row.items() if k not in names} for row in features)
+
+
+def keep_columns(features: Any, names: Sequence[str]) -> Any:
+    return drop_columns(features, [n for n in get_column_names(features) if n not in names])
 
 
 def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
-from rapidformer.tasks.columns import ColumnRole, check_given, find_column
+from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,13 @@ PAIRS: tuple[tuple[str, str], ...] = (
 )
 SOURCE = ColumnRole(
     name="source",
-    candidates=tuple(dict.fromkeys(first for first, _ in PAIRS)) + ("translation", "content"),
+    candidates=(*dict.fromkeys(first for first, _ in PAIRS), "translation", "content"),
     holds='the source text, or {"en": ..., "de": ...} with both texts',
     setting="text_column",
 )
 TARGET = ColumnRole(
     name="target",
-    candidates=tuple(dict.fromkeys(second for _, second in PAIRS)) + ("title", "headline"),
+    candidates=(*dict.fromkeys(second for _, second in PAIRS), "title", "headline"),
     holds="the target text",
     setting="target_column",
 )
@@ -179,9 +179,8 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
         for pair in PAIRS:
             if pair[0] in available and pair[1] in available:
                 return (pair[0],), (pair[1],)
-    target = str(find_column(TARGET, available, args))
-    source = str(find_column(SOURCE, available, args, taken=(target,)))
-    return (source,), (target,)
+    found = find_columns((TARGET, SOURCE), available, args)
+    return (found["source"],), (found["target"],)
 
 
 def _find_source(rows: Any, args: Any) -> Path:

@@ -240,7 +240,8 @@ def _check_column(rows: Any, name: str | None, split: str) -> None:
     names = get_column_names(rows)
     if name is not None and name not in names:
         raise DataError(
-            f"{split} has no column {name}, only {', '.join(names)}: all splits need the same columns."
+            f"{split} has no column {name}, only {', '.join(names)}: all splits need the same "
+            "columns."
         )
 
 

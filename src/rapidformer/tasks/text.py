@@ -40,19 +40,20 @@ def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """Settings of the model that follow from the tokenizer."""
     from rapidformer.models.build import is_from_scratch
 
-    vocabulary = len(tokenizer)
+    # Ids may have gaps, so the largest counts and not their number.
+    needed = max(tokenizer.get_vocab().values(), default=0) + 1
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
         if args.vocab_size is None:
-            settings["vocab_size"] = max(vocabulary, _max_id(tokenizer) + 1)
+            settings["vocab_size"] = needed
         settings |= _get_special_ids(tokenizer, config)
     elif config.pad_token_id is None:
         # Classifiers over GPT-like models look for the last token that is not padding.
         settings["pad_token_id"] = tokenizer.pad_token_id
     size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
-    if size is not None and _max_id(tokenizer) >= size:
+    if size is not None and needed > size:
         raise ModelError(
-            f"The tokenizer numbers {_max_id(tokenizer) + 1} tokens, but the model has embeddings "
+            f"The tokenizer numbers {needed} tokens, but the model has embeddings "
             f"for {size}: use the tokenizer that belongs to the model."
         )
     return settings
@@ -73,10 +74,6 @@ def _get_special_ids(tokenizer: Any, config: Any) -> dict[str, Any]:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _max_id(tokenizer: Any) -> int:
-    return max(tokenizer.get_vocab().values(), default=0)
 
 
 def build_text_collator(tokenizer: Any, side: str | None = None) -> PadCollator:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
-from rapidformer.tasks.columns import ColumnRole, find_column
+from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,8 @@ class TokenClassification(Task):
         tokenizer = _load_word_tokenizer(args, config)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        tags = str(find_column(TAGS, available, args))
-        words = str(find_column(WORDS, available, args, taken=(tags,)))
+        found = find_columns((TAGS, WORDS), available, args)
+        tags, words = found["tags"], found["words"]
         space, labelled = _read_tags(tables, words, tags, args, get_model_names(config))
         length = get_max_length(args, tokenizer, config)
         features = {
@@ -294,9 +294,10 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 def _drop_empty(features: Any) -> Any:
     """Rows without a single tag: the mean loss of a batch of them would be 0 / 0."""
-    from rapidformer.tasks.rows import RowList
+    from rapidformer.tasks.rows import RowList, get_column
 
-    keep = [i for i, row in enumerate(features) if any(x != IGNORED_LABEL for x in row["labels"])]
+    labels = get_column(features, "labels")
+    keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)
     if not dropped:
         return features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def compute_squad(
@@ -13,7 +14,7 @@ def compute_squad(
 
     answers = [{"id": str(i), "prediction_text": text} for i, text in enumerate(predictions)]
     # A question without an answer is one whose answer is the empty text.
-    wanted = [
+    wanted: list[Any] = [
         {"id": str(i), "answers": {"text": list(texts) or [""], "answer_start": [0]}}
         for i, texts in enumerate(references)
     ]

@@ -1,0 +1,73 @@
+"""The few collectives that the library needs, each a plain function of a tensor or an object.
+
+All of them also answer in a run of one process, so that no caller asks how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rapidformer.errors import RapidformerError
+
+T = TypeVar("T")
+
+
+def is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def sum_over_processes(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, in place."""
+    if not is_alone():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
+    """Join every process's rows (dimension 0) in rank order; the numbers of rows may differ.
+
+    Other dimensions must agree, unless ``pad_value`` says what to fill the shorter ones with.
+    """
+    if is_alone():
+        return tensor
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    shapes = gather_objects(tuple(rows.shape))
+    widest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    if pad_value is None and any(shape[1:] != widest[1:] for shape in shapes):
+        raise RapidformerError(
+            f"gather() got tensors of other shapes from other processes: "
+            f"{', '.join(str(list(shape)) for shape in shapes)}. "
+            "Pass pad_value= to fill the shorter ones up."
+        )
+    padded = rows.new_full(widest, 0 if pad_value is None else pad_value)
+    padded[tuple(slice(size) for size in rows.shape)] = rows
+    everyone = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather(everyone, padded.contiguous())
+    return torch.cat([part[: shape[0]] for part, shape in zip(everyone, shapes, strict=True)])
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every process's value, in rank order, on every process."""
+    if is_alone():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def broadcast_object(value: T) -> T:
+    """The first process's value, on every process."""
+    if is_alone():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if not is_alone():
+        dist.barrier()

@@ -1,0 +1,81 @@
+"""The processes of a run: who am I, how many are we, on which device.
+
+A launcher says so through RANK, LOCAL_RANK and WORLD_SIZE. RANK and WORLD_SIZE without LOCAL_RANK
+are some platforms' words for nodes, so they are not believed alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rapidformer.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """This process among those of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    """None in a run of one process, which needs no process group."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def get_world_size_from_environment() -> int:
+    """How many processes the launcher has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if _is_launched() else 1
+
+
+def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
+    """Join the other processes of the run, or go on alone where there are none."""
+    rank = int(os.environ["RANK"]) if _is_launched() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = get_world_size_from_environment()
+    chosen = _choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    mesh = None
+    if world_size > 1:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                timeout=timedelta(minutes=timeout_minutes),
+            )
+        mesh = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("data",))
+    return Processes(
+        rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, mesh=mesh
+    )
+
+
+def stop_processes() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _is_launched() -> bool:
+    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigurationError(
+            f"process {local_rank} of this node has no GPU of its own: {count} visible. "
+            f"Use --nproc-per-node {count} or less, or --device cpu."
+        )
+    return torch.device("cuda", local_rank)

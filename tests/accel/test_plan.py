@@ -1,0 +1,138 @@
+"""Where a model's blocks are found, for each family and for models of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rapidformer.errors import ModelError
+from rapidformer.models.plan import ModelPlan, find_plan, shifts_labels
+
+from .models import Custom, make
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("bert", [f"bert.encoder.layer.{i}" for i in range(3)]),
+        ("gpt2", [f"transformer.h.{i}" for i in range(3)]),
+        (
+            "t5",
+            [f"encoder.block.{i}" for i in range(2)] + [f"decoder.block.{i}" for i in range(3)],
+        ),
+        ("llama", [f"model.layers.{i}" for i in range(3)]),
+        ("custom", [f"layers.{i}" for i in range(3)]),
+    ],
+)
+def test_blocks(family: str, names: list[str]) -> None:
+    model = make(family)
+    plan = find_plan(model)
+    assert list(plan.blocks) == names
+    assert [id(block) for block in plan.get_blocks(model)] == [
+        id(model.get_submodule(name)) for name in names
+    ]
+
+
+def test_blocks_of_vit() -> None:
+    """Their place in the model differs between versions of transformers; their kind does not."""
+    model = make("vit")
+    blocks = find_plan(model).get_blocks(model)
+    assert [type(block).__name__ for block in blocks] == ["ViTLayer"] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("bert", ()),
+        ("gpt2", (("transformer.wte.weight", "lm_head.weight"),)),
+        ("llama", ()),
+        ("custom", ()),
+    ],
+)
+def test_tied_weights(family: str, tied: tuple[tuple[str, ...], ...]) -> None:
+    assert find_plan(make(family)).tied == tied
+
+
+def test_tied_weights_of_t5() -> None:
+    (group,) = find_plan(make("t5")).tied
+    assert {"shared.weight", "encoder.embed_tokens.weight", "lm_head.weight"} <= set(group)
+
+
+class Planned(Custom):
+    answer: Any = None
+
+    def rapidformer_plan(self) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        ({"blocks": "layers"}, ["layers.0", "layers.1", "layers.2"]),
+        ({"blocks": ["layers.2", "head"]}, ["layers.2", "head"]),
+        (ModelPlan(blocks=("layers.1",)), ["layers.1"]),
+        ({"blocks": []}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_models_own_plan(answer: Any, names: list[str]) -> None:
+    model = Planned()
+    model.answer = answer
+    plan = find_plan(model)
+    assert list(plan.blocks) == names
+    assert plan.source == "the model's rapidformer_plan()"
+
+
+def test_own_plan_with_a_name_that_is_not_there() -> None:
+    model = Planned()
+    model.answer = {"blocks": ["layers", "block"]}
+    with pytest.raises(ModelError, match=r"names modules that the model does not have: block\."):
+        find_plan(model)
+
+
+def test_longest_list_of_equal_blocks_wins() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.short = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.unequal = nn.ModuleList(nn.Linear(4, 4 + i) for i in range(9))
+            self.activations = nn.ModuleList(nn.ReLU() for _ in range(9))
+            self.long = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+
+    assert list(find_plan(Towers()).blocks) == [f"long.{i}" for i in range(4)]
+
+
+def test_sequential_at_the_root() -> None:
+    assert list(find_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).blocks) == ["0", "1"]
+
+
+def test_model_without_blocks() -> None:
+    plan = find_plan(nn.Linear(2, 2))
+    assert plan.blocks == ()
+    assert plan.source == "no repeated blocks found"
+
+
+def test_shared_parameter_of_a_users_model_is_found() -> None:
+    model = Custom()
+    model.head.weight = model.embedding.weight
+    assert find_plan(model).tied == (("embedding.weight", "head.weight"),)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_shifted"),
+    [("gpt2", True), ("llama", True), ("bert", False), ("t5", False), ("custom", False)],
+)
+def test_which_models_shift_labels(family: str, is_shifted: bool) -> None:
+    model = make(family)
+    assert shifts_labels(model) is is_shifted
+    if family in ("gpt2", "llama"):
+        ids = torch.arange(1, 7)[None]
+        first_ignored = ids.clone()
+        first_ignored[:, 0] = -100
+        with torch.no_grad():
+            losses = [model(input_ids=ids, labels=x).loss for x in (ids, first_ignored)]
+        assert torch.equal(*losses), "the first label has no part in the loss"

@@ -1,0 +1,178 @@
+"""Users' DataLoaders: what they were told carries over to any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from rapidformer.data.adopt import adopt_loader
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.errors import DataError
+
+
+def adopt(
+    loader: DataLoader[Any], replicas: int = 1, replica: int = 0, seed: int = 1
+) -> DistributedLoader:
+    return adopt_loader(
+        loader,
+        num_replicas=replicas,
+        replica=replica,
+        rounds_per_update=1,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
+
+
+def take(loader: DistributedLoader) -> list[list[int]]:
+    return [batch.tolist()[: loader.info.rows] for batch in loader]
+
+
+def take_all(loader: DataLoader[Any], replicas: int) -> list[int]:
+    parts = [take(adopt(loader, replicas, replica)) for replica in range(replicas)]
+    return [sample for rounds in zip(*parts, strict=True) for part in rounds for sample in part]
+
+
+def test_what_the_loader_was_told_carries_over() -> None:
+    def collate(rows: list[int]) -> torch.Tensor:
+        return torch.tensor(rows) * 10
+
+    loader = DataLoader(range(7), batch_size=3, collate_fn=collate, drop_last=True)
+    adopted = adopt(loader)
+    assert adopted.dataset is loader.dataset
+    assert adopted.collate_fn is collate
+    assert adopted.batch_size == 3
+    assert take(adopted) == [[0, 10, 20], [30, 40, 50]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_sequential_loader_keeps_its_order(replicas: int) -> None:
+    loader = DataLoader(range(10), batch_size=2)
+    assert isinstance(loader.sampler, SequentialSampler)
+    assert take_all(loader, replicas) == list(range(10))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_shuffled_loader_is_shuffled_alike_on_every_process(replicas: int) -> None:
+    loader = DataLoader(range(24), batch_size=2, shuffle=True)
+    seen = take_all(loader, replicas)
+    assert sorted(seen) == list(range(24))
+    assert seen != list(range(24))
+    assert seen == take_all(loader, 1)
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_own_sampler_decides_the_order(replicas: int) -> None:
+    loader = DataLoader(range(7), batch_size=2, sampler=Backwards(7))
+    assert take_all(loader, replicas) == [6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sampler_of_a_part_of_the_data(replicas: int) -> None:
+    """The epoch is as long as the sampler, not as the data set."""
+    loader = DataLoader(range(100), batch_size=2, sampler=SubsetRandomSampler([3, 5, 7, 9, 11]))
+    torch.manual_seed(0)
+    assert sorted(take_all(loader, replicas)) == [3, 5, 7, 9, 11]
+
+
+def test_length_is_that_of_the_sampler() -> None:
+    loader = DataLoader(range(100), batch_size=2, sampler=Backwards(5))
+    assert len(adopt(loader)) == 3
+    assert adopt(loader).updates_per_epoch == 3
+
+
+def test_sampler_that_gives_more_than_the_data_set_holds() -> None:
+    sampler = WeightedRandomSampler([1.0, 1.0, 1.0], num_samples=10)
+    assert len(take_all(DataLoader(range(3), batch_size=2, sampler=sampler), 1)) == 10
+
+
+def test_random_sampler_with_replacement_keeps_its_number_of_samples() -> None:
+    sampler = RandomSampler(range(4), replacement=True, num_samples=9)
+    assert len(take_all(DataLoader(range(4), batch_size=2, sampler=sampler), 1)) == 9
+
+
+def test_random_sampler_of_the_users_is_the_same_on_every_process() -> None:
+    """Processes have other global random numbers (dropout): the order must not follow them."""
+    loader = DataLoader(range(20), batch_size=2, sampler=SubsetRandomSampler(range(20)))
+    parts = []
+    for replica in range(2):
+        torch.manual_seed(1234 + replica)
+        parts.append(take(adopt(loader, 2, replica)))
+    seen = [sample for part in parts for batch in part for sample in batch]
+    assert sorted(seen) == list(range(20))
+
+
+def test_own_sampler_leaves_the_models_random_numbers_alone() -> None:
+    loader = adopt(DataLoader(range(20), batch_size=2, sampler=SubsetRandomSampler(range(20))))
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_resuming_an_own_random_sampler_goes_on_in_the_same_order() -> None:
+    loader = DataLoader(range(20), batch_size=2, sampler=SubsetRandomSampler(range(20)))
+    torch.manual_seed(0)
+    whole = take(adopt(loader))
+    torch.manual_seed(1)
+    resumed = adopt(loader)
+    resumed.load_state_dict({"epoch": 0, "consumed_samples": 6})
+    assert take(resumed) == whole[3:]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(range(8), batch_sampler=BatchSampler(Backwards(8), 2, False)),
+        lambda: DataLoader(range(8), batch_size=None),
+    ],
+    ids=["batch sampler", "no batches"],
+)
+def test_batches_of_the_users_making_are_refused(make: Any) -> None:
+    with pytest.raises(DataError, match=r"batch sampler.*give it batch_size="):
+        adopt(make())
+
+
+def test_distributed_sampler_is_refused_or_taken_for_what_it_orders() -> None:
+    """A script for torchrun has one already: the data must not be cut twice."""
+    sampler = DistributedSampler(list(range(8)), num_replicas=2, rank=0, shuffle=False)
+    loader = DataLoader(range(8), batch_size=2, sampler=sampler)
+    try:
+        adopted = [adopt(loader, 2, replica) for replica in range(2)]
+    except DataError as error:
+        assert "DistributedSampler" in str(error)
+        return
+    assert sorted(x for part in adopted for batch in take(part) for x in batch) == list(range(8))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stream_is_spread_over_processes(replicas: int) -> None:
+    assert take_all(DataLoader(Stream(), batch_size=2), replicas) == [0, 1, 2, 3, 4]

@@ -1,0 +1,492 @@
+"""The loader: every sample once, one global order, exact resuming, random numbers of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.errors import DataError
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def as_tensor(rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def build(dataset: Any, micro: int = 2, **options: Any) -> DistributedLoader:
+    options.setdefault("collate", as_tensor)
+    return DistributedLoader(dataset, micro_batch_size=micro, **options)
+
+
+Round = tuple[list[int], int, bool]
+
+
+def take_epoch(loader: DistributedLoader, limit: int | None = None) -> list[Round]:
+    """(samples, rows counted, ends an update) of each round."""
+    rounds: list[Round] = []
+    for batch in loader:
+        rounds.append((batch.tolist(), loader.info.rows, loader.is_update_end))
+        if len(rounds) == limit:
+            break
+    return rounds
+
+
+def join(replicas: list[list[Round]]) -> list[list[int]]:
+    """Samples of each round over all replicas, fillers left out."""
+    return [
+        [sample for samples, rows, _ in parts for sample in samples[:rows]]
+        for parts in zip(*replicas, strict=True)
+    ]
+
+
+shapes = {
+    "count": st.integers(1, 40),
+    "micro": st.integers(1, 4),
+    "replicas": st.integers(1, 4),
+    "per_update": st.integers(1, 3),
+    "shuffle": st.booleans(),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**shapes)
+def test_every_sample_is_seen_exactly_once_an_epoch(
+    count: int, micro: int, replicas: int, per_update: int, shuffle: bool
+) -> None:
+    parts = [
+        take_epoch(
+            build(
+                Numbers(count),
+                micro,
+                num_replicas=replicas,
+                replica=replica,
+                rounds_per_update=per_update,
+                shuffle=shuffle,
+                seed=3,
+            )
+        )
+        for replica in range(replicas)
+    ]
+    assert len({len(part) for part in parts}) == 1, "all replicas run equally often"
+    ends = [[is_end for _, _, is_end in part] for part in parts]
+    assert all(flags == ends[0] for flags in ends), "all replicas update together"
+    assert ends[0][-1], "the last round of an epoch ends its update"
+    assert [i for i, is_end in enumerate(ends[0][:-1], start=1) if is_end] == [
+        i for i in range(1, len(ends[0])) if i % per_update == 0
+    ]
+    seen = [sample for samples in join(parts) for sample in samples]
+    assert sorted(seen) == list(range(count))
+    if not shuffle:
+        assert seen == list(range(count))
+    for part in parts:
+        for samples, rows, _ in part:
+            assert samples, "a filler is a batch too"
+            assert rows in (0, len(samples))
+            assert len(samples) <= micro
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    micro=st.sampled_from([1, 2, 4]),
+    replicas=st.sampled_from([1, 2, 4]),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_order_does_not_depend_on_how_the_global_batch_is_split(
+    count: int, micro: int, replicas: int, shuffle: bool, drop_last: bool
+) -> None:
+    global_batch = 16
+    if drop_last and count < global_batch:
+        count += global_batch
+
+    def updates(micro: int, replicas: int) -> list[list[int]]:
+        per_update = global_batch // (micro * replicas)
+        options = {
+            "num_replicas": replicas,
+            "rounds_per_update": per_update,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "seed": 5,
+        }
+        parts = [
+            take_epoch(build(Numbers(count), micro, replica=r, **options)) for r in range(replicas)
+        ]
+        samples = [sample for row in join(parts) for sample in row]
+        return [samples[i : i + global_batch] for i in range(0, len(samples), global_batch)]
+
+    one = updates(global_batch, 1)
+    assert updates(micro, replicas) == one
+    total = sum(len(update) for update in one)
+    assert total == (count // global_batch * global_batch if drop_last else count)
+
+
+@settings(max_examples=60, deadline=None)
+@given(**shapes, position=st.integers(0, 50), epoch=st.integers(0, 2))
+def test_resuming_anywhere_gives_exactly_the_rest(
+    count: int,
+    micro: int,
+    replicas: int,
+    per_update: int,
+    shuffle: bool,
+    position: int,
+    epoch: int,
+) -> None:
+    def make() -> DistributedLoader:
+        return build(
+            Numbers(count),
+            micro,
+            num_replicas=replicas,
+            replica=replicas - 1,
+            rounds_per_update=per_update,
+            shuffle=shuffle,
+        )
+
+    whole = make()
+    for _ in range(epoch):
+        take_epoch(whole)
+    stop = min(position, len(whole))
+    state = whole.state_dict()
+    rest: list[Round] = []
+    for done, batch in enumerate(whole, start=1):
+        if done <= stop:
+            state = whole.state_dict()
+        else:
+            rest.append((batch.tolist(), whole.info.rows, whole.is_update_end))
+    rest += take_epoch(whole)  # and the whole of the next epoch
+    resumed = make()
+    resumed.load_state_dict(state)
+    found = take_epoch(resumed)
+    if stop < len(whole):
+        found += take_epoch(resumed)
+    assert found == rest
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    before=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]),
+    after=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]),
+    updates=st.integers(0, 5),
+    shuffle=st.booleans(),
+)
+def test_resuming_on_other_processes_at_an_update_border(
+    count: int,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    updates: int,
+    shuffle: bool,
+) -> None:
+    global_batch = 8
+
+    def make(micro: int, replicas: int) -> list[DistributedLoader]:
+        return [
+            build(
+                Numbers(count),
+                micro,
+                num_replicas=replicas,
+                replica=replica,
+                rounds_per_update=global_batch // (micro * replicas),
+                shuffle=shuffle,
+                seed=1,
+            )
+            for replica in range(replicas)
+        ]
+
+    first = make(*before)[0]
+    state, done = first.state_dict(), 0
+    for _ in first:
+        if first.is_update_end and done < updates:
+            state, done = first.state_dict(), done + 1
+    assert state["consumed_samples"] == min(done * global_batch, count)
+    whole = [sample for row in join([take_epoch(part) for part in make(*after)]) for sample in row]
+    resumed = make(*after)
+    for loader in resumed:
+        loader.load_state_dict(state)
+    rest = [sample for row in join([take_epoch(part) for part in resumed]) for sample in row]
+    is_over = done * global_batch >= count
+    assert sorted(rest) == sorted(range(count) if is_over else whole[done * global_batch :])
+    if not is_over:
+        assert rest == whole[done * global_batch :]
+        assert resumed[0].epoch == 1
+
+
+def test_lengths() -> None:
+    loader = build(Numbers(21), 2, num_replicas=2, rounds_per_update=2)
+    assert (len(loader), loader.updates_per_epoch, loader.samples_per_round) == (6, 3, 4)
+    loader = build(Numbers(21), 2, num_replicas=2, rounds_per_update=2, drop_last=True)
+    assert (len(loader), loader.updates_per_epoch) == (4, 2)
+
+
+def test_filler_counts_for_nothing() -> None:
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(rows)[:, None].repeat(1, 3)
+        return {"input_ids": ids, "labels": ids}
+
+    loaders = [
+        build(Numbers(5), 2, num_replicas=3, replica=replica, collate=collate)
+        for replica in range(3)
+    ]
+    infos = []
+    for loader in loaders:
+        (_,) = list(loader)
+        infos.append(loader.info)
+    assert [info.rows for info in infos] == [2, 2, 1]
+    loaders = [
+        build(Numbers(4), 2, num_replicas=3, replica=replica, collate=collate)
+        for replica in range(3)
+    ]
+    (filler,) = list(loaders[2])
+    assert filler["input_ids"].tolist() == [[0, 0, 0]]
+    info = loaders[2].info
+    assert (info.rows, info.labels, info.shifted_labels, info.tokens, info.slots) == (0, 0, 0, 0, 3)
+
+
+def test_epochs_are_shuffled_differently_and_repeatably() -> None:
+    first, second = (
+        build(Numbers(30), shuffle=True, seed=1),
+        build(Numbers(30), shuffle=True, seed=1),
+    )
+    epochs = [take_epoch(first) for _ in range(3)]
+    assert epochs == [take_epoch(second) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert take_epoch(build(Numbers(30), shuffle=True, seed=2)) != epochs[0]
+
+
+def test_leaving_early_and_iterating_again_starts_the_next_epoch() -> None:
+    loader = build(Numbers(12), shuffle=True, seed=1)
+    reference = build(Numbers(12), shuffle=True, seed=1)
+    expected = [take_epoch(reference) for _ in range(3)]
+    assert take_epoch(loader, limit=2) == expected[0][:2]
+    assert loader.epoch == 0
+    assert take_epoch(loader) == expected[1]
+    assert take_epoch(loader) == expected[2]
+    assert loader.epoch == 3
+
+
+def test_leaving_after_a_resume_starts_the_next_epoch_too() -> None:
+    loader = build(Numbers(12), shuffle=True, seed=1)
+    expected = [take_epoch(loader) for _ in range(2)]
+    resumed = build(Numbers(12), shuffle=True, seed=1)
+    resumed.load_state_dict({"epoch": 0, "consumed_samples": 4})
+    assert take_epoch(resumed, limit=1) == expected[0][2:3]
+    assert take_epoch(resumed) == expected[1]
+
+
+def test_rewind_starts_from_the_first_sample() -> None:
+    loader = build(Numbers(12), shuffle=True)
+    first = take_epoch(loader)
+    take_epoch(loader, limit=2)
+    loader.rewind()
+    assert take_epoch(loader) == first
+
+
+def test_on_batch_is_told_before_the_batch_is_handed_out() -> None:
+    loader = build(Numbers(5), 2)
+    told: list[tuple[int, bool, int]] = []
+    loader.on_batch = lambda it: told.append((it.info.rows, it.is_update_end, it.consumed_samples))
+    for number, _ in enumerate(loader, start=1):
+        assert len(told) == number
+    assert told == [(2, True, 2), (2, True, 4), (1, True, 5)]
+
+
+def test_datasets_that_fetch_many_rows_at_once() -> None:
+    class Many(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            calls.append(list(indices))
+            return [10 * index for index in indices]
+
+    calls: list[list[int]] = []
+    assert [samples for samples, _, _ in take_epoch(build(Many(3), 2))] == [[0, 10], [20]]
+    assert calls == [[0, 1], [2]]
+
+
+def test_plain_lists_are_data_too() -> None:
+    assert [samples for samples, _, _ in take_epoch(build([5, 6, 7], 2))] == [[5, 6], [7]]
+
+
+def test_empty_data_is_refused() -> None:
+    with pytest.raises(DataError, match="the data set is empty"):
+        build(Numbers(0))
+
+
+def test_less_than_one_global_batch_is_refused_when_the_last_is_dropped() -> None:
+    with pytest.raises(DataError, match=r"7 samples, less than one global batch of 8.*--keep-last"):
+        build(Numbers(7), 2, num_replicas=2, rounds_per_update=2, drop_last=True)
+
+
+def test_negative_seed_works() -> None:
+    """`--seed -1` is accepted by the parser and by torch."""
+    assert len(take_epoch(build(Numbers(4), shuffle=True, seed=-1))) == 2
+
+
+# ---- random numbers --------------------------------------------------------------------------
+
+
+class Noisy(Numbers):
+    """Draws from all three generators, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def collate_noisy(rows: list[Any]) -> torch.Tensor:
+    noise = torch.rand(len(rows), 1, dtype=torch.float64)
+    return torch.cat([torch.tensor(rows, dtype=torch.float64), noise], dim=1)
+
+
+def get_states() -> tuple[Any, ...]:
+    return (
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),
+        random.getstate(),
+    )
+
+
+def take_noise(**options: Any) -> list[list[list[float]]]:
+    loader = build(Noisy(11), 2, collate=collate_noisy, shuffle=True, seed=4, **options)
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def test_draws_depend_on_seed_epoch_and_round_alone() -> None:
+    torch.manual_seed(0)
+    first = take_noise()
+    torch.manual_seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    assert take_noise() == first
+    flat = [row[1] for batch in first for row in batch]
+    assert len(set(flat)) == len(flat), "every row draws numbers of its own"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
+def test_workers_give_the_same_batches() -> None:
+    assert take_noise(num_workers=2) == take_noise()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_models_random_numbers_are_untouched(num_workers: int) -> None:
+    before = get_states()
+    loader = build(Noisy(5), 2, collate=collate_noisy, shuffle=True, num_workers=num_workers)
+    for _ in loader:
+        assert get_states() == before
+    assert get_states() == before
+
+
+def test_draws_are_the_same_after_a_resume() -> None:
+    whole = build(Noisy(11), 2, collate=collate_noisy, shuffle=True)
+    batches = [batch.tolist() for batch in whole]
+    resumed = build(Noisy(11), 2, collate=collate_noisy, shuffle=True)
+    resumed.load_state_dict({"epoch": 0, "consumed_samples": 4})
+    assert [batch.tolist() for batch in resumed] == batches[2:]
+
+
+def test_an_error_in_the_data_leaves_the_random_numbers_alone() -> None:
+    def fail(rows: list[Any]) -> Any:
+        torch.rand(3)
+        raise ValueError("broken row")
+
+    before = get_states()
+    with pytest.raises(ValueError, match="broken row"):
+        take_epoch(build(Numbers(4), collate=fail))
+    assert get_states() == before
+
+
+# ---- streams -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 30),
+    micro=st.integers(1, 3),
+    replicas=st.integers(1, 3),
+    per_update=st.integers(1, 3),
+)
+def test_streams_are_cut_as_data_sets_are(
+    count: int, micro: int, replicas: int, per_update: int
+) -> None:
+    for replica in range(replicas):
+        options = {
+            "num_replicas": replicas, "replica": replica, "rounds_per_update": per_update,
+        }  # fmt: skip
+        stream = build(Stream(count), micro, **options)
+        assert stream.is_stream
+        assert take_epoch(stream) == take_epoch(build(Numbers(count), micro, **options))
+
+
+def test_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match="--train-iters"):
+        len(build(Stream(4)))
+
+
+def test_stream_resumes_in_the_middle() -> None:
+    whole = take_epoch(build(Stream(9), 2))
+    resumed = build(Stream(9), 2)
+    resumed.load_state_dict({"epoch": 3, "consumed_samples": 4})
+    assert take_epoch(resumed) == whole[2:]
+    assert resumed.epoch == 4
+    assert take_epoch(resumed) == whole
+
+
+def test_stream_resumed_at_its_end_goes_on_with_the_next_epoch() -> None:
+    """As data sets do. An empty pass makes the training loop say that the stream is empty."""
+    loader = build(Stream(8), 2)
+    for _ in loader:
+        state = loader.state_dict()
+    resumed = build(Stream(8), 2)
+    resumed.load_state_dict(state)
+    assert take_epoch(resumed) == take_epoch(build(Stream(8), 2))
+
+
+def test_stream_leaves_the_models_random_numbers_alone() -> None:
+    before = get_states()
+    loader = build(Stream(4), 2, collate=lambda rows: torch.rand(len(rows)))
+    for _ in loader:
+        assert get_states() == before
+
+
+def test_random_draws_of_a_stream_are_the_same_after_a_resume() -> None:
+    def draw(rows: list[int]) -> torch.Tensor:
+        return torch.rand(len(rows))
+
+    torch.manual_seed(0)
+    whole = [batch.tolist() for batch in build(Stream(8), 2, collate=draw)]
+    torch.manual_seed(1)
+    resumed = build(Stream(8), 2, collate=draw)
+    resumed.load_state_dict({"epoch": 0, "consumed_samples": 4})
+    assert [batch.tolist() for batch in resumed] == whole[2:]
+
+
+def test_stream_drops_the_last_smaller_batch_when_asked() -> None:
+    """`--no-keep-last` must mean the same for a stream as for a data set."""
+    options = {"num_replicas": 2, "rounds_per_update": 2, "drop_last": True}
+    expected = take_epoch(build(Numbers(21), 2, **options))
+    assert take_epoch(build(Stream(21), 2, **options)) == expected

@@ -1,0 +1,115 @@
+"""Imports go down only, as design.md draws the rooms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rapidformer
+
+ROOT = Path(rapidformer.__file__).parent
+# From the top to the bottom; a room may import what stands below it, and its own files.
+LAYERS = [
+    {"cli"},
+    {"launch"},
+    {"tasks"},
+    {"training"},
+    {"engine"},
+    {"accel", "checkpoint", "optim"},
+    {"models", "data"},
+    {"dist"},
+    {"config", "errors", "log", "timers", "context"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+BOTTOM = LEVEL["config"]
+# The exceptions, each with its reason.
+ALLOWED = {
+    ("optim", "rapidformer.accel.precision"): "an update knows the loss scale",
+}
+ONLY = {"launch": {"config", "errors"}}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def get_room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def iterate_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import of ours in a file, also inside functions: (line, module)."""
+    package = ["rapidformer", *path.relative_to(ROOT).with_suffix("").parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "rapidformer":
+                for alias in node.names:
+                    yield node.lineno, f"rapidformer.{alias.name}"
+            else:
+                yield node.lineno, module
+
+
+def is_allowed(room: str, module: str) -> bool:
+    target = module.split(".")[1]
+    if target == room or (room, module) in ALLOWED:
+        return True
+    if room in ONLY:
+        return target in ONLY[room]
+    if LEVEL[room] == BOTTOM:
+        return LEVEL[target] == BOTTOM
+    return LEVEL[target] > LEVEL[room]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.name != "__init__.py" or p.parent != ROOT],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)  # fmt: skip
+def test_imports_go_down(path: Path) -> None:
+    room = get_room(path)
+    assert room in LEVEL, f"{room} is no room of the design"
+    wrong = [
+        f"line {line}: {module}"
+        for line, module in iterate_imports(path)
+        if module.startswith("rapidformer.") and not is_allowed(room, module)
+    ]
+    assert not wrong, f"{path.relative_to(ROOT)} ({room}) must not import {wrong}"
+
+
+def test_models_and_data_do_not_know_each_other() -> None:
+    assert not is_allowed("models", "rapidformer.data.batch")
+    assert not is_allowed("data", "rapidformer.models.plan")
+    assert not is_allowed("accel", "rapidformer.optim.update")
+    assert not is_allowed("config", "rapidformer.dist.processes")
+    assert is_allowed("training", "rapidformer.engine")
+
+
+def test_every_exception_is_still_needed() -> None:
+    used = {(get_room(path), module) for path in FILES for _, module in iterate_imports(path)}
+    assert set(ALLOWED) <= used
+
+
+def test_bottom_layer_does_not_import_torch() -> None:
+    for path in FILES:
+        if LEVEL.get(get_room(path)) == BOTTOM:
+            heavy = [m for _, m in iterate_imports(path) if m.split(".")[0] in ("torch", "numpy")]
+            assert not heavy, path
+
+
+def test_nobody_imports_the_engine_from_below_through_the_public_names() -> None:
+    """`from rapidformer import RapidformerEngine` inside the library would hide a wrong import."""
+    for path in FILES:
+        for line, module in iterate_imports(path):
+            if module.startswith("rapidformer.") and path.parent != ROOT:
+                name = module.split(".")[1]
+                assert (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file(), (
+                    f"{path}:{line} imports {module}"
+                )
+
+
+def test_there_is_no_utils_module() -> None:
+    assert not [path for path in FILES if "utils" in path.stem]

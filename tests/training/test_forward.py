@@ -1,0 +1,78 @@
+"""What ``run_forward_step`` may return, and how the weight of its loss is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.data.batch import BatchInfo
+from rapidformer.errors import RapidformerError
+from rapidformer.training.forward import SingleBatch, interpret_forward
+
+INFO = BatchInfo(rows=2, labels=7, shifted_labels=5, tokens=10, slots=12)
+LOSS = torch.tensor(1.5)
+
+
+@pytest.mark.parametrize(
+    ("returned", "loss", "weight"),
+    [
+        (LOSS, 1.5, 7),
+        ((LOSS, 3), 1.5, 3),
+        ((LOSS, torch.tensor(4)), 1.5, 4),
+        ({"loss": LOSS, "logits": torch.zeros(2)}, 1.5, 7),
+        ((torch.tensor([1.0, 3.0]), lambda output: (output.mean(), {"lm loss": 2.0})), 2.0, 7),
+        ((torch.tensor([1.0, 3.0]), lambda output: output.sum()), 4.0, 7),
+    ],
+    ids=["loss", "loss and count", "loss and tensor", "dict", "Megatron", "Megatron, loss alone"],
+)
+def test_forms(returned: Any, loss: float, weight: float) -> None:
+    result = interpret_forward(returned, INFO, shifts_labels=False)
+    assert result.loss.item() == loss
+    assert float(result.weight) == weight
+
+
+def test_models_that_shift_their_labels_weigh_fewer() -> None:
+    assert interpret_forward(LOSS, INFO, shifts_labels=True).weight == 5
+    assert interpret_forward((LOSS, 3), INFO, shifts_labels=True).weight == 3
+
+
+def test_hugging_faces_output_is_a_dict_with_a_loss() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    result = interpret_forward(
+        CausalLMOutput(loss=LOSS, logits=torch.zeros(1)), INFO, shifts_labels=True
+    )
+    assert result.loss is LOSS
+
+
+def test_gradient_flows_through() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    interpret_forward({"loss": weight * 3}, INFO, shifts_labels=False).loss.backward()
+    assert weight.grad == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (None, "must return the loss, a tensor, got NoneType"),
+        (1.5, "must return the loss, a tensor, got float"),
+        ({"logits": LOSS}, "must return the loss, a tensor, got NoneType"),
+        (torch.zeros(2, 3), r"must return one number, got a tensor of shape \[2, 3\]"),
+        ((1.5, 2), "must return the loss, a tensor, got float"),
+        ((LOSS, LOSS, LOSS), "must return the loss, a tensor, got tuple"),
+    ],
+    ids=["nothing", "float", "dict without a loss", "many numbers", "float and count", "three"],
+)
+def test_other_forms_are_explained(returned: Any, text: str) -> None:
+    with pytest.raises(RapidformerError, match=f"run_forward_step {text}"):
+        interpret_forward(returned, INFO, shifts_labels=False)
+
+
+def test_iterator_of_a_step_has_one_batch() -> None:
+    batches = SingleBatch({"a": 1})
+    assert iter(batches) is batches
+    assert next(batches) == {"a": 1}
+    with pytest.raises(RapidformerError, match="took a second batch"):
+        next(batches)

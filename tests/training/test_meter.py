@@ -1,0 +1,135 @@
+"""Losses and counts between two log lines: exact means, exact steps, no loss that hides."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from rapidformer.data.batch import BatchInfo
+from rapidformer.errors import TrainingError
+from rapidformer.training.meter import Measurement, Meter
+
+NAN, INF = float("nan"), float("inf")
+
+
+def info(rows: int = 2, labels: int = 6) -> BatchInfo:
+    return BatchInfo(
+        rows=rows, labels=labels, shifted_labels=labels, tokens=5 * rows, slots=8 * rows
+    )
+
+
+def make(losses: list[list[tuple[float, float]]], norms: list[float | None] | None = None) -> Meter:
+    """Updates of micro-batches (mean loss, weight)."""
+    meter = Meter(torch.device("cpu"))
+    for number, update in enumerate(losses):
+        for loss, weight in update:
+            meter.add_micro_batch(torch.tensor(loss), weight, info())
+        norm = 1.0 if norms is None else norms[number]
+        total = sum(weight for _, weight in update)
+        meter.add_update(total or 1.0, None if norm is None else torch.tensor(norm))
+    return meter
+
+
+def read(meter: Meter, step: int = 10, tolerates_infinity: bool = False) -> Measurement:
+    return meter.read(step, tolerates_infinity=tolerates_infinity)
+
+
+def test_loss_of_an_update_is_the_weighted_mean() -> None:
+    measured = read(make([[(1.0, 3), (5.0, 1)], [(2.0, 4)]], norms=[0.5, 0.25]))
+    assert measured.losses == pytest.approx([2.0, 2.0])
+    assert measured.loss == pytest.approx(2.0)
+    assert measured.grad_norm == 0.25, "the last update's"
+    assert (measured.samples, measured.tokens, measured.slots) == (6, 30, 48)
+
+
+def test_weights_may_be_tensors() -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.add_micro_batch(torch.tensor(1.0), torch.tensor(3.0), info())
+    meter.add_micro_batch(torch.tensor(5.0), torch.tensor(1.0), info())
+    meter.add_update(torch.tensor(4.0), torch.tensor(1.0))
+    assert read(meter).losses == pytest.approx([2.0])
+
+
+def test_reading_starts_anew() -> None:
+    meter = make([[(1.0, 1)]])
+    assert meter.has_updates()
+    read(meter)
+    assert not meter.has_updates()
+    meter.add_micro_batch(torch.tensor(3.0), 1, info())
+    meter.add_update(1, torch.tensor(1.0))
+    measured = read(meter)
+    assert measured.losses == [3.0]
+    assert measured.samples == 2
+
+
+def test_fillers_count_for_nothing_even_when_their_loss_is_no_number() -> None:
+    meter = make([])
+    meter.add_micro_batch(torch.tensor(2.0), 4, info())
+    meter.add_micro_batch(torch.tensor(NAN), 0, info().as_filler())
+    meter.add_update(4, torch.tensor(1.0))
+    measured = read(meter)
+    assert measured.losses == [2.0]
+    assert measured.samples == 2
+    assert measured.slots == 32
+
+
+def test_micro_batch_without_labels_does_not_end_the_run() -> None:
+    """All its labels are -100: its mean is 0/0, its weight 0, and the gradient was left alone."""
+    meter = make([])
+    meter.add_micro_batch(torch.tensor(2.0), 4, info())
+    meter.add_micro_batch(torch.tensor(NAN), 0, info(labels=0))
+    meter.add_update(4, torch.tensor(1.0))
+    assert read(meter).losses == [2.0]
+
+
+def test_unfinished_update_waits_for_the_next_reading() -> None:
+    meter = make([[(1.0, 1)]])
+    meter.add_micro_batch(torch.tensor(4.0), 1, info())
+    read(meter)
+    meter.add_micro_batch(torch.tensor(2.0), 1, info())
+    meter.add_update(2, torch.tensor(1.0))
+    assert read(meter).losses == [3.0]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_loss_that_is_no_number_is_found_with_its_step(bad: float) -> None:
+    with pytest.raises(TrainingError, match=rf"the loss is {bad} at step 9:.*--lr"):
+        read(make([[(1.0, 1)], [(bad, 1)], [(1.0, 1)]]), step=10)
+
+
+def test_first_bad_step_is_the_one_that_is_named() -> None:
+    with pytest.raises(TrainingError, match="at step 8:"):
+        read(make([[(NAN, 1)], [(NAN, 1)], [(1.0, 1)]]), step=10)
+
+
+def test_bad_gradient_is_found_though_the_loss_is_fine() -> None:
+    with pytest.raises(TrainingError, match="the gradient is inf at step 10"):
+        read(make([[(1.0, 1)], [(1.0, 1)]], norms=[1.0, INF]), step=10)
+
+
+def test_fp16_overflow_of_the_gradient_is_ordinary() -> None:
+    meter = make([[(1.0, 1)], [(1.0, 1)]], norms=[INF, NAN])
+    assert read(meter, tolerates_infinity=True).losses == [1.0, 1.0]
+
+
+def test_loss_is_checked_though_there_is_no_norm() -> None:
+    meter = make([[(1.0, 1)], [(1.0, 1)], [(NAN, 1)]], norms=[None, None, None])
+    with pytest.raises(TrainingError, match="the loss is nan at step 10"):
+        read(meter)
+
+
+def test_pauses_are_not_training_time() -> None:
+    meter = make([[(1.0, 1)]])
+    paused_at = meter.pause()
+    time.sleep(0.3)
+    meter.resume(paused_at)
+    seconds = read(meter).seconds
+    assert 0 < seconds < 0.25
+
+
+def test_small_losses_are_not_lost_in_the_sum() -> None:
+    measured = read(make([[(1e-7, 1000.0)] * 3]))
+    assert math.isclose(measured.loss, 1e-7, rel_tol=1e-5)

@@ -1,0 +1,125 @@
+"""What a run says: log lines or a bar, metrics.jsonl, TensorBoard; and silence elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer.config import parse_arguments
+from rapidformer.log import configure_logging
+from rapidformer.training.report import Reporter, format_training_line
+
+LINE: dict[str, Any] = {
+    "step": 20,
+    "epoch": 1.25,
+    "loss": 0.123456,
+    "lr": 2e-5,
+    "grad_norm": 1.5,
+    "step_time": 0.25,
+    "tokens_per_second": 12_345.0,
+    "samples_per_second": 64.0,
+    "padding_share": 0.25,
+    "seconds_left": 3725.4,
+}
+
+
+def make(tmp_path: Path | None, *words: str, speaks: bool = True, **options: Any) -> Reporter:
+    configure_logging("info")
+    folder = ["--save", str(tmp_path)] if tmp_path else []
+    return Reporter(parse_arguments([*folder, *words]), total_steps=100, speaks=speaks, **options)
+
+
+def test_log_line() -> None:
+    assert format_training_line(LINE, 100) == (
+        "step 20/100 | epoch 1.25 | loss 0.1235 | lr 2.00e-05 | grad norm 1.500 | 250 ms/step | "
+        "12.3k tokens/s | 64.0 samples/s | padding 25 % | left 1:02:05"
+    )
+
+
+def test_log_line_with_memory_and_skipped_updates() -> None:
+    line = {**LINE, "memory_gib": 3.14159, "skipped_updates": 2, "tokens_per_second": 2.5e6}
+    text = format_training_line(line, 100)
+    assert " | 3.1 GiB | 2 skipped | " in text
+    assert "2.5M tokens/s" in text
+
+
+def test_lines_go_to_the_log_and_to_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = make(tmp_path, "--no-progress")
+    reporter.log_training(LINE)
+    reporter.log_evaluation({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75, "eval_loss": 0.5})
+    reporter.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "step 20/100 | epoch 1.25 | loss 0.1235" in captured.err
+    assert "evaluation at step 20 | accuracy 0.7500 | loss 0.5000" in captured.err
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == LINE
+    assert json.loads(lines[1])["eval_accuracy"] == 0.75
+
+
+def test_other_processes_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = make(tmp_path / "run", speaks=False)
+    reporter.say("hello")
+    reporter.advance(1)
+    reporter.log_training(LINE)
+    reporter.log_evaluation({"step": 1, "eval_loss": 1.0})
+    reporter.close()
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reporter = make(None, "--no-progress")
+    reporter.log_training(LINE)
+    reporter.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reporter = make(tmp_path, "--no-progress")
+    reporter.log_training(LINE)
+    reporter.log_evaluation({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75})
+    reporter.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (loss,) = events.Scalars("train/loss")
+    assert (loss.step, loss.value) == (20, pytest.approx(0.123456))
+    (accuracy,) = events.Scalars("eval/accuracy")
+    assert (accuracy.step, accuracy.value) == (20, 0.75)
+
+
+def test_tensorboard_folder_may_be_chosen(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    reporter = make(None, "--no-progress", "--tensorboard-dir", str(tmp_path / "board"))
+    reporter.log_training(LINE)
+    reporter.close()
+    assert list((tmp_path / "board").iterdir())
+
+
+def test_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 15}\n')
+    make(tmp_path, "--no-progress", resume_step=10).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10}\n'
+
+
+def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = make(tmp_path, "--progress")
+    for step in range(1, 101):
+        reporter.advance(step)
+    reporter.log_training(LINE)
+    reporter.close()
+    text = capsys.readouterr().err
+    assert "100/100" in text
+    assert "loss 0.1235" in text
+    assert "ms/step" not in text, "no line beside the bar"
+    assert (tmp_path / "metrics.jsonl").exists()
