@@ -10,6 +10,7 @@ rapidformer --user-script examples/custom_loop.py --pretrained-model-name-or-pat
 from functools import partial
 
 import torch
+from datasets import load_dataset
 from metric import load_metric
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,7 +18,6 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from datasets import load_dataset
 from rapidformer import Finetuner, RapidformerEngine, get_args  # +
 
 engine = RapidformerEngine()  # +

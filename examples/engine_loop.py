@@ -9,6 +9,7 @@ Start it with ``torchrun``, ``python -m torch.distributed.launch`` or plain ``py
 
 from functools import partial
 
+from datasets import load_dataset
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import (
@@ -17,7 +18,6 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from datasets import load_dataset
 from rapidformer import RapidformerEngine
 
 engine = RapidformerEngine()
@@ -28,10 +28,7 @@ datasets = load_dataset(args.data_path, args.data_name)
 
 
 def tokenize_function(examples):
-    outputs = tokenizer(
-        examples["sentence1"], examples["sentence2"], truncation=True, max_length=None
-    )
-    return outputs
+    return tokenizer(examples["sentence1"], examples["sentence2"], truncation=True, max_length=None)
 
 
 tokenized_datasets = datasets.map(

@@ -11,10 +11,10 @@ The data needs the columns sentence1, sentence2 and label; a folder of json or c
 """
 
 import torch
+from datasets import load_dataset
 from metric import load_metric
 from transformers import AutoTokenizer, BertForSequenceClassification
 
-from datasets import load_dataset
 from rapidformer import Finetuner, RapidformerEngine, get_args
 
 
@@ -77,8 +77,7 @@ class MyFintuner(Finetuner):
                 references=self.gather(batch["labels"]),
             )
 
-        eval_metric = metric.compute()
-        return eval_metric
+        return metric.compute()
 
 
 if __name__ == "__main__":

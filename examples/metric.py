@@ -1,4 +1,4 @@
-"""``load_metric`` as the examples use it. ``datasets`` has removed its own; torchmetrics computes."""
+"""``load_metric`` as the examples use it: ``datasets`` has removed its own."""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -10,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+from tests.small import make_model_folder, make_pair_data
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,3 +28,50 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test is one process unless it starts others itself."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pair_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def rapidformer(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command as a user would, in a folder of the test's own."""
+
+    def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rapidformer.cli.main", *map(str, words)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **variables},
+            timeout=280,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command in this process: no seconds of importing, for what needs one process only."""
+    from rapidformer.cli.main import main
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["rapidformer"])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess(list(words), status, captured.out, captured.err)
+
+    return run

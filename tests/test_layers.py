@@ -21,7 +21,7 @@ LAYERS = [
     {"accel", "checkpoint", "optim"},
     {"models", "data"},
     {"dist"},
-    {"config", "errors", "log", "timers", "context"},
+    {"config", "errors", "hub", "log", "timers", "context"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 BOTTOM = LEVEL["config"]

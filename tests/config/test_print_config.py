@@ -33,7 +33,7 @@ def read_back(text: str, folder: Path, world_size: int = 1) -> dict[str, object]
             *("--mixed-precision", "--onnx-runtime-training", "--checkpoint-activations"),
         ],
         ["--data-path", "0.3", "a b", "0.7", "c#d", "--no-load-optim", "--no-keep-last"],
-        ["--source-prefix", "summarize: ", "--input", "a: b", "'quoted'", "- dash", "ünï"],
+        ["--source-prefix", "summarize: ", "--input", "a: b, c", "'quoted'", "- dash", "[ünï]"],
         ["--source-prefix", "first line\nsecond line"],
         ["--train-data", *(f"folder/part-{i:05d}.jsonl" for i in range(100))],
         ["--output", "null", "--save", "123", "--data-name", "true", "--seed", "9007199254740993"],

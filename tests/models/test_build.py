@@ -1,49 +1,17 @@
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.models.build import (
-    build_pretrained,
-    get_position_limit,
-    load_config,
-    load_image_processor,
-    load_tokenizer,
-)
+from rapidformer.models.build import build_pretrained, load_image_processor, load_tokenizer
 
-_TEXT = """
-pretrained_model_name_or_path load model_type num_layers hidden_size num_attention_heads
-ffn_hidden_size max_position_embeddings vocab_size image_size patch_size hidden_dropout
-attention_dropout init_method_std cache_dir tokenizer_type vocab_file merge_file seq_length
-"""
-_NAMES = _TEXT.split()
-SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
-
-
-def make_args(**values: Any) -> SimpleNamespace:
-    defaults = dict.fromkeys(_NAMES) | {"trust_remote_code": False, "from_scratch": False}
-    return SimpleNamespace(**{**defaults, **values})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    target = tmp_path_factory.mktemp("bert")
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=40, num_labels=3,
-    )  # fmt: skip
-    BertForSequenceClassification(config).half().save_pretrained(target)
-    return target
+from .conftest import SMALL, make_args
 
 
 def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any) -> None:
@@ -54,13 +22,6 @@ def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any) -> No
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.num_labels == 5 and model.classifier.out_features == 5
     assert "classifier.weight (saved (3, 16), needed (5, 16))" in caplog.text
-
-
-def test_load_comes_first_where_it_is_a_model_folder(folder: Path, tmp_path: Path) -> None:
-    args = make_args(load=str(folder), pretrained_model_name_or_path="no-such-model")
-    assert load_config(args).hidden_size == 16
-    args = make_args(load=str(tmp_path), pretrained_model_name_or_path=str(folder))
-    assert load_config(args).num_labels == 3
 
 
 @pytest.mark.parametrize(
@@ -102,11 +63,6 @@ def test_from_scratch_with_the_sizes_of_a_folder(folder: Path) -> None:
     assert model.config.hidden_dropout_prob == 0.3
 
 
-def test_positions_of_roberta() -> None:
-    config = load_config(make_args(model_type="roberta", seq_length=600))
-    assert get_position_limit(config) == 600 and config.max_position_embeddings == 602
-
-
 def test_tokenizer_from_a_vocabulary_file(tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\n##s\n")
@@ -123,19 +79,6 @@ def test_tokenizer_from_a_vocabulary_file(tmp_path: Path) -> None:
 def test_image_processor_from_sizes() -> None:
     processor = load_image_processor(make_args(model_type="vit", image_size=12, patch_size=4))
     assert processor.size["height"] == 12
-
-
-def test_contradicting_sizes_are_all_told(folder: Path) -> None:
-    args = make_args(
-        pretrained_model_name_or_path=str(folder), num_layers=4, hidden_size=32, model_type="gpt2"
-    )
-    with pytest.raises(ConfigurationError) as caught:
-        load_config(args)
-    text = str(caught.value)
-    assert "3 problems" in text
-    assert "--num-layers 4 contradicts" in text and "which has 2" in text
-    assert "--hidden-size 32 contradicts" in text and "which has 16" in text
-    assert "--model-type gpt2 contradicts" in text
 
 
 def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
@@ -178,15 +121,3 @@ def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
         build(model_type="bert", hidden_size=10, num_attention_heads=4)
     with pytest.raises(ModelError, match=r"lacks a tokenizer .tokenizer.json"):
         load_tokenizer(make_args(pretrained_model_name_or_path=str(folder)))
-
-
-def test_remote_code_is_refused_unless_asked_for(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "own")
-    path = tmp_path / "own" / "config.json"
-    config = json.loads(path.read_text()) | {
-        "model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"},
-    }  # fmt: skip
-    path.write_text(json.dumps(config))
-    (tmp_path / "own" / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelError, match=r"add --trust-remote-code if you trust it"):
-        load_config(make_args(pretrained_model_name_or_path=str(tmp_path / "own")))

@@ -44,7 +44,7 @@ class Rig:
         scale = self.scaler.scale if self.scaler else 1.0
         (loss * (share * scale)).backward()
         if is_last:
-            self.clock.finish_gradients(self.model, self.scaler)
+            self.clock.finish_gradients(list(self.model.parameters()), self.scaler)
         return is_last
 
     def loss(self, rows: int = 2, seed: int = 0) -> torch.Tensor:

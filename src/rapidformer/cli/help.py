@@ -9,6 +9,7 @@ from itertools import groupby
 
 from rapidformer.cli.main import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
+from rapidformer.config.render import render_arguments
 
 _INTRODUCTION = """\
 usage: rapidformer [command] --flag value ...
@@ -74,12 +75,5 @@ def _format_value(setting: Setting) -> str:
 
 def print_config(argv: list[str]) -> None:
     """Every setting as YAML that ``--config`` reads back, with the origin of each value."""
-    import yaml
-
-    args = resolve(parse_arguments(argv))
-    for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
-        sys.stdout.write(f"# {section}\n")
-        for setting in settings:
-            value = yaml.safe_dump(getattr(args, setting.name), default_flow_style=True, width=1000)
-            text = f"{setting.name}: {value.splitlines()[0]}"
-            sys.stdout.write(f"{text:<60} # {args.sources.get(setting.name, 'default')}\n")
+    for line in render_arguments(resolve(parse_arguments(argv))):
+        sys.stdout.write(line + "\n")

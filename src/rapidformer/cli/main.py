@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -36,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        # A defect, ours or the script's. Under our launcher only the process that failed first
+        # is shown: the others fail because of it.
+        from rapidformer.launch.local import report_failure
+
+        if not report_failure(traceback.format_exc()):
+            raise
+        return 1
 
 
 def _dispatch(words: list[str]) -> int:

@@ -9,7 +9,8 @@ from rapidformer.config.arguments import TrainingArguments
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
-    "max_position_embeddings", "image_size", "patch_size", "seq_length", "decoder_seq_length", "micro_batch_size",
+    "max_position_embeddings", "image_size", "patch_size", "seq_length", "decoder_seq_length",
+    "micro_batch_size",
     "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size", "train_samples",
     "train_iters", "eval_interval", "save_interval", "save_total_limit", "log_interval",
     "recompute_interval", "nproc_per_node", "nnodes", "tensor_model_parallel_size",

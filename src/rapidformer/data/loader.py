@@ -193,7 +193,7 @@ class _Fetcher:
     """Turns a round's key into a collated batch, under random numbers of its own.
 
     Whatever a data set or a collate function draws depends on the seed, the epoch, the round and
-    the process alone: not on the number of workers, on reading ahead, or on where a run was resumed.
+    the process alone: not on the number of workers, on reading ahead, or on where a run resumed.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: tuple[int, int, int]) -> None:

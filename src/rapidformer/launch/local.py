@@ -6,6 +6,7 @@ When one fails, the agent ends the others; the first failure's own message is wh
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -31,6 +32,8 @@ def launch(plan: LaunchPlan, argv: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # What the agent would log about a failure, we say ourselves and better.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     threads = max((os.cpu_count() or 1) // plan.processes, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ[_QUIET] = "1"
@@ -76,4 +79,6 @@ def _read_message(path: str | None) -> str | None:
         rank, message = content["extraInfo"].get("rank", "0"), content["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if message.startswith("Traceback"):
+        return f"rank {rank} failed:\n{message.rstrip()}"
     return str(message) if rank == "0" else f"rank {rank}: {message}"

@@ -80,16 +80,22 @@ class Task(ABC):
         """One small record per row of the batch, in order."""
 
     @abstractmethod
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
-        """The split's metrics, with its ``loss``; nothing for a split without labels."""
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
+        """The metrics of a split with labels, beside its loss."""
 
     @abstractmethod
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
         """One JSON-able dictionary per example of the user's."""
+
+    def compute_metrics(
+        self, records: list[Record], prepared: PreparedData, split: str
+    ) -> dict[str, float]:
+        """The split's metrics, with its ``loss``; nothing for a split without labels."""
+        if not records or not prepared.is_labelled(split):
+            return {}
+        return {"loss": get_mean_loss(records)} | self.score(records, prepared, split)
 
     def build_model(self, args: Any, prepared: PreparedData) -> nn.Module:
         """The model with a head for this data."""

@@ -30,15 +30,13 @@ class CausalLM(LanguageModel):
     has_shifted_labels = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.blocks import encode_blocks
         from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
-        length = get_max_length(args, tokenizer, config)
         features = {
             split: encode_blocks(rows, split, column, tokenizer, length, args, add_special=False)
             for split, rows in tables.items()
@@ -54,14 +52,12 @@ class CausalLM(LanguageModel):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.rows import as_rows, get_column, get_column_names, map_rows
-        from rapidformer.tasks.text import build_text_collator, get_max_length
+        from rapidformer.tasks.text import build_text_collator, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        _, tokenizer, limit = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         column = str(find_column(TEXT, get_column_names(table), args))
-        limit = get_max_length(args, tokenizer, config)
         new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
         if new_tokens >= limit:
             raise ConfigurationError(

@@ -11,15 +11,15 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
-from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
+from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.labels import SINGLE
+from rapidformer.tasks.label_space import SINGLE, get_output_names
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.labels import LabelSpace
+    from rapidformer.tasks.label_space import LabelSpace
 
 IMAGE = ColumnRole(
     name="image",
@@ -46,8 +46,10 @@ class ImageClassification(Task):
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.data.collate import PadCollator
-        from rapidformer.models.build import load_config, load_image_processor
-        from rapidformer.tasks.labels import get_model_names, read_labels
+        from rapidformer.models.build import load_image_processor
+        from rapidformer.models.configuration import load_config
+        from rapidformer.tasks.label_space import get_model_classes
+        from rapidformer.tasks.labels import read_labels
         from rapidformer.tasks.rows import get_column_names, get_splits
 
         config, processor = load_config(args), load_image_processor(args)
@@ -55,7 +57,7 @@ class ImageClassification(Task):
         available = get_column_names(next(iter(tables.values())))
         found = find_columns((LABEL, IMAGE), available, args)
         label, image = found["label"], found["image"]
-        space, labelled = read_labels(tables, label, args, get_model_names(config))
+        space, labelled = read_labels(tables, label, args, get_model_classes(config))
         images = {
             split: ImageRows(
                 rows, image, processor, split, (label, space) if labelled[split] else None
@@ -79,7 +81,8 @@ class ImageClassification(Task):
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.data.collate import PadCollator
-        from rapidformer.models.build import load_config, load_image_processor
+        from rapidformer.models.build import load_image_processor
+        from rapidformer.models.configuration import load_config
         from rapidformer.tasks.rows import as_rows, get_column_names
         from rapidformer.tasks.sequence_classification import get_problem_type
 
@@ -92,7 +95,7 @@ class ImageClassification(Task):
             processor=processor,
             extras={
                 "image": image,
-                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "names": get_output_names(config),
                 "problem_type": get_problem_type(config),
                 "labelled": {"test": False},
             },
@@ -107,15 +110,11 @@ class ImageClassification(Task):
         kind = prepared.extras.get("problem_type", SINGLE)
         return score_classes(logits, batch.get("labels"), kind)
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         from rapidformer.tasks.sequence_classification import score_records
 
-        if not records or not prepared.is_labelled(split):
-            return {}
         kind, names = prepared.extras["problem_type"], prepared.extras["names"]
-        return {"loss": get_mean_loss(records)} | score_records(records, kind, names)
+        return score_records(records, kind, names)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str

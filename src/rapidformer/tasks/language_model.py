@@ -24,17 +24,11 @@ class LanguageModel(Task):
 
     columns = (TEXT,)
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
-        if not records or not prepared.is_labelled(split):
-            return {}
-        loss = get_mean_loss(records)
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         count = sum(record["count"] for record in records)
         hits = sum(record["hits"] for record in records)
         return {
-            "loss": loss,
-            "perplexity": compute_perplexity(loss),
+            "perplexity": compute_perplexity(get_mean_loss(records)),
             "accuracy": hits / count if count else 0.0,
         }
 

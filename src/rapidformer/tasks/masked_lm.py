@@ -30,17 +30,15 @@ class MaskedLM(LanguageModel):
     auto_class = "AutoModelForMaskedLM"
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.blocks import encode_blocks
         from rapidformer.tasks.masking import MaskingCollator
         from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import get_max_length, get_text_settings
+        from rapidformer.tasks.text import get_text_settings, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        config, tokenizer, length = load_text_parts(args)
         _check_mask(tokenizer, args)
         tables = get_splits(args, splits)
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
-        length = get_max_length(args, tokenizer, config)
         features = {}
         for split, rows in tables.items():
             blocks = encode_blocks(rows, split, column, tokenizer, length, args, add_special=True)
@@ -56,15 +54,13 @@ class MaskedLM(LanguageModel):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.rows import as_rows, get_column, get_column_names, map_rows
-        from rapidformer.tasks.text import build_text_collator, get_max_length
+        from rapidformer.tasks.text import build_text_collator, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        _, tokenizer, length = load_text_parts(args)
         _check_mask(tokenizer, args)
         table = as_rows(rows, args.text_column or "text")
         column = str(find_column(TEXT, get_column_names(table), args))
-        length = get_max_length(args, tokenizer, config)
         for number, text in enumerate(get_column(table, column), start=1):
             if tokenizer.mask_token not in str(text):
                 raise DataError(

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.labels import SINGLE
+from rapidformer.tasks.label_space import SINGLE
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +75,9 @@ class MultipleChoice(Task):
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings
+        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
 
-        config, tokenizer, length = _load_parts(args)
+        config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         columns = _find_columns(next(iter(tables.values())), args, with_label=True)
         labels: dict[str, list[int] | None] = {}
@@ -108,14 +108,11 @@ class MultipleChoice(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.text import build_text_collator
+        from rapidformer.tasks.rows import as_full_rows
+        from rapidformer.tasks.text import build_text_collator, load_text_parts
 
-        _, tokenizer, length = _load_parts(args)
-        if any(isinstance(row, str) for row in rows):
-            raise DataError(
-                "multiple_choice needs a context and choices: give a file with these columns."
-            )
-        table = [dict(row) for row in rows if isinstance(row, dict)]
+        _, tokenizer, length = load_text_parts(args)
+        table = as_full_rows(rows, "multiple_choice needs a context and choices")
         columns = _find_columns(table, args, with_label=False)
         choices = _read_choices(table, "input", columns)
         _check_counts(choices, "input", None)
@@ -134,13 +131,9 @@ class MultipleChoice(Task):
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
-        if not records or not prepared.is_labelled(split):
-            return {}
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         hits = sum(int(record["logits"].argmax()) == record["label"] for record in records)
-        return {"loss": get_mean_loss(records), "accuracy": hits / len(records)}
+        return {"accuracy": hits / len(records)}
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
@@ -165,14 +158,6 @@ class MultipleChoice(Task):
             }
             result.append(row | ({"expected": record["label"]} if "label" in record else {}))
         return result
-
-
-def _load_parts(args: Any) -> tuple[Any, Any, int]:
-    from rapidformer.models.build import load_config, load_tokenizer
-    from rapidformer.tasks.text import get_max_length
-
-    config, tokenizer = load_config(args), load_tokenizer(args)
-    return config, tokenizer, get_max_length(args, tokenizer, config)
 
 
 def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
@@ -236,7 +221,7 @@ def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | Non
 def _read_labels(
     rows: Any, split: str, columns: _Columns, choices: Sequence[Sequence[str]]
 ) -> list[int] | None:
-    from rapidformer.tasks.labels import is_unlabelled
+    from rapidformer.tasks.label_checks import is_unlabelled
     from rapidformer.tasks.rows import get_column
 
     column = str(columns.label)

@@ -34,7 +34,8 @@ class RowList(list[Any]):
 
 def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     """The given or loaded splits under our names, cut to the --max-..-samples."""
-    from rapidformer.data.sources import load_splits, name_splits
+    from rapidformer.data.sources import load_splits
+    from rapidformer.data.splits import name_splits
 
     found = load_splits(args) if splits is None else name_splits(splits, "the given data")
     limits = {
@@ -134,6 +135,13 @@ def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str,
     if not rows:
         raise DataError("There are no rows to predict on.")
     return [{column: row} if isinstance(row, str) else dict(row) for row in rows]
+
+
+def as_full_rows(rows: Sequence[dict[str, Any] | str], needed: str) -> list[dict[str, Any]]:
+    """Rows to predict on, for a task that a bare text is not enough for."""
+    if any(isinstance(row, str) for row in rows):
+        raise DataError(f"{needed}: give a file with these columns.")
+    return as_rows(rows, "")
 
 
 def _is_dataset(rows: Any) -> bool:

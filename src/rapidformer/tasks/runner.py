@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.sources import load_splits
 from rapidformer.dist.collectives import gather_objects
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
@@ -66,13 +67,20 @@ def train_task(engine: RapidformerEngine) -> dict[str, float]:
 def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
     """The metrics of a model on ``--eval-split``."""
     task, split = get_task(engine.args.task or ""), engine.args.eval_split
-    prepared = task.prepare(engine.args)
-    if prepared.get_split(split) is None:
-        raise DataError(f"the data has no split {split!r}: choose another with --eval-split.")
-    if not prepared.is_labelled(split):
+    splits = load_splits(engine.args)
+    if split not in splits:
+        raise DataError(
+            f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
+            "--eval-split."
+        )
+    # Only what is evaluated gets prepared. Training rows go in as validation rows: named train,
+    # they would be prepared to be learnt from, and decide which classes there are.
+    name = "validation" if split == "train" else split
+    prepared = task.prepare(engine.args, {name: splits[split]})
+    if not prepared.is_labelled(name):
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
-    records = _run_split(engine, task, prepared, split)
-    return task.compute_metrics(records, prepared, split)
+    records = _run_split(engine, task, prepared, name)
+    return task.compute_metrics(records, prepared, name)
 
 
 def predict_task(

@@ -59,14 +59,12 @@ class Seq2SeqLM(Task):
     auto_class = "AutoModelForSeq2SeqLM"
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.rows import get_splits
-        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
-        length = get_max_length(args, tokenizer, config)
         targets = {split: _read_targets(rows, split, target) for split, rows in tables.items()}
         features = {
             split: _encode(rows, split, source, target, targets[split], tokenizer, length, args)
@@ -89,14 +87,12 @@ class Seq2SeqLM(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.rows import as_rows
-        from rapidformer.tasks.text import build_text_collator, get_max_length
+        from rapidformer.tasks.text import build_text_collator, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        _, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
-        length = get_max_length(args, tokenizer, config)
         return PreparedData(
             test=_encode(table, "input", source, None, None, tokenizer, length, args),
             collate=build_text_collator(tokenizer),
@@ -124,21 +120,15 @@ class Seq2SeqLM(Task):
                 record |= {"loss": loss, "count": count}
         return records
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         from rapidformer.tasks.metrics.generation import compute_generation
         from rapidformer.tasks.metrics.perplexity import compute_perplexity
 
-        if not records or not prepared.is_labelled(split):
-            return {}
-        loss = get_mean_loss(records)
         texts = _decode(records, prepared)
         words = sum(len(text.split()) for text in texts) / len(texts)
         scores = compute_generation(texts, prepared.extras["targets"][split])
         return {
-            "loss": loss,
-            "perplexity": compute_perplexity(loss),
+            "perplexity": compute_perplexity(get_mean_loss(records)),
             **scores,
             "generated_words": words,
         }

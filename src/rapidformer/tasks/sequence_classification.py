@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.labels import MULTI, REGRESSION, SINGLE
+from rapidformer.tasks.label_space import MULTI, REGRESSION, SINGLE, get_output_names
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.labels import LabelSpace
+    from rapidformer.tasks.label_space import LabelSpace
 
 # Looked for in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -71,18 +71,17 @@ class SequenceClassification(Task):
     greater_is_better = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
-        from rapidformer.tasks.labels import get_model_names, read_labels
+        from rapidformer.tasks.label_space import get_model_classes
+        from rapidformer.tasks.labels import read_labels
         from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         label = _find_label(available, args)
         texts = find_texts(available, args, taken=label)
-        space, labelled = read_labels(tables, label, args, get_model_names(config))
-        length = get_max_length(args, tokenizer, config)
+        space, labelled = read_labels(tables, label, args, get_model_classes(config))
         features = {
             split: encode_texts(
                 rows,
@@ -113,14 +112,12 @@ class SequenceClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.models.build import load_config, load_tokenizer
         from rapidformer.tasks.rows import as_rows, get_column_names
-        from rapidformer.tasks.text import build_text_collator, get_max_length
+        from rapidformer.tasks.text import build_text_collator, load_text_parts
 
-        config, tokenizer = load_config(args), load_tokenizer(args)
+        config, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         texts = find_texts(get_column_names(table), args)
-        length = get_max_length(args, tokenizer, config)
         return PreparedData(
             test=encode_texts(table, "input", texts, tokenizer, length, args, None),
             collate=build_text_collator(tokenizer),
@@ -128,7 +125,7 @@ class SequenceClassification(Task):
             extras={
                 "rows": {"test": table},
                 "texts": texts,
-                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "names": get_output_names(config),
                 "problem_type": get_problem_type(config),
                 "labelled": {"test": False},
             },
@@ -143,14 +140,10 @@ class SequenceClassification(Task):
         logits = model(**inputs).logits
         return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
-        if not records or not prepared.is_labelled(split):
-            return {}
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         kind, names = prepared.extras["problem_type"], prepared.extras["names"]
         data_name = prepared.extras.get("data_name", "")
-        return {"loss": get_mean_loss(records)} | score_records(records, kind, names, data_name)
+        return score_records(records, kind, names, data_name)
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
         if prepared.extras.get("problem_type") == REGRESSION:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.errors import ConfigurationError, ModelError
 
@@ -14,9 +14,27 @@ DEFAULT_LENGTH = 512
 DEFAULT_TARGET_LENGTH = 128
 
 
+class TextParts(NamedTuple):
+    """What every text task begins with."""
+
+    config: Any
+    tokenizer: Any
+    length: int
+    """Tokens per row."""
+
+
+def load_text_parts(args: Any, **options: Any) -> TextParts:
+    """The model's configuration, its tokenizer (made with the options) and the length of rows."""
+    from rapidformer.models.build import load_tokenizer
+    from rapidformer.models.configuration import load_config
+
+    config, tokenizer = load_config(args), load_tokenizer(args, **options)
+    return TextParts(config, tokenizer, get_max_length(args, tokenizer, config))
+
+
 def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
     """Tokens per row: --seq-length, or what the model takes, at most 512."""
-    from rapidformer.models.build import get_position_limit
+    from rapidformer.models.configuration import get_position_limit
 
     limit = get_position_limit(config)
     if args.seq_length is None:
@@ -38,7 +56,7 @@ def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
 
 def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """Settings of the model that follow from the tokenizer."""
-    from rapidformer.models.build import is_from_scratch
+    from rapidformer.models.location import is_from_scratch
 
     # Ids may have gaps, so the largest counts and not their number.
     needed = max(tokenizer.get_vocab().values(), default=0) + 1

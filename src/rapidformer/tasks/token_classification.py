@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.base import PreparedData, Record, Task, get_mean_loss
+from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.labels import LabelSpace
+    from rapidformer.tasks.label_space import LabelSpace, ModelClasses
+    from rapidformer.tasks.text import TextParts
 
 IGNORED_LABEL = -100
 # These split a text at spaces that they keep: ready-made words need one put before them.
@@ -49,19 +50,16 @@ class TokenClassification(Task):
     greater_is_better = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.models.build import load_config
-        from rapidformer.tasks.labels import get_model_names
+        from rapidformer.tasks.label_space import get_model_classes
         from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_max_length, get_text_settings
+        from rapidformer.tasks.text import build_text_collator, get_text_settings
 
-        config = load_config(args)
-        tokenizer = _load_word_tokenizer(args, config)
+        config, tokenizer, length = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         found = find_columns((TAGS, WORDS), available, args)
         tags, words = found["tags"], found["words"]
-        space, labelled = _read_tags(tables, words, tags, args, get_model_names(config))
-        length = get_max_length(args, tokenizer, config)
+        space, labelled = _read_tags(tables, words, tags, args, get_model_classes(config))
         features = {
             split: _encode(
                 rows,
@@ -88,15 +86,13 @@ class TokenClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.models.build import load_config
+        from rapidformer.tasks.label_space import get_output_names
         from rapidformer.tasks.rows import as_rows, get_column_names
-        from rapidformer.tasks.text import build_text_collator, get_max_length
+        from rapidformer.tasks.text import build_text_collator
 
-        config = load_config(args)
-        tokenizer = _load_word_tokenizer(args, config)
+        config, tokenizer, length = _load_parts(args)
         table = as_rows(rows, args.text_column or "text")
         words = str(find_column(WORDS, get_column_names(table), args))
-        length = get_max_length(args, tokenizer, config)
         return PreparedData(
             test=_encode(table, "input", words, None, tokenizer, length, args),
             collate=build_text_collator(tokenizer),
@@ -104,7 +100,7 @@ class TokenClassification(Task):
             extras={
                 "rows": {"test": table},
                 "words": words,
-                "names": tuple(config.id2label[i] for i in sorted(config.id2label)),
+                "names": get_output_names(config),
                 "labelled": {"test": False},
             },
         )
@@ -132,23 +128,18 @@ class TokenClassification(Task):
             for row in range(len(truths))
         ]
 
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
+    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         from rapidformer.tasks.metrics import classification, entities
 
-        if not records or not prepared.is_labelled(split):
-            return {}
         names = prepared.extras["names"]
-        loss = {"loss": get_mean_loss(records)}
         if not entities.has_entity_tags(names):
             guesses = [int(tag) for record in records for tag in record["guesses"]]
             truths = [int(tag) for record in records for tag in record["labels"]]
             # Three at least: with two tags neither of them is "the" positive one.
-            return loss | classification.compute_single_label(guesses, truths, max(3, len(names)))
+            return classification.compute_single_label(guesses, truths, max(3, len(names)))
         guessed = [[names[tag] for tag in record["guesses"]] for record in records]
         wanted = [[names[tag] for tag in record["labels"]] for record in records]
-        return loss | entities.compute_entities(guessed, wanted)
+        return entities.compute_entities(guessed, wanted)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
@@ -184,14 +175,14 @@ class TokenClassification(Task):
         return result
 
 
-def _load_word_tokenizer(args: Any, config: Any) -> Any:
-    from rapidformer.models.build import load_tokenizer
-    from rapidformer.tasks.text import check_is_fast
+def _load_parts(args: Any) -> TextParts:
+    from rapidformer.models.configuration import load_config
+    from rapidformer.tasks.text import check_is_fast, load_text_parts
 
-    keeps_spaces = config.model_type in _SPACE_KEEPING
-    tokenizer = load_tokenizer(args, **({"add_prefix_space": True} if keeps_spaces else {}))
-    check_is_fast(tokenizer, "token_classification")
-    return tokenizer
+    keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
+    parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
+    check_is_fast(parts.tokenizer, "token_classification")
+    return parts
 
 
 def _as_words(value: Any) -> list[str]:
@@ -199,19 +190,19 @@ def _as_words(value: Any) -> list[str]:
 
 
 def _read_tags(
-    tables: Mapping[str, Any], words: str, tags: str, args: Any, model_names: Sequence[str]
+    tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all the splits; each row is checked to have one tag per word."""
-    from rapidformer.tasks.labels import collect_labels, read_classes
+    from rapidformer.tasks.label_checks import collect_labels
+    from rapidformer.tasks.labels import get_leading_split, read_classes
     from rapidformer.tasks.rows import get_class_names, get_column, get_feature
 
     values, labelled = collect_labels(tables, tags)
     for split, rows in values.items():
         _check_lengths(get_column(tables[split], words), rows, split, words, tags)
-    first = "train" if "train" in values else next(iter(values))
-    names = get_class_names(get_feature(tables[first], tags))
+    names = get_class_names(get_feature(tables[get_leading_split(values)], tags))
     by_row = {split: [_as_tags(value) for value in rows] for split, rows in values.items()}
-    return read_classes(by_row, tags, names, args, model_names), labelled
+    return read_classes(by_row, tags, names, args, model), labelled
 
 
 def _as_tags(value: Any) -> list[Any]:

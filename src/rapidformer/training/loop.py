@@ -148,6 +148,17 @@ class TrainingLoop:
             self.engine.export(Path(self.args.save) / LAST, self.processor)
         elif self.meter.has_updates():
             self._log()
+        self._say_where()
+
+    def _say_where(self) -> None:
+        progress, save = self.progress, self.args.save
+        if progress.best_value is not None:
+            where = f", kept in {Path(save) / BEST}" if save else ""
+            self.reporter.say(
+                f"best     {progress.best_value:.4f} at step {progress.best_step}{where}"
+            )
+        if save is not None:
+            self.reporter.say(f"last     step {self.step}, kept in {Path(save) / LAST}")
 
     def _is_over(self) -> bool:
         # Attempts, not updates: fp16 overflows use up data without an update.

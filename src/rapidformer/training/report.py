@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.publish import replace_text
 from rapidformer.config import TrainingArguments
+from rapidformer.config.render import render_arguments
 from rapidformer.log import get_logger, warn_once
-from rapidformer.training.run_folder import MetricsFile
+from rapidformer.training.run_folder import ARGUMENTS_FILE, MetricsFile
 
 
 class Reporter:
@@ -31,6 +33,8 @@ class Reporter:
             return
         if args.save is not None:
             self._file = MetricsFile(Path(args.save), resume_step=resume_step)
+            text = "".join(line + "\n" for line in render_arguments(args))
+            replace_text(Path(args.save) / ARGUMENTS_FILE, text)
         board_folder = args.tensorboard_dir or (args.save and str(Path(args.save) / "tensorboard"))
         if board_folder:
             self._board = _open_board(board_folder, resume_step)

@@ -18,6 +18,7 @@ from rapidformer.errors import CheckpointError
 METRICS_FILE = "metrics.jsonl"
 BEST = "best"
 LAST = "last"
+ARGUMENTS_FILE = "arguments.yaml"
 
 
 def check_run_folder(folder: Path, *, resumed_from: Path | None, overwrite: bool) -> None:
@@ -34,7 +35,7 @@ def check_run_folder(folder: Path, *, resumed_from: Path | None, overwrite: bool
         )
     for path in [*find_checkpoints(folder), folder / BEST, folder / LAST, folder / "tensorboard"]:
         shutil.rmtree(path, ignore_errors=True)
-    for name in (METRICS_FILE, TRACKER, "arguments.yaml"):
+    for name in (METRICS_FILE, TRACKER, ARGUMENTS_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -1,0 +1,72 @@
+"""Make ``settings.md`` and ``tasks.md`` from the code itself; a test checks that they are fresh.
+
+python docs/generate.py
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from rapidformer.config import get_settings
+from rapidformer.config.dialects import ALIASES
+from rapidformer.tasks.registry import list_tasks
+
+FOLDER = Path(__file__).parent
+
+
+def render_settings() -> str:
+    """Every setting, with the names that other systems have for it."""
+    names: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        names.setdefault(name, []).append(f"`{alias}`")
+    lines = [
+        "# Every setting",
+        "",
+        "As a flag with dashes, as a YAML key (`--config FILE`) and as an attribute of the arguments",
+        "with underscores. A switch has a `--no-` form. Precedence: code or flag, YAML, default.",
+        "Made by `docs/generate.py` from `config/sections.py`.",
+    ]
+    for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
+        lines += ["", f"## {section}", "", "| flag | default | meaning | also known as |"]
+        lines.append("|---|---|---|---|")
+        for setting in settings:
+            choices = f" ({', '.join(setting.choices)})" if setting.choices else ""
+            default = "" if setting.default in (None, False) else f"`{setting.default}`"
+            meaning = (setting.help + choices).replace("|", "\\|")
+            also = ", ".join(names.get(setting.name, []))
+            lines.append(f"| `{setting.flag}` | {default} | {meaning} | {also} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_tasks() -> str:
+    """Every task, with the columns it looks for."""
+    lines = [
+        "# Tasks and data",
+        "",
+        "`rapidformer --task NAME`. Made by `docs/generate.py` from the tasks themselves.",
+        "",
+        "**Data** (`--data-path`, `--data-name`): a name on the Hub; a file or folder of json, jsonl,",
+        "csv, tsv, parquet or arrow, where the file's name tells the split (train, validation, test);",
+        "or a `save_to_disk` folder. `--train-data`, `--valid-data` and `--test-data` name files",
+        "outright. **Models**: a name on the Hub or a local folder; `--from-scratch` takes only the",
+        "configuration; `--model-type bert --num-layers …` builds one from sizes.",
+        "",
+        "Columns are found by name, in the order given; a flag names another. Accuracy, F1 and",
+        "correlations are told from 0 to 1; EM/F1 of answers, BLEU and ROUGE in percent. `loss` is",
+        "the exact mean over the whole split.",
+    ]
+    for task in list_tasks():
+        also = f" (also: {', '.join(task.aliases)})" if task.aliases else ""
+        lines += ["", f"## {task.name}", "", f"{task.description}{also}.", ""]
+        lines += ["| column | holds | looked for as | flag |", "|---|---|---|---|"]
+        for role in task.columns:
+            need = "" if role.required else " (optional)"
+            names = ", ".join(f"`{name}`" for name in role.candidates)
+            lines.append(f"| {role.name}{need} | {role.holds} | {names} | `{role.flag}` |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (FOLDER / "settings.md").write_text(render_settings(), encoding="utf-8")
+    (FOLDER / "tasks.md").write_text(render_tasks(), encoding="utf-8")

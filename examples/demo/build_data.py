@@ -1,0 +1,367 @@
+"""Makes the demo's data and model folder from the Python standard library of this machine.
+
+The question put to the model: does this docstring belong to this function? Every machine with
+Python has thousands of answers to it, so the demo downloads nothing. Three things are made:
+
+    data/{train,validation,test}.jsonl   pairs: sentence1, sentence2, label (and their origin)
+    corpus.jsonl                         text of the training modules, for language models
+    model/                               a tokenizer and the configuration of a small ModernBERT
+
+What a reader would get wrong: neither sentence alone may tell the label. So in every round each
+function appears once with its own docstring and once with another's, and each docstring (give or
+take a clash of names) once with its own function and once with another. Modules, not functions,
+are divided among the splits.
+
+    python build_data.py OUTPUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import keyword
+import random
+import re
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEED = 1234
+SPLITS = ("train", "validation", "test")
+TRAIN_ROUNDS = 3
+VOCAB_SIZE = 1500
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+SKIPPED_FOLDERS = {
+    "__pycache__", "dist-packages", "ensurepip", "idle_test", "lib2to3", "pydoc_data",
+    "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+# Words that every function has tell nothing about the one at hand.
+COMMON_NAMES = {*keyword.kwlist, *keyword.softkwlist, "self", "cls"}
+IDENTIFIER = re.compile(r"[^\W\d]\w+")
+SHORTEST_DOCSTRING = 3
+LONGEST_DOCSTRING = 16
+MOST_NAMES = 8
+LINES_TO_HALVE = 4
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """One function of the standard library."""
+
+    module: str
+    name: str
+    signature: str
+    body: tuple[str, ...]
+    docstring: str
+
+    @property
+    def label_name(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+def find_sources(limit: int | None = None) -> list[Path]:
+    """The standard library's files, in the same order everywhere; ``limit`` takes a sample."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    )
+    return files if limit is None else files[:: max(1, len(files) // limit)][:limit]
+
+
+def read_functions(limit: int | None = None) -> list[Function]:
+    """All functions; a docstring that was met before is left out, so that none is in two splits."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    functions: list[Function] = []
+    known: set[str] = set()
+    for path in find_sources(limit):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue  # some files are broken on purpose, or written for another version
+        lines = text.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                module = path.relative_to(root).as_posix()
+                functions.append(_read_function(node, lines, module, known))
+    return functions
+
+
+def _read_function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module: str, known: set[str]
+) -> Function:
+    docstring = ast.get_docstring(node)
+    first = node.body[0]
+    start = first.end_lineno if docstring is not None else first.lineno - 1
+    body = tuple(line.strip() for line in lines[start : node.end_lineno] if line.strip())
+    text = " ".join((docstring or "").split())
+    key = text.lower()
+    usable = len(text.split()) >= SHORTEST_DOCSTRING and key not in known
+    known.add(key)
+    given = node.args
+    names = [part.arg for part in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    names += [part.arg for part in (given.vararg, given.kwarg) if part is not None]
+    return Function(
+        module=module,
+        name=node.name,
+        signature=f"{node.name}({', '.join(name for name in names if name not in COMMON_NAMES)})",
+        body=body,
+        docstring=text if usable else "",
+    )
+
+
+def get_split(module: str) -> str:
+    """The split of a module: by its name, so that it does not depend on the other modules."""
+    place = int(hashlib.sha256(module.encode()).hexdigest()[:8], 16) % 8
+    return {0: "test", 1: "validation"}.get(place, "train")
+
+
+def get_names(lines: Iterable[str]) -> list[str]:
+    """The names and words of some source text, each once, in their order."""
+    found = (name for line in lines for name in IDENTIFIER.findall(line))
+    return list(dict.fromkeys(name for name in found if name not in COMMON_NAMES))
+
+
+def show_function(function: Function, names: list[str]) -> str:
+    """How the model sees a function: its signature and some of the names that its body uses."""
+    shown = [name for name in names if name not in function.signature][:MOST_NAMES]
+    return f"{function.signature}: {', '.join(shown)}" if shown else function.signature
+
+
+def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Random) -> list[Row]:
+    """Each function with its own docstring and with another's, ``rounds`` times.
+
+    The first round shows the beginning of the body and of the docstring; later rounds show other
+    parts of both, so that a model cannot learn the pairs by heart.
+    """
+    documented = [function for function in functions if function.docstring]
+    names = {id(function): get_names(function.body) for function in documented}
+    rows: list[Row] = []
+    for number in range(rounds):
+        order = rng.sample(documented, len(documented))
+        for place, function in enumerate(order):
+            for owner, label in ((function, 1), (_find_other(order, place), 0)):
+                shown, docstring = names[id(function)], owner.docstring.split()
+                if number > 0:
+                    share = rng.choice((0.3, 0.6, 1.0))
+                    shown = [name for name in shown if rng.random() < share]
+                    docstring = _cut_window(docstring, rng)
+                text = " ".join(docstring[:LONGEST_DOCSTRING])
+                rows.append(_make_row(function, owner, shown, text, label))
+    return rows
+
+
+def build_body_pairs(functions: list[Function], rounds: int, rng: random.Random) -> list[Row]:
+    """Training only: the first half of a function and the names in its, or another's, second half.
+
+    The standard library has few docstrings. These pairs ask for the same skill (do these two
+    pieces of text speak of the same things?) and there are many more of them.
+    """
+    long = [function for function in functions if len(function.body) >= LINES_TO_HALVE]
+    halves: dict[int, tuple[list[str], str]] = {}
+    for function in long:
+        middle = len(function.body) // 2
+        second = get_names(function.body[middle:])[:LONGEST_DOCSTRING]
+        halves[id(function)] = (get_names(function.body[:middle]), " ".join(second))
+    long = [function for function in long if halves[id(function)][1]]
+    rows: list[Row] = []
+    for _ in range(rounds):
+        order = rng.sample(long, len(long))
+        for place, function in enumerate(order):
+            for owner, label in ((function, 1), (_find_other(order, place), 0)):
+                names, rest = halves[id(function)][0], halves[id(owner)][1]
+                rows.append(_make_row(function, owner, names, rest, label))
+    return rows
+
+
+def _find_other(order: list[Function], place: int) -> Function:
+    """The next function of another name: what is said of one close() is true of another."""
+    for step in range(1, len(order)):
+        other = order[(place + step) % len(order)]
+        if other.name != order[place].name:
+            return other
+    raise ValueError("all functions have the same name: there is no wrong docstring to choose")
+
+
+def _cut_window(words: list[str], rng: random.Random) -> list[str]:
+    if len(words) <= LONGEST_DOCSTRING or rng.random() < 0.5:
+        return words
+    start = rng.randrange(len(words) - LONGEST_DOCSTRING + 1)
+    return words[start:]
+
+
+def _make_row(function: Function, owner: Function, names: list[str], text: str, label: int) -> Row:
+    return {
+        "sentence1": show_function(function, names),
+        "sentence2": text,
+        "label": label,
+        "function": function.label_name,
+        "belongs_to": owner.label_name,
+    }
+
+
+def build_splits(functions: list[Function], seed: int = SEED) -> dict[str, list[Row]]:
+    """The rows of each split, shuffled."""
+    parts: dict[str, list[Function]] = {split: [] for split in SPLITS}
+    for function in functions:
+        parts[get_split(function.module)].append(function)
+    rows: dict[str, list[Row]] = {}
+    for split, members in parts.items():
+        rng = random.Random(f"{seed} {split}")
+        rows[split] = build_docstring_pairs(members, TRAIN_ROUNDS if split == "train" else 1, rng)
+        if split == "train":
+            rows[split] += build_body_pairs(members, TRAIN_ROUNDS, rng)
+        rng.shuffle(rows[split])
+    return rows
+
+
+def build_corpus(functions: list[Function]) -> Iterator[str]:
+    """The text of the training modules alone: what is pre-trained on it may still be tested."""
+    for function in functions:
+        if get_split(function.module) == "train":
+            yield "\n".join((f"def {function.signature}:", *function.body))
+            if function.docstring:
+                yield function.docstring
+
+
+def train_tokenizer(texts: Iterable[str], folder: Path) -> int:
+    """Byte-pair encoding of words alone, lower-cased; get_URL and getUrl are the same two words.
+
+    The vocabulary is small on purpose: the model learns that *equal* pieces on both sides matter,
+    and it learns that sooner when each piece is met often.
+    """
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    # Case is lost when lower-casing, so words are parted at their capitals before it.
+    parting = Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(parting, " "), normalizers.Lowercase()]
+    )
+    letters = Regex(r"[^\W_\d]+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(letters, behavior="removed", invert=True)
+    tokenizer.train_from_iterator(
+        texts,
+        BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS), show_progress=False),
+    )
+    begin, end = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[("[CLS]", begin), ("[SEP]", end)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=128,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    return int(tokenizer.get_vocab_size())
+
+
+def write_configuration(vocab_size: int, folder: Path) -> None:
+    """One wide layer with one head, and the mean over all tokens as the answer.
+
+    The task is to find equal words on both sides. A fresh model learns that in a minute only where
+    the way is short: more layers, more heads or the first token's state as the answer (as in BERT)
+    keep it at chance for thousands of updates.
+    """
+    from transformers import ModernBertConfig
+
+    ModernBertConfig(
+        architectures=["ModernBertForSequenceClassification"],
+        vocab_size=vocab_size,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=512,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        classifier_pooling="mean",
+        pad_token_id=SPECIAL_TOKENS.index("[PAD]"),
+        bos_token_id=SPECIAL_TOKENS.index("[CLS]"),
+        cls_token_id=SPECIAL_TOKENS.index("[CLS]"),
+        eos_token_id=SPECIAL_TOKENS.index("[SEP]"),
+        sep_token_id=SPECIAL_TOKENS.index("[SEP]"),
+    ).save_pretrained(folder)
+
+
+def count_parameters(folder: Path) -> int:
+    """How large the model of a folder will be; no weights are made."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_lines(rows: Iterable[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def build_demo(output: Path, limit: int | None = None, seed: int = SEED) -> dict[str, Any]:
+    """Make everything under ``output``; returns what was made, for the summary."""
+    functions = read_functions(limit)
+    splits = build_splits(functions, seed)
+    for split, rows in splits.items():
+        write_lines(rows, output / "data" / f"{split}.jsonl")
+    corpus = list(build_corpus(functions))
+    write_lines(({"text": text} for text in corpus), output / "corpus.jsonl")
+    vocab_size = train_tokenizer(corpus, output / "model")
+    write_configuration(vocab_size, output / "model")
+    return {
+        "functions": len(functions),
+        "with a docstring": sum(bool(function.docstring) for function in functions),
+        **{f"{split} pairs": len(rows) for split, rows in splits.items()},
+        "corpus texts": len(corpus),
+        "vocabulary": vocab_size,
+        "model parameters": count_parameters(output / "model"),
+    }
+
+
+def show_summary(made: dict[str, Any], seconds: float, output: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Data and model from the standard library ({seconds:.1f} s)")
+    table.add_column("what")
+    table.add_column("count", justify="right")
+    for name, count in made.items():
+        table.add_row(name, f"{count:,}")
+    console = Console()
+    console.print(table)
+    console.print(f"written to {output}", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the demo's data from Python's own library.")
+    parser.add_argument("output", type=Path, help="folder to write to")
+    parser.add_argument("--limit", type=int, help="read only so many source files")
+    parser.add_argument("--seed", type=int, default=SEED)
+    given = parser.parse_args()
+    start = time.perf_counter()
+    made = build_demo(given.output, given.limit, given.seed)
+    show_summary(made, time.perf_counter() - start, given.output)
+
+
+if __name__ == "__main__":
+    main()

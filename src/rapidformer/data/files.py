@@ -1,0 +1,273 @@
+"""One file of rows: json, jsonl, csv, tsv, parquet, arrow or txt, with errors that name the line.
+
+What a reader would get wrong: small files are read by the few lines here and stay in memory,
+because only so can a broken line be named by its number and a run start at once; files above
+``LARGE_FILE_BYTES`` go through `datasets`, which keeps them on disk. Row numbers count from 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError, MissingPackageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+LARGE_FILE_BYTES = 256 * 1024 * 1024
+
+# How a file is read, by the ending of its name without `.gz`.
+_FORMATS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+
+
+def get_format(path: Path) -> str | None:
+    """json, csv, tsv, parquet, arrow or text by the ending of the name; None for anything else."""
+    name = path.name.lower().removesuffix(".gz")
+    return _FORMATS.get(Path(name).suffix) if not name.startswith(".") else None
+
+
+def load_file(path: Path, cache_dir: str | None) -> Dataset:
+    """The rows of a file, whatever its format."""
+    kind = get_format(path)
+    if kind is None:
+        raise DataError(
+            f"{path}: this kind of file cannot be read; use {', '.join(sorted(_FORMATS))}."
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes).")
+    if kind in ("parquet", "arrow"):
+        rows = _load_columnar(path, kind, cache_dir)
+    elif path.stat().st_size > LARGE_FILE_BYTES:
+        rows = _load_large(path, kind, cache_dir)
+    else:
+        rows = _read_small(path, kind)
+    return check_not_empty(rows, str(path))
+
+
+def check_not_empty(rows: Any, source: str) -> Any:
+    """The rows, of which there is at least one."""
+    if len(rows) == 0:
+        raise DataError(f"{source} holds no rows.")
+    return rows
+
+
+def import_datasets() -> Any:
+    """The package `datasets`, which rows in memory do without."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingPackageError("datasets", "Loading data from files or the Hub") from None
+    return datasets
+
+
+def get_first_line(error: BaseException) -> str:
+    """The first line of another package's message, as a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0].strip()
+    return text if text.endswith(".") else text + "."
+
+
+# --- small files ---------------------------------------------------------------------------------
+
+
+def _read_small(path: Path, kind: str) -> Dataset:
+    readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
+    try:
+        return readers[kind](path)
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{path} cannot be read as UTF-8 text: {get_first_line(error)}") from error
+
+
+def _open_text(path: Path) -> Any:
+    # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _read_text(path: Path) -> Dataset:
+    with _open_text(path) as file:
+        lines = [line.rstrip("\r\n") for line in file]
+    return import_datasets().Dataset.from_dict({"text": [line for line in lines if line.strip()]})
+
+
+def _read_table(path: Path) -> Dataset:
+    import pandas
+
+    options = _get_table_options(str(get_format(path)))
+    try:
+        table = pandas.read_csv(
+            path, dtype_backend="numpy_nullable", encoding="utf-8-sig", **options
+        )
+    except pandas.errors.EmptyDataError:
+        raise DataError(f"{path} is empty: it has no line with column names.") from None
+    except pandas.errors.ParserError as error:
+        raise DataError(f"{path} is not a proper table: {get_first_line(error)}") from None
+    return import_datasets().Dataset.from_pandas(table, preserve_index=False)
+
+
+def _get_table_options(kind: str) -> dict[str, Any]:
+    """pandas' options, which `datasets` hands on: one reading for small and for large files."""
+    # "NA" and "None" are sentences and names too, so only an empty cell is missing. GLUE's and
+    # other tab-separated files hold lone quotes, which quoting rules would join lines over.
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {})
+
+
+def _read_json(path: Path) -> Dataset:
+    with _open_text(path) as file:
+        text = file.read()
+    start = text.lstrip()[:1]
+    rows = _parse_json_document(text, path) if start == "[" else None
+    if rows is None and start == "{":
+        # A whole document ({"data": [...]}) and the first of many lines both begin so.
+        with contextlib.suppress(json.JSONDecodeError):
+            rows = _rows_of_document(json.loads(text), path)
+    return _from_rows(rows if rows is not None else _parse_json_lines(text, path), path)
+
+
+def _parse_json_document(text: str, path: Path) -> list[Any]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+    return list(rows)
+
+
+def _rows_of_document(document: Any, path: Path) -> list[Any]:
+    if not isinstance(document, dict):
+        return [document]
+    rows = document.get("data")
+    if not isinstance(rows, list):
+        return [document]
+    if rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
+        return list(_flatten_squad(rows))
+    return rows
+
+
+def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """SQuAD's published files nest questions in paragraphs in articles; a row is a question."""
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                answers = question.get("answers", [])
+                yield {
+                    "id": str(question.get("id", "")),
+                    "title": article.get("title", ""),
+                    "context": paragraph["context"],
+                    "question": question["question"],
+                    "answers": {
+                        "text": [answer["text"] for answer in answers],
+                        "answer_start": [answer["answer_start"] for answer in answers],
+                    },
+                }
+
+
+def _parse_json_lines(text: str, path: Path) -> list[Any]:
+    rows: list[Any] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): "
+                f"{line.strip()[:60]}"
+            ) from None
+    return rows
+
+
+def _from_rows(rows: list[Any], path: Path) -> Dataset:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}, row {number}: each row must be a JSON object such as "
+                f'{{"text": "...", "label": 0}}, but this is {json.dumps(row)[:60]}.'
+            )
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    try:
+        return import_datasets().Dataset.from_dict(columns)
+    except Exception as error:  # Arrow raises several kinds for a column of mixed types
+        raise DataError(_describe_mixed_column(columns, path, error)) from error
+
+
+def _describe_mixed_column(columns: Mapping[str, list[Any]], path: Path, error: Exception) -> str:
+    for name, values in columns.items():
+        first = next((value for value in values if value is not None), None)
+        for number, value in enumerate(values, start=1):
+            if value is not None and not _is_same_kind(first, value):
+                return (
+                    f"{path}, row {number}: the column {name} holds {value!r} "
+                    f"({type(value).__name__}), but {first!r} ({type(first).__name__}) before: "
+                    "a column must hold one type."
+                )
+    return f"{path}: the rows do not form a table: {get_first_line(error)}"
+
+
+def _is_same_kind(first: Any, value: Any) -> bool:
+    numbers = (int, float)
+    return type(first) is type(value) or (isinstance(first, numbers) and isinstance(value, numbers))
+
+
+# --- columnar and large files --------------------------------------------------------------------
+
+
+def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
+    datasets = import_datasets()
+    try:
+        if kind == "parquet":
+            return datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir)
+        try:
+            return datasets.Dataset.from_file(str(path))
+        except Exception:
+            # Arrow's other file layout (Feather), which has no stream to map.
+            import pyarrow.feather
+
+            return datasets.Dataset(pyarrow.feather.read_table(str(path)))
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{path} cannot be read as {kind}: {get_first_line(cause)}") from error
+
+
+def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
+    datasets = import_datasets()
+    is_table = kind in ("csv", "tsv")
+    builder, options = ("csv", _get_table_options(kind)) if is_table else (kind, {})
+    try:
+        return datasets.load_dataset(
+            builder, data_files=str(path), split="train", cache_dir=cache_dir, **options
+        )
+    except Exception as error:
+        if kind == "json":
+            _raise_first_bad_line(path)
+        raise DataError(
+            f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
+        ) from error
+
+
+def _raise_first_bad_line(path: Path) -> None:
+    with _open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                json.loads(line.strip() or "null")
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not valid JSON ({error.msg}): {line.strip()[:60]}"
+                ) from None

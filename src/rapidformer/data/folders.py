@@ -1,0 +1,155 @@
+"""A folder of data to named splits: files by their names, sub-folders, images, `save_to_disk`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rapidformer.data.files import (
+    check_not_empty,
+    get_first_line,
+    get_format,
+    import_datasets,
+    load_file,
+)
+from rapidformer.data.splits import get_split_name, name_splits
+from rapidformer.errors import DataError
+from rapidformer.hub import list_names
+from rapidformer.log import get_logger
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+# Folders of data often carry such side files, which are JSON but no rows.
+_SIDE_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
+
+
+def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
+    """The splits of a folder, in any of the layouts that people keep data in."""
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _load_saved(folder)
+    files = _list_data_files(folder)
+    if files:
+        return load_named_files(files, cache_dir)
+    by_split = {
+        get_split_name(p.name): p
+        for p in sorted(folder.iterdir())
+        if p.is_dir() and get_split_name(p.name)
+    }
+    if by_split:
+        return {str(split): _load_split_folder(path, cache_dir) for split, path in by_split.items()}
+    if _is_image_folder(folder):
+        return {"train": _load_image_folder(folder, None)}
+    found = ", ".join(list_names(folder)[:8]) or "nothing"
+    raise DataError(
+        f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
+        "files named train..., valid... or test..., image folders, or a folder written by "
+        f"save_to_disk; it holds {found}."
+    )
+
+
+def load_named_files(files: Sequence[Path], cache_dir: str | None) -> dict[str, Dataset]:
+    """Files to splits by their names; where no name tells a split, all of them are training."""
+    by_split: dict[str, list[Path]] = {}
+    unnamed: list[Path] = []
+    for path in files:
+        split = get_split_name(path.name.split(".")[0])
+        if split is None:
+            unnamed.append(path)
+        else:
+            by_split.setdefault(split, []).append(path)
+    if unnamed and by_split:
+        names = ", ".join(path.name for path in unnamed)
+        get_logger().warning("%s: no split in the name, so not used (train, valid, test).", names)
+    elif unnamed:
+        by_split["train"] = unnamed
+    return {split: load_split(paths, cache_dir) for split, paths in by_split.items()}
+
+
+def load_split(paths: Sequence[Path], cache_dir: str | None) -> Dataset:
+    """One data set from the files (or folders) of one split, in the order given."""
+    parts = [
+        _load_split_folder(path, cache_dir) if path.is_dir() else load_file(path, cache_dir)
+        for path in paths
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return import_datasets().concatenate_datasets(parts)
+    except (ValueError, TypeError) as error:
+        columns = "; ".join(
+            f"{path.name}: {_describe_columns(part)}"
+            for path, part in zip(paths, parts, strict=True)
+        )
+        raise DataError(f"These files do not hold the same columns: {columns}.") from error
+
+
+def _describe_columns(rows: Dataset) -> str:
+    return ", ".join(
+        f"{name} ({kind})"
+        for name, kind in zip(rows.column_names, rows.data.schema.types, strict=True)
+    )
+
+
+def _list_data_files(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and get_format(path) is not None and path.name not in _SIDE_FILES
+    )
+
+
+def _load_saved(folder: Path) -> dict[str, Dataset]:
+    datasets = import_datasets()
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"{folder} looks like a save_to_disk folder but cannot be read: {get_first_line(error)}"
+        ) from error
+    if isinstance(saved, datasets.Dataset):
+        return {get_split_name(folder.name) or "train": check_not_empty(saved, str(folder))}
+    return name_splits(saved, str(folder))
+
+
+def _load_split_folder(folder: Path, cache_dir: str | None) -> Dataset:
+    if (folder / "state.json").exists():
+        return next(iter(_load_saved(folder).values()))
+    files = _list_data_files(folder)
+    if files:
+        return load_split(files, cache_dir)
+    if _is_image_folder(folder):
+        train = next(
+            (p for p in folder.parent.iterdir() if get_split_name(p.name) == "train"), None
+        )
+        return _load_image_folder(folder, _class_names(train) if train else None)
+    raise DataError(f"{folder} holds neither data files nor sub-folders with images.")
+
+
+def _class_names(folder: Path) -> list[str]:
+    return sorted(child.name for child in folder.iterdir() if child.is_dir())
+
+
+def _is_image_folder(folder: Path) -> bool:
+    return any(p.suffix.lower() in _IMAGE_ENDINGS for p in folder.glob("*/*"))
+
+
+def _load_image_folder(folder: Path, names: list[str] | None) -> Dataset:
+    """Class sub-folders as rows of image and label; images are read when they are needed."""
+    datasets = import_datasets()
+    names = names or _class_names(folder)
+    unknown = sorted(set(_class_names(folder)) - set(names))
+    if unknown:
+        raise DataError(
+            f"{folder} has the classes {', '.join(unknown)}, which the training images do not "
+            f"have: they have {', '.join(names)}."
+        )
+    paths = [(p, i) for i, name in enumerate(names) for p in sorted((folder / name).glob("*"))]
+    images = [(str(p), i) for p, i in paths if p.suffix.lower() in _IMAGE_ENDINGS]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    )
+    columns = {"image": [path for path, _ in images], "label": [label for _, label in images]}
+    return datasets.Dataset.from_dict(columns, features=features)

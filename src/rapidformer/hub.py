@@ -1,0 +1,74 @@
+"""The Hugging Face Hub, as far as models and data share it: what is a name on it, is it there.
+
+What a reader would get wrong: without `is_hub_reachable` nothing would break, but a look-up on a
+machine without network retries for minutes before it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+_SECONDS = 4.0
+
+
+def is_hub_reachable(*switches: str) -> bool:
+    """Whether a connection to the Hub opens, and no environment variable forbids it.
+
+    ``switches`` are variables that keep us off the Hub beside ``HF_HUB_OFFLINE``.
+    """
+    if any(_is_on(name) for name in ("HF_HUB_OFFLINE", *switches)):
+        return False
+    return bool(urllib.request.getproxies()) or _opens_connection()
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text can only be a path here: names on the Hub are `name` or `owner/name`."""
+    return (
+        text.startswith((".", "/", "~"))
+        or "\\" in text
+        or text.count("/") > 1
+        or text.endswith("/")
+    )
+
+
+def list_names(folder: Path) -> list[str]:
+    """What a folder holds, sorted."""
+    return sorted(child.name for child in folder.iterdir())
+
+
+def suggest_path(missing: Path) -> str:
+    """A sentence with the nearest name beside a path that is not there, or nothing."""
+    if not missing.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.5)
+    return f" Did you mean {missing.parent / near[0]}?" if near else ""
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in {"1", "true", "yes", "on"}
+
+
+@functools.cache
+def _opens_connection() -> bool:
+    endpoint = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    opened: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError):
+            socket.create_connection((endpoint.hostname or "", port), timeout=_SECONDS).close()
+            opened.append(True)
+
+    # In a thread, because the look-up of the name knows no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    return bool(opened)

@@ -1,0 +1,213 @@
+"""A model's configuration: taken from its folder or made from `--model-type`, sizes and all.
+
+What a reader would get wrong: the size flags *set* sizes only from scratch; beside pretrained
+weights they are a claim that is checked, since a weight's shape cannot be wished for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.log import get_logger
+from rapidformer.models.location import (
+    check_folder,
+    explain_failure,
+    get_hub_options,
+    get_model_location,
+    is_from_scratch,
+    lacks_file,
+    quiet_transformers,
+)
+
+# The families' own names for the sizes that our flags set. A configuration is given every one
+# of them that it has: encoder-decoder models count layers and heads twice.
+_SIZES: dict[str, tuple[str, ...]] = {
+    "num_layers": (
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers",
+        "num_decoder_layers", "encoder_layers", "decoder_layers",
+    ),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_attention_heads": (
+        "num_attention_heads", "n_head", "n_heads", "num_heads",
+        "encoder_attention_heads", "decoder_attention_heads",
+    ),
+    "ffn_hidden_size": (
+        "intermediate_size", "n_inner", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
+    ),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "vocab_size": ("vocab_size",),
+    "image_size": ("image_size",),
+    "patch_size": ("patch_size",),
+}  # fmt: skip
+# These may differ from a pretrained model's: they change no weight's shape.
+_RATES: dict[str, tuple[str, ...]] = {
+    "hidden_dropout": (
+        "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate",
+        "resid_pdrop", "embd_pdrop",
+    ),
+    "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"),
+    "init_method_std": ("initializer_range",),
+}  # fmt: skip
+# These number positions from the padding token's id on.
+_POSITIONS_AFTER_PADDING = frozenset(
+    {
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "longformer",
+        "mpnet",
+        "xlm-roberta-xl",
+        "data2vec-text",
+    }
+)
+_NAMING_HELP = (
+    "give a model with --pretrained-model-name-or-path (a folder or a name on the Hub), or build "
+    "one with --model-type and sizes such as --num-layers, --hidden-size, --num-attention-heads"
+)
+
+
+def load_config(args: Any, **overrides: Any) -> Any:
+    """The model's configuration with the flags' sizes (from scratch) and the overrides in it."""
+    location = get_model_location(args)
+    if location is None and args.model_type is None:
+        raise ModelError(f"There is no model: {_NAMING_HELP}.")
+    is_fresh = is_from_scratch(args)
+    if location is not None and not (is_fresh and lacks_file(location, "config.json")):
+        config = _load_config_of(location, args)
+    else:
+        config = _make_config(args.model_type)
+    if is_fresh:
+        _set_sizes(config, args)
+    else:
+        _check_sizes(config, args, str(location))
+    for flag, names in _RATES.items():
+        _set_all(config, names, getattr(args, flag))
+    # num_labels is a view of id2label: set first, so that names given beside it win.
+    for name in sorted(overrides, key=lambda key: key != "num_labels"):
+        if overrides[name] is not None:
+            setattr(config, name, overrides[name])
+    return config
+
+
+def get_position_limit(config: Any) -> int | None:
+    """The longest sequence that absolute position embeddings can number; None where no such."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or getattr(config, "rope_parameters", None) is not None or limit <= 0:
+        return None
+    # RoBERTa numbers positions from pad_token_id + 1 on, so its 514 take 512 tokens.
+    if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None:
+        return int(limit) - int(config.pad_token_id) - 1
+    return int(limit)
+
+
+def _load_config_of(location: str, args: Any) -> Any:
+    check_folder(location, needed="config.json")
+    from transformers import AutoConfig
+
+    with quiet_transformers(location), explain_failure(location, "model"):
+        return AutoConfig.from_pretrained(location, **get_hub_options(location, args))
+
+
+def _make_config(model_type: str | None) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if model_type is None:
+        raise ModelError(
+            "A model from scratch needs its architecture: give --model-type (bert, gpt2, t5, ...) "
+            "or a folder with a config.json."
+        )
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
+        hint = f" Did you mean {near[0]}?" if near else " Known are bert, gpt2, t5, vit, llama, ..."
+        raise ModelError(f"--model-type {model_type} is not an architecture of transformers.{hint}")
+    return AutoConfig.for_model(model_type)
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+def _set_sizes(config: Any, args: Any) -> None:
+    sizes = {flag: getattr(args, flag) for flag in _SIZES}
+    if sizes["hidden_size"] is not None and sizes["ffn_hidden_size"] is None:
+        sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
+    for flag, value in sizes.items():
+        if value is not None and not _own(config, _SIZES[flag]):
+            get_logger().warning(
+                "--%s has no effect: %s models have no such size.",
+                flag.replace("_", "-"),
+                config.model_type,
+            )
+        _set_all(config, _SIZES[flag], value)
+    _fit_positions(config, args)
+    hidden, heads = _get(config, "hidden_size"), _get(config, "num_attention_heads")
+    if hidden and heads and hidden % heads:
+        fitting = [str(n) for n in range(1, hidden + 1) if hidden % n == 0 and n <= 2 * heads]
+        raise ConfigurationError(
+            f"The hidden size {hidden} does not divide into {heads} attention heads: "
+            f"use --num-attention-heads {', '.join(fitting[:-1])} or {fitting[-1]}."
+        )
+    if hidden and heads:
+        _set_derived(config, args, hidden, heads)
+
+
+def _set_derived(config: Any, args: Any, hidden: int, heads: int) -> None:
+    if args.hidden_size is None and args.num_attention_heads is None:
+        return
+    _set_all(config, ("head_dim", "d_kv"), hidden // heads)
+    _set_all(config, ("pooler_hidden_size",), hidden)
+    groups = getattr(config, "num_key_value_heads", None)
+    if groups is not None and heads % groups:
+        config.num_key_value_heads = heads
+
+
+def _fit_positions(config: Any, args: Any) -> None:
+    """Room for --seq-length, where the positions were not said themselves."""
+    limit = get_position_limit(config)
+    if (
+        args.max_position_embeddings is None
+        and limit
+        and args.seq_length
+        and args.seq_length > limit
+    ):
+        stored = _get(config, "max_position_embeddings")
+        _set_all(config, _SIZES["max_position_embeddings"], stored + args.seq_length - limit)
+
+
+def _check_sizes(config: Any, args: Any, location: str) -> None:
+    problems = []
+    for flag in _SIZES:
+        given, own = getattr(args, flag), _get(config, flag)
+        # An unset size of the model (GPT-2's n_inner) means four times the width.
+        if own is None and flag == "ffn_hidden_size":
+            own = 4 * (_get(config, "hidden_size") or 0) or None
+        if given is not None and own is not None and given != own:
+            problems.append(
+                f"--{flag.replace('_', '-')} {given} contradicts {location}, which has {own}: "
+                f"leave the flag out, or add --from-scratch for fresh weights of that size."
+            )
+    if args.model_type is not None and args.model_type != config.model_type:
+        problems.append(
+            f"--model-type {args.model_type} contradicts {location}, which is a "
+            f"{config.model_type} model: leave the flag out."
+        )
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _own(config: Any, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that the configuration stores itself (not as another name's view)."""
+    views = getattr(config, "attribute_map", {})
+    return [name for name in names if name not in views and hasattr(config, name)]
+
+
+def _get(config: Any, flag: str) -> Any:
+    names = _own(config, _SIZES[flag])
+    return getattr(config, names[0]) if names else None
+
+
+def _set_all(config: Any, names: tuple[str, ...], value: Any) -> None:
+    if value is not None:
+        for name in _own(config, names):
+            setattr(config, name, value)

@@ -1,0 +1,158 @@
+"""Where a model is, whether the folder has what is needed, and why loading it failed.
+
+What a reader would get wrong: `explain_failure` is what stands between a user and transformers'
+tracebacks; each call into `from_pretrained` is made inside it, and inside `quiet_transformers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import ModelError
+from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
+
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# One of these stands in the name of some file of every tokenizer.
+_TOKENIZER_PARTS = (
+    "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
+)  # fmt: skip
+
+
+def get_model_location(args: Any) -> str | None:
+    """The folder or Hub name to take the model from; a model folder in --load comes first."""
+    if args.load and (Path(args.load).expanduser() / "config.json").is_file():
+        return str(Path(args.load).expanduser())
+    location = args.pretrained_model_name_or_path
+    if location is None:
+        return None
+    path = Path(location).expanduser()
+    return str(path) if path.exists() else str(location)
+
+
+def is_from_scratch(args: Any) -> bool:
+    """Whether weights are drawn afresh: asked for, or only a model type was given."""
+    return bool(args.from_scratch) or get_model_location(args) is None
+
+
+def lacks_file(location: str, file: str) -> bool:
+    """Whether a local folder has no such file; of the Hub this cannot be said."""
+    path = Path(location)
+    return path.is_dir() and not (path / file).is_file()
+
+
+def check_folder(location: str, *, needed: str | None = None, needs_weights: bool = False) -> None:
+    """Refuse a path that is no model folder, or one that lacks a file; Hub names pass."""
+    path = Path(location)
+    if not path.exists():
+        if looks_like_path(location):
+            raise ModelError(f"There is no model folder {path}.{suggest_path(path)}")
+        return
+    if not path.is_dir():
+        raise ModelError(f"{location} is a file: a model is a folder with config.json and weights.")
+    if needed is not None and lacks_file(location, needed):
+        raise ModelError(
+            f"The model folder {location} lacks {needed}: it holds {_list_folder(path)}. Choose "
+            "another folder, or give --model-type and --from-scratch for fresh weights."
+        )
+    if needs_weights and not any((path / name).is_file() for name in _WEIGHT_FILES):
+        raise ModelError(
+            f"The model folder {location} lacks weights (model.safetensors or "
+            f"pytorch_model.bin): it holds {_list_folder(path)}. Add --from-scratch to start from "
+            "fresh weights."
+        )
+
+
+def check_has_tokenizer(location: str) -> None:
+    """transformers makes an empty tokenizer of a folder without one, which knows no word."""
+    path = Path(location)
+    if path.is_dir() and not any(
+        part in name for name in list_names(path) for part in _TOKENIZER_PARTS
+    ):
+        raise ModelError(
+            f"The folder {location} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
+            f"{_list_folder(path)}. Save the tokenizer into it, or give --tokenizer-type and "
+            "--vocab-file."
+        )
+
+
+def _list_folder(path: Path) -> str:
+    names = list_names(path)
+    return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
+
+
+def get_hub_options(location: str, args: Any) -> dict[str, Any]:
+    """What every `from_pretrained` is told."""
+    is_local = Path(location).exists()
+    return {
+        "trust_remote_code": args.trust_remote_code,
+        "cache_dir": args.cache_dir,
+        "local_files_only": is_local or not is_hub_reachable(),
+    }
+
+
+@contextlib.contextmanager
+def quiet_transformers(location: str | None) -> Iterator[None]:
+    """Our own lines tell what starts afresh; transformers' report and bar would say it twice.
+
+    A download keeps its bar: it can take minutes.
+    """
+    from transformers.utils import logging
+
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if location is None or Path(location).exists():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def explain_failure(location: str, wanted: str) -> Iterator[None]:
+    """Turn what transformers raises for bad input into one sentence."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        raise ModelError(_describe_failure(location, wanted, error)) from error
+    except Exception as error:
+        # safetensors' error for a damaged file has no public base class.
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ModelError(f"The weights in {location} are damaged: {error}.") from error
+
+
+def _describe_failure(location: str, wanted: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return f"{location} brings Python code of its own: add --trust-remote-code if you trust it."
+    if "Unrecognized configuration class" in text:
+        return (
+            f"{location} cannot do this task: its architecture has no {wanted} in transformers; "
+            "choose a model of another architecture."
+        )
+    if not Path(location).exists() and isinstance(error, OSError):
+        if not is_hub_reachable():
+            return (
+                f"The model {location} is neither a folder here nor in the local cache, and the "
+                "Hugging Face Hub cannot be reached: check the spelling or the network, or give "
+                "a local folder with --pretrained-model-name-or-path."
+            )
+        if "not a valid model identifier" in text or "Repository Not Found" in text:
+            return (
+                f"The model {location} is neither a folder here nor on the Hugging Face Hub (or "
+                "it is private): check the spelling of --pretrained-model-name-or-path."
+            )
+    return f"The {wanted} of {location} cannot be loaded: {text[:300]}"

@@ -1,0 +1,168 @@
+"""Questions and contexts to windows: rows short enough for the model, with the answer's place.
+
+What a reader would get wrong: one question becomes several rows. The columns `example`, `starts`
+and `ends` tell where a window comes from; they stay out of what the model is fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import check_row_texts
+
+# Its text and the place of its first character in the context.
+Answer = tuple[str, int]
+_WINDOW_COLUMNS = ("example", "starts", "ends")
+
+
+# --- answers in the data -------------------------------------------------------------------------
+
+
+def read_answers(rows: Any, split: str, names: Sequence[str]) -> list[list[Answer]] | None:
+    """Per question its answers as (text, first character); None for a split without answers."""
+    from rapidformer.tasks.rows import get_column, get_column_names
+
+    _, context, column = names
+    if column not in get_column_names(rows):
+        if split != "test":
+            raise DataError(f"{split} has no column {column}: all splits need the same columns.")
+        return None
+    contexts = check_row_texts(get_column(rows, context), context, split)
+    return [
+        _place_answers(value, text, f"{split}, row {number}", column)
+        for number, (value, text) in enumerate(
+            zip(get_column(rows, column), contexts, strict=True), start=1
+        )
+    ]
+
+
+def _place_answers(value: Any, context: str, place: str, column: str) -> list[Answer]:
+    answers = []
+    for text, start in _as_pairs(value, place, column):
+        if not text:
+            continue
+        if start is None or context[start : start + len(text)] != text:
+            found = context.find(text)
+            if found < 0:
+                raise DataError(
+                    f"{place}: the answer {text[:60]!r} does not stand in its context; an answer "
+                    "must be copied from it letter by letter."
+                )
+            start = found
+        answers.append((text, start))
+    return answers
+
+
+def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None]]:
+    """An answer column in any of its usual shapes."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [(value, None)]
+    if isinstance(value, dict) and "text" in value:
+        texts, starts = value["text"], value.get("answer_start")
+        if isinstance(texts, str):
+            texts, starts = [texts], [starts]
+        starts = starts if starts else [None] * len(texts)
+        return list(zip(texts, starts, strict=True))
+    if isinstance(value, (list, tuple)):
+        return [pair for item in value for pair in _as_pairs(item, place, column)]
+    raise DataError(
+        f"{place}: the column {column} holds {str(value)[:60]!r}; needed is "
+        '{"text": [...], "answer_start": [...]}, a text or a list of texts.'
+    )
+
+
+# --- windows -------------------------------------------------------------------------------------
+
+
+def encode_windows(
+    rows: Any,
+    split: str,
+    names: Sequence[str],
+    answers: list[list[Answer]] | None,
+    tokenizer: Any,
+    max_length: int,
+    args: Any,
+) -> Any:
+    """The rows of a split cut into windows, with the answer's first and last token."""
+    from rapidformer.tasks.rows import map_rows
+    from rapidformer.tasks.text import get_tokenizer_key
+
+    stride = args.doc_stride
+    room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        questions = check_row_texts(columns[names[0]], names[0], split, indices[0])
+        contexts = check_row_texts(columns[names[1]], names[1], split, indices[0])
+        questions = _shorten(questions, tokenizer, room - stride - 1)
+        encoded = tokenizer(
+            questions,
+            contexts,
+            truncation="only_second",
+            max_length=max_length,
+            stride=stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        owners = encoded.pop("overflow_to_sample_mapping")
+        offsets = encoded.pop("offset_mapping")
+        masks = [[int(s == 1) for s in encoded.sequence_ids(i)] for i in range(len(owners))]
+        result = dict(encoded)
+        if answers is not None:
+            spans = [
+                _find_span(answers[indices[owner]], offsets[i], masks[i])
+                for i, owner in enumerate(owners)
+            ]
+            result["start_positions"] = [first for first, _ in spans]
+            result["end_positions"] = [last for _, last in spans]
+        if split != "train":
+            result["context_mask"] = masks
+            result["example"] = [indices[owner] for owner in owners]
+            result["starts"] = [[first for first, _ in offset] for offset in offsets]
+            result["ends"] = [[last for _, last in offset] for offset in offsets]
+        return result
+
+    # The answers follow from the rows, which the fingerprint covers already.
+    key = ("windows", tuple(names), max_length, stride, get_tokenizer_key(tokenizer), split)
+    workers = args.preprocessing_workers
+    return map_rows(rows, encode, workers=workers, key=(*key, answers is None))
+
+
+def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
+    """Cut questions that would leave the context less than a window's step."""
+    offsets = tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        text[: spans[room - 1][1]] if len(spans) > room else text
+        for text, spans in zip(questions, offsets["offset_mapping"], strict=True)
+    ]
+
+
+def _find_span(
+    answers: Sequence[Answer], offsets: Sequence[tuple[int, int]], mask: Sequence[int]
+) -> tuple[int, int]:
+    """First and last token of the answer in this window; (0, 0) where it is not in it whole."""
+    if not answers:
+        return 0, 0
+    text, start = answers[0]
+    end = start + len(text)
+    first = last = None
+    for position, (begin, stop) in enumerate(offsets):
+        if not mask[position] or begin == stop:
+            continue
+        if begin <= start < stop:
+            first = position
+        if begin < end <= stop:
+            last = position
+    return (first, last) if first is not None and last is not None else (0, 0)
+
+
+def separate(encoded: Any, split: str) -> tuple[Any, Any]:
+    """What the model is fed, and what tells where a window comes from."""
+    from rapidformer.tasks.rows import drop_columns, keep_columns
+
+    if split == "train":
+        return encoded, None
+    return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)

@@ -1,0 +1,182 @@
+"""The picture of a run: its ``metrics.jsonl`` as a loss curve.
+
+matplotlib's figures are used without pyplot: pyplot would choose a backend for the whole process
+and keep every figure, and a library must do neither to its user.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import DataError, MissingPackageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Points = list[tuple[float, float]]
+
+# The metric of the second panel is the first of these that the run has, or the first of any name.
+METRICS = (
+    "accuracy", "matthews_correlation", "f1", "pearson", "rougeL", "rouge_l", "bleu",
+    "exact_match", "perplexity",
+)  # fmt: skip
+NEVER_SHOWN = ("loss", "runtime", "samples", "seconds", "per_second", "time", "memory")
+FEWEST_TO_SMOOTH = 10
+
+BLUE, ORANGE, GREEN = "#2f6db5", "#e07b28", "#2e8b57"
+INK, FAINT = "#333333", "#d9d9d9"
+
+
+def plot_run(metrics_file: Path, picture: Path) -> Path:
+    """Draw the losses and the main metric of a run; the suffix says which kind of picture."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise MissingPackageError("matplotlib", "drawing the loss curve", extra="plot") from None
+    lines = _read_lines(metrics_file)
+    losses = _get_points(lines, "loss")
+    eval_losses = _get_points(lines, "eval_loss")
+    metric = _find_metric(lines)
+    if not losses and not eval_losses and metric is None:
+        raise DataError(f"{metrics_file} has no losses yet: let the run reach a log interval.")
+    panels = 2 if metric is not None else 1
+    figure = Figure(figsize=(8, 6 if panels == 2 else 4.5), layout="constrained")
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])
+    axes: list[Axes] = list(grid[:, 0])
+    _draw_losses(axes[0], losses, eval_losses)
+    if metric is not None:
+        _draw_metric(axes[1], metric, _get_points(lines, metric), not _falls(metric))
+    axes[-1].set_xlabel("step", color=INK)
+    steps = {float(line["step"]) for line in lines}
+    if len(steps) == 1:
+        axes[-1].set_xlim(min(steps) - 1, min(steps) + 1)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+    figure.suptitle(_describe(metrics_file, losses), color=INK, fontsize=12)
+    return _save(figure, picture)
+
+
+def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
+    """The whole lines; the last one may be half written while the run goes on."""
+    if not metrics_file.is_file():
+        raise DataError(f"{metrics_file} does not exist: a run with --save writes it.")
+    lines = []
+    for text in metrics_file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "step" in line:
+            lines.append(line)
+    return lines
+
+
+def _get_points(lines: list[dict[str, Any]], key: str) -> Points:
+    """(step, value) of the lines that have the key; a value that is not a number is left out."""
+    return sorted(
+        (float(line["step"]), float(line[key])) for line in lines if _is_number(line.get(key))
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _find_metric(lines: list[dict[str, Any]]) -> str | None:
+    """The key of the evaluation metric to show."""
+    found = [
+        key.removeprefix("eval_")
+        for line in lines
+        for key in line
+        if key.startswith("eval_") and _is_number(line[key])
+    ]
+    known = [name for name in METRICS if name in found]
+    others = [name for name in found if not any(word in name for word in NEVER_SHOWN)]
+    return next((f"eval_{name}" for name in known + others), None)
+
+
+def _falls(metric: str) -> bool:
+    return "perplexity" in metric or "error" in metric
+
+
+def _draw_losses(axes: Axes, losses: Points, eval_losses: Points) -> None:
+    _dress(axes, "loss")
+    smoothed = _smooth(losses)
+    if smoothed:
+        axes.plot(*_columns(losses), color=BLUE, alpha=0.3, linewidth=0.9)
+        axes.plot(*_columns(smoothed), color=BLUE, linewidth=2, label="training (smoothed)")
+    elif losses:
+        axes.plot(
+            *_columns(losses), "o-", color=BLUE, linewidth=1.5, markersize=4, label="training"
+        )
+    if eval_losses:
+        axes.plot(
+            *_columns(eval_losses), "o--", color=ORANGE, linewidth=1.2, markersize=6,
+            markeredgecolor="white", label="evaluation",
+        )  # fmt: skip
+    axes.legend(frameon=False, labelcolor=INK, loc="best")
+
+
+def _draw_metric(axes: Axes, metric: str, points: Points, rises: bool) -> None:
+    _dress(axes, metric.removeprefix("eval_").replace("_", " "))
+    axes.plot(*_columns(points), "o-", color=GREEN, linewidth=1.5, markersize=6,
+              markeredgecolor="white")  # fmt: skip
+    best = (max if rises else min)(points, key=lambda point: point[1])
+    axes.plot(*best, "o", color=GREEN, markersize=13, markerfacecolor="none", markeredgewidth=1.5)
+    # Above a lone or late best point there may be no room: the margin makes it.
+    axes.margins(x=0.05, y=0.3)
+    axes.annotate(
+        f"best {best[1]:.4g}", best, xytext=(0, 10 if rises else -18), textcoords="offset points",
+        ha="center", color=GREEN, fontsize=10, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _dress(axes: Axes, name: str) -> None:
+    axes.set_ylabel(name, color=INK)
+    axes.grid(True, color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=INK, labelsize=9)
+
+
+def _smooth(points: Points) -> Points:
+    """The mean of each point's neighbourhood; empty where there are too few points for one.
+
+    Centred, because a running mean lags behind: the curve would seem to learn later than it did.
+    A line counts for as many steps as it tells of: the last of an epoch may tell of one alone.
+    """
+    if len(points) < FEWEST_TO_SMOOTH:
+        return []
+    steps, values = _columns(points)
+    weights = [max(1.0, step - before) for before, step in zip([0.0, *steps], steps, strict=False)]
+    reach = max(1, len(points) // 20)
+    smoothed = []
+    for place, step in enumerate(steps):
+        # Narrower towards the ends, so that the two sides weigh about the same.
+        near = max(min(reach, place, len(points) - 1 - place), reach // 2)
+        part = slice(max(0, place - near), place + near + 1)
+        total = sum(w * v for w, v in zip(weights[part], values[part], strict=True))
+        smoothed.append((step, total / sum(weights[part])))
+    return smoothed
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _describe(metrics_file: Path, losses: Points) -> str:
+    name = metrics_file.resolve().parent.name or "run"
+    return f"{name}: step {losses[-1][0]:,.0f}" if losses else name
+
+
+def _save(figure: Figure, picture: Path) -> Path:
+    if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise DataError(f"{picture} has no suffix of a picture: use .png, .svg or .pdf.")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150, facecolor="white")
+    return picture

@@ -1,0 +1,174 @@
+"""The command as a user types it: help, configuration, tasks, train, evaluate, predict, plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_help_is_grouped_and_names_every_command(command: Any) -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    for part in ("evaluate", "predict", "acceleration switches", "--zero-1-memory-optimization"):
+        assert part in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 120
+
+
+def test_nothing_at_all_shows_the_help(command: Any) -> None:
+    assert "usage: rapidformer" in command().stdout
+
+
+def test_help_of_a_sub_command(command: Any) -> None:
+    assert "rapidformer predict" in command("predict", "--help").stdout
+
+
+def test_version(command: Any) -> None:
+    assert command("--version").stdout.startswith("rapidformer 0.")
+
+
+def test_tasks_are_listed_with_their_columns(command: Any) -> None:
+    listing = command("tasks").stdout
+    for name in (
+        "sequence_classification", "token_classification", "question_answering", "masked_lm",
+        "causal_lm", "casual_lm", "seq2seq_lm", "multiple_choice", "image_classification",
+    ):  # fmt: skip
+        assert name in listing
+    assert "sentence1" in listing and "ner_tags" in listing
+
+
+def test_print_config_shows_values_and_their_origin(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 3e-5\nepochs: 2\n")
+    done = command("--config", tmp_path / "run.yaml", "--epochs", 5, "--fp16", "--print-config")
+    lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
+    assert "3.0e-05" in lines["lr"] and "run.yaml" in lines["lr"]
+    assert "epochs: 5" in lines["epochs"] and "command line" in lines["epochs"]
+    assert "derived: --fp16" in lines["mixed_precision"]
+    assert "default" in lines["seed"]
+
+
+@pytest.fixture(scope="module")
+def trained(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rapidformer.cli.main import main
+
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = [
+        "--task", "sequence_classification", "--pretrained-model-name-or-path", small_model,
+        "--data-path", small_data, "--epochs", 8, "--micro-batch-size", 8, "--lr", 3e-3,
+        "--save", folder, "--log-interval", 2,
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    return folder
+
+
+def test_training_learns_and_leaves_everything(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["eval_accuracy"] > 0.9
+    for name in ("best", "last", "arguments.yaml", "tensorboard", "metrics.jsonl"):
+        assert (trained / name).exists()
+
+
+def test_evaluate(command: Any, trained: Path, small_data: Path, tmp_path: Path) -> None:
+    words = [
+        "evaluate", "--task", "sequence_classification", "--load", trained / "best",
+        "--data-path", small_data, "--eval-split", "test", "--output", tmp_path / "metrics.json",
+    ]  # fmt: skip
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert json.loads(done.stdout) == metrics
+    assert metrics["accuracy"] > 0.8 and metrics["split"] == "test"
+
+
+def test_evaluate_on_two_processes_gives_the_same(
+    command: Any, rapidformer: Any, trained: Path, small_data: Path
+) -> None:
+    words = [
+        "evaluate", "--task", "sequence_classification", "--load", trained / "best",
+        "--data-path", small_data, "--eval-split", "test", "--micro-batch-size", 4,
+    ]  # fmt: skip
+    one, two = command(*words), rapidformer(*words, "--nproc-per-node", 2)
+    assert two.returncode == 0, two.stderr
+    first, second = json.loads(one.stdout), json.loads(two.stdout)
+    assert first["accuracy"] == second["accuracy"]
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-6)
+
+
+def test_evaluate_a_split_that_is_not_there(command: Any, trained: Path, small_data: Path) -> None:
+    done = command(
+        "evaluate", "--task", "sequence_classification", "--load", trained / "best",
+        "--data-path", small_data, "--eval-split", "holdout",
+    )  # fmt: skip
+    assert done.returncode == 1 and "holdout" in done.stderr
+
+
+def test_predict_on_texts(command: Any, trained: Path) -> None:
+    done = command(
+        "predict", "--task", "sequence_classification", "--load", trained / "best", "--input",
+        '{"sentence1": "w1 w2 w3 w4 w5", "sentence2": "w30"}',
+        '{"sentence1": "w31 w32 w33 w34 w35", "sentence2": "w30"}',
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["label"] for answer in answers] == ["1", "0"]
+
+
+def test_predict_on_a_file(command: Any, trained: Path, small_data: Path, tmp_path: Path) -> None:
+    done = command(
+        "predict", "--task", "sequence_classification", "--load", trained / "best",
+        "--data-path", small_data / "test.jsonl", "--output", tmp_path / "out.jsonl",
+        "--max-predict-samples", 5,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
+
+
+def test_predict_without_anything_to_predict_on(command: Any, trained: Path) -> None:
+    done = command("predict", "--task", "sequence_classification", "--load", trained / "best")
+    assert done.returncode == 1 and "--input" in done.stderr
+
+
+def test_plot(command: Any, trained: Path, tmp_path: Path) -> None:
+    done = command("plot", trained, "--output", tmp_path / "curve.png")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_a_folder_without_a_run(command: Any, tmp_path: Path) -> None:
+    done = command("plot", tmp_path)
+    assert done.returncode == 1 and "metrics.jsonl" in done.stderr
+
+
+def test_resuming_from_the_command(
+    command: Any, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--task", "sequence_classification", "--pretrained-model-name-or-path", small_model,
+        "--data-path", small_data, "--micro-batch-size", 16, "--lr", 2e-3, "--log-interval", 1,
+        "--epochs", 2,
+    ]  # fmt: skip
+    assert command(*words, "--save", tmp_path / "whole").returncode == 0
+    part = ["--save", tmp_path / "part"]
+    assert command(*words, *part, "--exit-interval", 4).returncode == 0
+    assert command(*words, *part, "--load", tmp_path / "part").returncode == 0
+
+    def read(name: str) -> list[float]:
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        return [json.loads(line)["loss"] for line in text.splitlines() if '"loss"' in line]
+
+    assert read("part") == read("whole")
+
+
+def test_a_model_from_scratch_by_its_sizes(
+    command: Any, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    done = command(
+        "--task", "sequence_classification", "--pretrained-model-name-or-path", small_model,
+        "--from-scratch", "--num-layers", 1, "--hidden-size", 16, "--num-attention-heads", 2,
+        "--data-path", small_data, "--epochs", 1, "--save", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 16)

@@ -1,0 +1,120 @@
+"""The seeds' scripts, as examples, on one and two processes, with the switches they are shown with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
+
+
+def _common(model: Path, data: Path, processes: int) -> list[object]:
+    return [
+        "--pretrained-model-name-or-path", model, "--data-path", data, "--epochs", 2,
+        "--micro-batch-size", 16, "--lr", 2e-3, "--lr-decay-style", "linear",
+        "--lr-warmup-iters", 2, "--weight-decay", 1e-2, "--clip-grad", 1.0,
+        "--nproc-per-node", processes,
+    ]  # fmt: skip
+
+
+@ONE_OR_TWO
+def test_black_box(processes: int, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """The documents' fine-tuning command, every switch included."""
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "black_box.sh"), "--lr", "2e-3", "--lr-warmup-iters", "2",
+         "--log-interval", "1", "--save", str(folder), "--nproc-per-node", str(processes)],
+        env={
+            **os.environ,
+            "MODEL": str(small_model),
+            "DATA": str(small_data),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "64 = 16 micro" in done.stderr
+    assert "torch.compile of 2 blocks with inductor" in done.stderr
+    if processes == 2:
+        assert "ZeRO-1 over 2 processes" in done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == [1, 2, 3, 4, 5, 6]
+    assert {"lr", "grad_norm", "tokens_per_second", "samples_per_second"} <= set(training[0])
+    assert lines[-1]["eval_accuracy"] >= 0
+    _check_loads_in_transformers(folder / "best")
+    _check_loads_in_transformers(folder / "last")
+
+
+def _check_loads_in_transformers(folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    logits = model(**tokenizer("w1 w2", "w3", return_tensors="pt")).logits
+    assert logits.shape == (1, 2)
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "BertForSequenceClassification"
+    ]
+
+
+@ONE_OR_TWO
+def test_finetuner(
+    processes: int, rapidformer: Any, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    done = rapidformer(
+        "--user-script", EXAMPLES / "finetuner.py", "--task", "sequence_classification",
+        *_common(small_model, small_data, processes), "--global-batch-size", 32,
+        "--mixed-precision", "--zero-3-memory-optimization", "--onnx-runtime-training",
+        "--compile-backend", "aot_eager", "--save", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval_accuracy" in line]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert {"eval_accuracy", "eval_f1"} <= set(evaluations[-1])
+    assert (tmp_path / "run" / "best" / "config.json").is_file()
+
+
+@ONE_OR_TWO
+def test_custom_loop(processes: int, rapidformer: Any, small_model: Path, small_data: Path) -> None:
+    """The documents' loop without a template; its schedule's length follows from --epochs."""
+    done = rapidformer(
+        "--user-script", EXAMPLES / "custom_loop.py",
+        *_common(small_model, small_data, processes), "--zero-1-memory-optimization",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 0: {'accuracy'") == 1, "only the first process prints"
+    assert "epoch 1: {'accuracy'" in done.stdout
+
+
+@ONE_OR_TWO
+def test_engine_loop(processes: int, rapidformer: Any, small_model: Path, small_data: Path) -> None:
+    done = rapidformer(
+        "--user-script", EXAMPLES / "engine_loop.py",
+        *_common(small_model, small_data, processes), "--mixed-precision",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1: loss 0." in done.stdout
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
+def test_engine_loop_under_torchs_own_launchers(
+    launcher: str, small_model: Path, small_data: Path
+) -> None:
+    """``torchrun`` and the older launcher, which adds ``--local-rank`` to the command line."""
+    done = subprocess.run(
+        [sys.executable, "-m", launcher, "--nproc_per_node", "2", "--master_port", "29611",
+         str(EXAMPLES / "engine_loop.py"), *map(str, _common(small_model, small_data, 2)),
+         "--local_rank=0"],
+        capture_output=True, text=True, timeout=200, check=False, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1: loss") == 1

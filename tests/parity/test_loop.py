@@ -1,0 +1,155 @@
+"""The one loop == a bare PyTorch loop; the same seed == the same losses; resumed == uninterrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.data.collate import PadCollator
+from rapidformer.optim.optimizers import group_parameters
+from tests.parity.harness import SAMPLES, build_data, build_model
+from tests.processes import run_in_processes
+
+MICRO = 4
+STEPS = 50
+RATE = 2e-3
+WARM_UP = 5
+
+
+class HarnessFinetuner(Finetuner):
+    """A template over the parity harness's models and rows."""
+
+    model_name = "bert"
+    dropout = 0.0
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        rows = build_data(self.model_name)
+        return rows, rows[:9], None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return build_model(self.model_name, self.dropout), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        losses = [self.gather(model[0](**batch).loss.reshape(1)) for batch in eval_dataloader]
+        return {"loss": float(torch.cat(losses).mean())}
+
+
+class DropoutFinetuner(HarnessFinetuner):
+    dropout = 0.1
+
+
+def read_losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def run_template(cls: type[Finetuner], **settings: Any) -> list[float]:
+    values = {"micro_batch_size": MICRO, "lr": RATE, "log_interval": 1, "log_level": "error"}
+    engine = RapidformerEngine(args={**values, **settings})
+    cls(engine).train()
+    engine.close()
+    return read_losses(Path(settings["save"]))
+
+
+def run_bare_loop(model_name: str) -> list[float]:
+    """Written against torch alone, over the samples in the loop's order."""
+    engine = RapidformerEngine(args={"micro_batch_size": MICRO, "seed": 11})
+    order = engine.build_data_loader(list(range(SAMPLES)), torch.tensor, shuffle=True)
+    model, rows, collate = build_model(model_name), build_data(model_name), PadCollator()
+    optimizer = torch.optim.AdamW(group_parameters(model, 0.01), lr=RATE)
+    scheduler = LambdaLR(
+        optimizer,
+        lambda step: min(step / WARM_UP, (STEPS - step) / (STEPS - WARM_UP)),
+    )
+    losses: list[float] = []
+    model.train()
+    while len(losses) < STEPS:
+        for indices in order:
+            loss = model(**collate([rows[i] for i in indices.tolist()])).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+    return losses
+
+
+@pytest.mark.parametrize("model_name", ["bert", "gpt2"])
+def test_the_loop_equals_a_bare_loop(model_name: str, tmp_path: Path) -> None:
+    cls = type("Named", (HarnessFinetuner,), {"model_name": model_name})
+    mine = run_template(
+        cls, train_iters=STEPS, lr_warmup_iters=WARM_UP, seed=11, save=str(tmp_path / "run")
+    )
+    bare = run_bare_loop(model_name)
+    assert len(mine) == len(bare) == STEPS
+    assert max(abs(a - b) / abs(b) for a, b in zip(mine, bare, strict=True)) < 1e-6
+
+
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
+    runs = [
+        run_template(DropoutFinetuner, epochs=2, seed=seed, save=str(tmp_path / name))
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "switches"),
+    [
+        (1, {}),
+        (1, {"mixed_precision": "bf16", "global_batch_size": 8}),
+        (1, {"fp16": True}),
+        (1, {"optimizer": "muon"}),
+        (2, {}),
+        (2, {"zero_1_memory_optimization": True, "global_batch_size": 16}),
+        (2, {"zero_3_memory_optimization": True}),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    world_size: int, switches: dict[str, Any], tmp_path: Path
+) -> None:
+    """Interrupted in the middle of an epoch, with dropout: every later loss is bit-equal."""
+    settings = {"train_iters": 14, "lr_warmup_iters": 2, "seed": 3, **switches}
+    whole = {**settings, "save": str(tmp_path / "whole")}
+    first = {**settings, "save": str(tmp_path / "part"), "exit_interval": 5}
+    second = {**settings, "save": str(tmp_path / "part"), "load": str(tmp_path / "part")}
+    losses = _run_each(world_size, whole)
+    interrupted = _run_each(world_size, first)
+    resumed = _run_each(world_size, second)
+    assert len(losses) == 14
+    assert interrupted == losses[:5]
+    assert resumed == losses
+
+
+def _run_each(world_size: int, settings: dict[str, Any]) -> list[float]:
+    if world_size == 1:
+        return run_template(DropoutFinetuner, **settings)
+    return run_in_processes(_run_keywords, world_size, settings)[0]
+
+
+def _run_keywords(settings: dict[str, Any]) -> list[float]:
+    return run_template(DropoutFinetuner, **settings)
+
+
+def test_the_loop_on_two_processes_equals_one(tmp_path: Path) -> None:
+    settings = {"epochs": 2, "global_batch_size": 16, "seed": 3, "optimizer": "sgd", "lr": 0.05}
+    one = run_template(HarnessFinetuner, **settings, save=str(tmp_path / "one"))
+    two = run_in_processes(_run_plain_keywords, 2, {**settings, "save": str(tmp_path / "two")})[0]
+    assert max(abs(a - b) / abs(b) for a, b in zip(one, two, strict=True)) < 1e-6
+
+
+def _run_plain_keywords(settings: dict[str, Any]) -> list[float]:
+    return run_template(HarnessFinetuner, **settings)

@@ -1,0 +1,42 @@
+"""Docs that are made from the code are fresh; links between pages lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+def _load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_fresh() -> None:
+    generator = _load_generator()
+    hint = "run: python docs/generate.py"
+    assert (ROOT / "docs" / "settings.md").read_text() == generator.render_settings(), hint
+    assert (ROOT / "docs" / "tasks.md").read_text() == generator.render_tasks(), hint
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_flags_in_the_docs_exist() -> None:
+    from rapidformer.config import build_parser
+
+    known = {*build_parser()._option_string_actions, "--help", "--print-config", "--version"}
+    others = {"--constraint", "--nproc_per_node"}
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):
+            assert flag in known | others, f"{page.name} shows {flag}"

@@ -1,0 +1,186 @@
+"""The engine's verbs in a loop of the user's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_linear_schedule_with_warmup
+
+from rapidformer import RapidformerEngine
+from rapidformer.errors import ConfigurationError, RapidformerError
+from tests.processes import run_in_processes
+
+
+def make_engine(**settings: Any) -> RapidformerEngine:
+    return RapidformerEngine(args={"lr": 0.1, "log_level": "error", **settings})
+
+
+def make_parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_compose_returns_what_it_was_given_in_the_same_order() -> None:
+    model, optimizer = make_parts()
+    loader = DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=2)
+    composed = make_engine().compose(
+        model=model, optimizer=optimizer, train_dataloader=loader, eval_dataloader=loader
+    )
+    assert composed[0] is model and composed[1] is optimizer
+    assert len(composed) == 5
+    assert [len(batch[0]) for batch in composed[3]] == [2, 2, 2, 2]
+    assert isinstance(model, nn.Linear) and type(model).__name__ == "Linear"
+
+
+def test_compose_without_an_optimizer_makes_adamw_from_the_flags() -> None:
+    model, _ = make_parts()
+    _, optimizer, _ = make_engine(weight_decay=0.3, adam_beta2=0.95).compose(model_obj=model)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_compose_fills_in_the_schedules_length_from_the_epochs() -> None:
+    model, optimizer = make_parts()
+    loader = DataLoader(TensorDataset(torch.rand(10, 3)), batch_size=2)
+    engine = make_engine(epochs=4, micro_batch_size=2)
+    schedule = partial(
+        get_linear_schedule_with_warmup,
+        num_warmup_steps=0,
+        num_training_steps=engine.args.train_iters,
+    )
+    _, _, scheduler, _ = engine.compose(model, optimizer, schedule, loader)
+    assert engine.get_train_iters() == 20
+    assert scheduler.lr_lambdas[0](10) == pytest.approx(0.5)
+
+
+def test_compose_says_when_the_schedules_length_is_unknown() -> None:
+    model, optimizer = make_parts()
+    schedule = partial(get_linear_schedule_with_warmup, num_warmup_steps=0, num_training_steps=None)
+    with pytest.raises(RapidformerError, match="--train-iters"):
+        make_engine().compose(model, optimizer, schedule)
+
+
+def test_compose_without_a_learning_rate() -> None:
+    with pytest.raises(ConfigurationError, match="--lr"):
+        RapidformerEngine(args={"log_level": "error"}).compose(nn.Linear(1, 1))
+
+
+def test_compose_twice_is_refused() -> None:
+    engine = make_engine()
+    engine.compose(nn.Linear(1, 1))
+    with pytest.raises(RapidformerError, match="another engine"):
+        engine.compose(nn.Linear(1, 1))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, _ = make_parts()
+    _, other = make_parts()
+    with pytest.raises(RapidformerError, match="not in the model"):
+        make_engine().compose(model, other)
+
+
+def test_weighted_backward_is_the_mean_over_all_labels() -> None:
+    """Micro-batches of 1, 2 and 5 rows: the gradient is that of the 8 rows at once."""
+    model, optimizer = make_parts()
+    rows, reference = torch.rand(8, 3), make_parts()[0]
+    reference(rows).mean().backward()
+    engine = make_engine(gradient_accumulation_steps=3, micro_batch_size=1)
+    engine.compose(model, optimizer)
+    for part in rows.split([1, 2, 5]):
+        engine.backward(model(part).mean(), weight=len(part))
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad, rtol=1e-6, atol=0)
+
+
+def test_a_micro_batch_without_labels_changes_nothing() -> None:
+    """Its mean is not a number; its weight is 0."""
+    model, optimizer = make_parts()
+    engine = make_engine(gradient_accumulation_steps=2, micro_batch_size=1)
+    engine.compose(model, optimizer)
+    rows = torch.rand(4, 3)
+    engine.backward(model(rows).mean(), weight=4)
+    labels = torch.full((4,), -100)
+    empty = nn.functional.cross_entropy(model(rows).expand(4, 3), labels)
+    assert torch.isnan(empty)
+    engine.backward(empty, weight=0)
+    reference = make_parts()[0]
+    reference(rows).mean().backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+
+
+def test_accumulate_decides_by_hand() -> None:
+    model, optimizer = make_parts()
+    engine = make_engine()
+    engine.compose(model, optimizer)
+    before = model.weight.detach().clone()
+    for is_last in (False, False, True):
+        with engine.accumulate(is_last=is_last):
+            engine.backward(model(torch.rand(2, 3)).mean())
+        engine.step()
+        assert torch.equal(model.weight, before) is not is_last
+    with engine.no_sync():
+        engine.backward(model(torch.rand(2, 3)).mean())
+    assert engine.clip_grad_norm(1.0) is None
+
+
+def test_clipping_by_hand_is_not_done_again() -> None:
+    model, optimizer = make_parts()
+    engine = make_engine(clip_grad=1e-9)
+    engine.compose(model, optimizer)
+    engine.backward(model(torch.ones(2, 3)).mean() * 100)
+    norm = engine.clip_grad_norm(1.0)
+    assert norm is not None and norm > 100
+    total = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert total == pytest.approx(1.0, rel=1e-4)
+    optimizer.step()
+    assert (model.bias - make_parts()[0].bias).abs().item() > 1e-3
+
+
+def test_gather_joins_rows_of_unequal_numbers() -> None:
+    for result in run_in_processes(_gather_unequal, 3):
+        assert result == [[0.0], [1.0], [1.0], [2.0], [2.0], [2.0]]
+
+
+def _gather_unequal() -> list[list[float]]:
+    engine = make_engine()
+    rank = engine.args.rank
+    return engine.gather(torch.full((rank + 1, 1), float(rank))).tolist()
+
+
+def test_gather_pads_when_told_to() -> None:
+    for result, message in run_in_processes(_gather_ragged, 2):
+        assert result == [[1, 1, 0], [1, 1, 1]]
+        assert "pad_value" in message
+
+
+def _gather_ragged() -> tuple[list[list[int]], str]:
+    engine = make_engine()
+    ragged = torch.ones(1, 2 + engine.args.rank, dtype=torch.long)
+    try:
+        engine.gather(ragged)
+    except RapidformerError as error:
+        message = str(error)
+    return engine.gather(ragged, pad_value=0).tolist(), message
+
+
+def test_a_stepped_optimizer_is_refused_when_parameters_are_split() -> None:
+    for message in run_in_processes(_compose_stepped_optimizer, 2):
+        assert "engine.load_checkpoint" in message
+
+
+def _compose_stepped_optimizer() -> str:
+    model, _ = make_parts()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(1, 3)).sum().backward()
+    optimizer.step()
+    try:
+        make_engine(zero_1_memory_optimization=True).compose(model, optimizer)
+    except RapidformerError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,245 @@
+"""Finetuner and PreTrainer: their hooks, and what a run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from rapidformer import Finetuner, PreTrainer, Pretrainer, RapidformerEngine, get_args, get_timers
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from tests.processes import run_in_processes
+
+
+class Regression(nn.Module):
+    """Learns y = 2x: the loss is a mean over the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return ((self.layer(x).squeeze(-1) - labels) ** 2).mean()
+
+
+def make_rows(count: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    return [{"x": x.reshape(1), "labels": 2 * x} for x in torch.rand(count)]
+
+
+class LineFinetuner(Finetuner):
+    def train_valid_test_datasets_provider(self) -> Any:
+        return make_rows(40), make_rows(13), None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        torch.manual_seed(1)
+        return Regression(), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch)
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        assert isinstance(model, list) and len(model) == 1
+        seen = torch.cat([self.gather(batch["labels"]) for batch in eval_dataloader])
+        losses = torch.stack([model[0](**batch) for batch in eval_dataloader])
+        return {"error": float(losses.mean()), "examples": len(seen)}
+
+
+class LinePreTrainer(PreTrainer):
+    requested: list[int]
+
+    def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
+        self.requested = train_val_test_num_samples
+        return make_rows(train_val_test_num_samples[0]), make_rows(16), None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        torch.manual_seed(1)
+        return Regression(), None, None
+
+    def run_forward_step(self, data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator))
+
+
+def make_engine(**settings: Any) -> RapidformerEngine:
+    values = {"micro_batch_size": 4, "lr": 0.05, "log_level": "error", "optimizer": "sgd"}
+    return RapidformerEngine(args={**values, **settings})
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_finetuner_evaluates_and_saves_after_each_epoch(tmp_path: Path) -> None:
+    result = LineFinetuner(make_engine(epochs=3, save=str(tmp_path), log_interval=5)).train()
+    lines = read_lines(tmp_path)
+    evaluations = [line for line in lines if "eval_error" in line]
+    assert [line["step"] for line in evaluations] == [10, 20, 30]
+    assert result["error"] == evaluations[-1]["eval_error"] < evaluations[0]["eval_error"]
+    assert result["examples"] == 13
+    assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == [
+        "iter_0000010", "iter_0000020", "iter_0000030",
+    ]  # fmt: skip
+    assert (tmp_path / "best" / "model.safetensors").is_file()
+    assert (tmp_path / "last" / "model.safetensors").is_file()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == [1, 5, 10, 15, 20, 25, 30]
+    assert training[-1]["loss"] < training[0]["loss"]
+
+
+def test_finetune_is_train(tmp_path: Path) -> None:
+    assert LineFinetuner(make_engine(epochs=1)).finetune()["examples"] == 13
+
+
+def test_every_example_is_evaluated_once_on_three_processes() -> None:
+    """13 examples in batches of 4 on 3 processes: the last round has fillers."""
+    for result in run_in_processes(_finetune_line, 3):
+        assert result["examples"] == 13
+
+
+def _finetune_line() -> dict[str, float]:
+    return LineFinetuner(make_engine(epochs=1)).train()
+
+
+def test_best_follows_the_metric_asked_for(tmp_path: Path) -> None:
+    class GetsWorse(LineFinetuner):
+        calls = 0
+
+        def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+            type(self).calls += 1
+            return {"accuracy": 1.0 / self.calls, "loss": float(self.calls)}
+
+    for metric, step in (("accuracy", 10), ("loss", 10), (None, 10)):
+        GetsWorse.calls = 0
+        folder = tmp_path / str(metric)
+        GetsWorse(make_engine(epochs=3, save=str(folder), metric_for_best_model=metric)).train()
+        saved = json.loads((folder / "iter_0000030" / "run.json").read_text())
+        assert saved["extra"]["progress"]["best_step"] == step
+
+
+def test_a_hook_may_return_a_weight_or_megatrons_pair() -> None:
+    class WithWeight(LineFinetuner):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model(**batch), len(batch["labels"])
+
+    class WithFunction(LineFinetuner):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model(**batch), lambda output: (output * 1.0, {"lm loss": output})
+
+    results = [
+        cls(make_engine(epochs=1)).train() for cls in (LineFinetuner, WithWeight, WithFunction)
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+def test_own_optimizer_and_schedule_are_used() -> None:
+    class OwnOptimizer(LineFinetuner):
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            model = Regression()
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)
+            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+
+    engine = make_engine(epochs=1)
+    OwnOptimizer(engine).train()
+    assert isinstance(engine.optimizer, torch.optim.Adagrad)
+    assert engine.get_learning_rate() == pytest.approx(0.3 * 0.5**2)
+
+
+def test_pretrainer_asks_for_megatrons_numbers_of_samples(tmp_path: Path) -> None:
+    engine = make_engine(
+        train_iters=25, eval_interval=10, eval_iters=2, global_batch_size=8, save=str(tmp_path)
+    )
+    trainer = LinePreTrainer(engine)
+    result = trainer.train()
+    assert trainer.requested == [25 * 8, 3 * 2 * 8, 2 * 8]
+    steps = [line["step"] for line in read_lines(tmp_path) if "eval_loss" in line]
+    assert steps == [10, 20, 25]
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+
+
+def test_pretrainer_with_the_short_signatures() -> None:
+    """The template of the documents: a provider without argument, a step that is handed a batch."""
+
+    class Short(PreTrainer):
+        def train_valid_test_datasets_provider(self) -> Any:  # type: ignore[override]
+            return make_rows(40), None, None
+
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            return Regression(), None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            assert set(batch) == {"x", "labels"}
+            return model(**batch)
+
+    engine = make_engine(train_iters=5)
+    Short(engine).pretrain()
+    assert engine.clock.updates == 5
+    assert Pretrainer is PreTrainer
+
+
+def test_a_step_takes_one_micro_batch_from_its_iterator() -> None:
+    class Greedy(LinePreTrainer):
+        def run_forward_step(self, data_iterator: Any, model: Any) -> Any:
+            next(data_iterator)
+            return model(**next(data_iterator))
+
+    with pytest.raises(RapidformerError, match="second batch"):
+        Greedy(make_engine(train_iters=2)).train()
+
+
+def test_a_stream_needs_a_length_and_then_trains() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(make_rows(22))
+
+    class FromStream(LineFinetuner):
+        def train_valid_test_datasets_provider(self) -> Any:
+            return Stream(), None, None, None
+
+    engine = make_engine(train_iters=9)
+    FromStream(engine).train()
+    assert engine.clock.updates == 9
+    with pytest.raises(ConfigurationError, match="--epochs or --train-iters"):
+        FromStream(make_engine()).train()
+
+
+def test_resuming_from_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+        LineFinetuner(make_engine(epochs=1, load=str(tmp_path))).train()
+
+
+def test_finetune_flag_takes_only_the_weights(tmp_path: Path) -> None:
+    LineFinetuner(make_engine(epochs=2, save=str(tmp_path / "first"))).train()
+    engine = make_engine(epochs=1, load=str(tmp_path / "first"), finetune=True)
+    LineFinetuner(engine).train()
+    assert engine.clock.updates == 10, "counted from 0"
+
+
+def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
+    LineFinetuner(make_engine(epochs=1, save=str(tmp_path))).train()
+    before = read_lines(tmp_path)
+    engine = make_engine(epochs=1, save=str(tmp_path), load=str(tmp_path))
+    LineFinetuner(engine).train()
+    assert engine.clock.updates == 10
+    assert read_lines(tmp_path) == before
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    LineFinetuner(
+        make_engine(epochs=1, save=str(tmp_path), save_interval=2, save_total_limit=2)
+    ).train()
+    assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == ["iter_0000008", "iter_0000010"]
+
+
+def test_scripts_can_ask_for_the_current_run() -> None:
+    engine = make_engine(epochs=1)
+    assert get_args() is engine.args
+    get_timers()("epoch").start()
+    get_timers()("epoch").stop()
+    assert get_timers()("epoch").elapsed() >= 0
