@@ -33,7 +33,7 @@ from typing import Any
 
 SEED = 1234
 SPLITS = ("train", "validation", "test")
-TRAIN_ROUNDS = 3
+TRAIN_ROUNDS = 4
 VOCAB_SIZE = 1500
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -44,10 +44,42 @@ SKIPPED_FOLDERS = {
 # Words that every function has tell nothing about the one at hand.
 COMMON_NAMES = {*keyword.kwlist, *keyword.softkwlist, "self", "cls"}
 IDENTIFIER = re.compile(r"[^\W\d]\w+")
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SHORTEST_DOCSTRING = 3
 LONGEST_DOCSTRING = 16
 MOST_NAMES = 8
-LINES_TO_HALVE = 4
+LINES_TO_CUT = 4
+
+# One wide layer with one head, and the mean over all tokens as the answer. The task is to find
+# equal words on both sides, and a fresh model learns that within a minute only where the way is
+# short: more layers, more heads, or the first token's state as the answer (as in BERT) keep it at
+# chance for thousands of updates.
+MODEL = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForSequenceClassification"],
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 512,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "classifier_pooling": "mean",
+    "pad_token_id": SPECIAL_TOKENS.index("[PAD]"),
+    "bos_token_id": SPECIAL_TOKENS.index("[CLS]"),
+    "cls_token_id": SPECIAL_TOKENS.index("[CLS]"),
+    "eos_token_id": SPECIAL_TOKENS.index("[SEP]"),
+    "sep_token_id": SPECIAL_TOKENS.index("[SEP]"),
+}
+TOKENIZER_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": 128,
+    "model_input_names": ["input_ids", "attention_mask"],
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 Row = dict[str, Any]
 
@@ -133,9 +165,24 @@ def get_names(lines: Iterable[str]) -> list[str]:
 
 
 def show_function(function: Function, names: list[str]) -> str:
-    """How the model sees a function: its signature and some of the names that its body uses."""
-    shown = [name for name in names if name not in function.signature][:MOST_NAMES]
+    """How the model sees a function: its signature and some of the names that its body uses.
+
+    A name is shown only for the new words in it: the model is to look for words that are on both
+    sides of the pair, and a word that one side has twice leads it astray.
+    """
+    known = set(get_words(function.signature))
+    shown: list[str] = []
+    for name in names:
+        words = get_words(name)
+        if len(shown) < MOST_NAMES and known.isdisjoint(words):
+            known.update(words)
+            shown.append(name)
     return f"{function.signature}: {', '.join(shown)}" if shown else function.signature
+
+
+def get_words(text: str) -> list[str]:
+    """get_HTTPResponse -> get, http, response: as the tokenizer will part it."""
+    return [word.lower() for word in WORD.findall(text)]
 
 
 def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Random) -> list[Row]:
@@ -162,25 +209,23 @@ def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Ra
 
 
 def build_body_pairs(functions: list[Function], rounds: int, rng: random.Random) -> list[Row]:
-    """Training only: the first half of a function and the names in its, or another's, second half.
+    """Training only: the upper part of a body, and the names in the rest of its or another's body.
 
     The standard library has few docstrings. These pairs ask for the same skill (do these two
     pieces of text speak of the same things?) and there are many more of them.
     """
-    long = [function for function in functions if len(function.body) >= LINES_TO_HALVE]
-    halves: dict[int, tuple[list[str], str]] = {}
-    for function in long:
-        middle = len(function.body) // 2
-        second = get_names(function.body[middle:])[:LONGEST_DOCSTRING]
-        halves[id(function)] = (get_names(function.body[:middle]), " ".join(second))
-    long = [function for function in long if halves[id(function)][1]]
+    long = [one for one in functions if len(one.body) >= LINES_TO_CUT]
+    long = [one for one in long if get_names(one.body[len(one.body) * 3 // 4 :])]
     rows: list[Row] = []
     for _ in range(rounds):
         order = rng.sample(long, len(long))
+        cuts = [rng.randint(len(one.body) // 4 + 1, len(one.body) * 3 // 4) for one in order]
+        uppers = [get_names(one.body[:cut]) for one, cut in zip(order, cuts, strict=True)]
+        lowers = {id(one): one.body[cut:] for one, cut in zip(order, cuts, strict=True)}
         for place, function in enumerate(order):
             for owner, label in ((function, 1), (_find_other(order, place), 0)):
-                names, rest = halves[id(function)][0], halves[id(owner)][1]
-                rows.append(_make_row(function, owner, names, rest, label))
+                rest = get_names(lowers[id(owner)])[:LONGEST_DOCSTRING]
+                rows.append(_make_row(function, owner, uppers[place], " ".join(rest), label))
     return rows
 
 
@@ -242,7 +287,6 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> int:
     """
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     # Case is lost when lower-casing, so words are parted at their capitals before it.
@@ -262,54 +306,26 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> int:
         pair="[CLS] $A [SEP] $B [SEP]",
         special_tokens=[("[CLS]", begin), ("[SEP]", end)],
     )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=128,
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(TOKENIZER_SETTINGS, folder / "tokenizer_config.json")
     return int(tokenizer.get_vocab_size())
 
 
-def write_configuration(vocab_size: int, folder: Path) -> None:
-    """One wide layer with one head, and the mean over all tokens as the answer.
-
-    The task is to find equal words on both sides. A fresh model learns that in a minute only where
-    the way is short: more layers, more heads or the first token's state as the answer (as in BERT)
-    keep it at chance for thousands of updates.
-    """
-    from transformers import ModernBertConfig
-
-    ModernBertConfig(
-        architectures=["ModernBertForSequenceClassification"],
-        vocab_size=vocab_size,
-        hidden_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=512,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        classifier_pooling="mean",
-        pad_token_id=SPECIAL_TOKENS.index("[PAD]"),
-        bos_token_id=SPECIAL_TOKENS.index("[CLS]"),
-        cls_token_id=SPECIAL_TOKENS.index("[CLS]"),
-        eos_token_id=SPECIAL_TOKENS.index("[SEP]"),
-        sep_token_id=SPECIAL_TOKENS.index("[SEP]"),
-    ).save_pretrained(folder)
+def count_parameters(model: dict[str, Any]) -> int:
+    """How large a ModernBERT classifier of two classes will be, without importing torch."""
+    width, inner = model["hidden_size"], model["intermediate_size"]
+    attention = 4 * width * width
+    gated_mlp = 3 * width * inner
+    # The first layer has one norm, as its input is the embeddings' normed output.
+    layers = model["num_hidden_layers"] * (attention + gated_mlp + 2 * width) - width
+    embeddings = model["vocab_size"] * width + width
+    head = width * width + width + 2 * width + 2
+    return int(embeddings + layers + width + head)
 
 
-def count_parameters(folder: Path) -> int:
-    """How large the model of a folder will be; no weights are made."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
-    return sum(parameter.numel() for parameter in model.parameters())
+def write_json(content: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_lines(rows: Iterable[Row], path: Path) -> None:
@@ -326,15 +342,15 @@ def build_demo(output: Path, limit: int | None = None, seed: int = SEED) -> dict
         write_lines(rows, output / "data" / f"{split}.jsonl")
     corpus = list(build_corpus(functions))
     write_lines(({"text": text} for text in corpus), output / "corpus.jsonl")
-    vocab_size = train_tokenizer(corpus, output / "model")
-    write_configuration(vocab_size, output / "model")
+    model = MODEL | {"vocab_size": train_tokenizer(corpus, output / "model")}
+    write_json(model, output / "model" / "config.json")
     return {
         "functions": len(functions),
         "with a docstring": sum(bool(function.docstring) for function in functions),
         **{f"{split} pairs": len(rows) for split, rows in splits.items()},
         "corpus texts": len(corpus),
-        "vocabulary": vocab_size,
-        "model parameters": count_parameters(output / "model"),
+        "vocabulary": model["vocab_size"],
+        "model parameters": count_parameters(model),
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rapidformer.config import TrainingArguments
     from rapidformer.context import get_args, get_timers
+    from rapidformer.data.pretraining import build_train_valid_test_datasets_for_huggingface
     from rapidformer.engine import RapidformerEngine
     from rapidformer.errors import RapidformerError
     from rapidformer.log import get_logger
@@ -28,6 +29,7 @@ __all__ = [
     "RapidformerEngine",
     "RapidformerError",
     "TrainingArguments",
+    "build_train_valid_test_datasets_for_huggingface",
     "get_args",
     "get_logger",
     "get_timers",
@@ -41,6 +43,10 @@ _WHERE = {
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
     "TrainingArguments": ("rapidformer.config", "TrainingArguments"),
+    "build_train_valid_test_datasets_for_huggingface": (
+        "rapidformer.data.pretraining",
+        "build_train_valid_test_datasets_for_huggingface",
+    ),
     "get_args": ("rapidformer.context", "get_args"),
     "get_logger": ("rapidformer.log", "get_logger"),
     "get_timers": ("rapidformer.context", "get_timers"),

@@ -86,6 +86,7 @@ class RapidformerEngine:
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
+        self.resumed_from: Path | None = None
         self._trainable: list[nn.Parameter] = []
         self._parallelized: Parallelized | None = None
         self._current_loader: DistributedLoader | None = None
@@ -309,6 +310,7 @@ class RapidformerEngine:
             with_position=not only_weights,
         )
         self.clock.updates = state.step
+        self.resumed_from = state.loaded_from
         return extra
 
     def export(self, folder: str | Path, processor: Any = None) -> Path:

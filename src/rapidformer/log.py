@@ -45,7 +45,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         # Looked up each time: tests and progress bars replace standard error.
         self.stream = sys.stderr
-        if _get_rank() == 0 or record.levelno >= logging.ERROR:
+        if _get_rank() == 0 or record.levelno >= logging.WARNING:
             super().emit(record)
 
 

@@ -412,3 +412,18 @@ def test_random_states_go_through_json() -> None:
     random.seed(5)
     set_random_states(json.loads(text), cpu)
     assert [torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)] == expected
+
+
+def test_the_newest_whole_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        run = Run()
+        run.train(steps) if hasattr(run, "train") else None
+        run.state.step = steps
+        CheckpointStore(tmp_path).save(run.state, {"step": steps})
+    weights = next((tmp_path / "iter_0000002" / "state").glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    state = Run().state
+    assert CheckpointStore.load(tmp_path, state) == {"step": 1}
+    assert state.loaded_from == tmp_path / "iter_0000001"
+    with pytest.raises(CheckpointError, match="damaged"):
+        CheckpointStore.load(tmp_path / "iter_0000002", Run().state)

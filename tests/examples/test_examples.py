@@ -1,4 +1,4 @@
-"""The seeds' scripts, as examples, on one and two processes, with the switches they are shown with."""
+"""The examples on one and two processes, with the switches that the documents show them with."""
 
 from __future__ import annotations
 

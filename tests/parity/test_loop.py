@@ -1,4 +1,4 @@
-"""The one loop == a bare PyTorch loop; the same seed == the same losses; resumed == uninterrupted."""
+"""The loop == a bare PyTorch loop; same seed == same losses; resumed == uninterrupted."""
 
 from __future__ import annotations
 

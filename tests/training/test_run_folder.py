@@ -29,14 +29,14 @@ def get_content(folder: Path) -> set[str]:
 
 
 def test_new_and_empty_folders_are_fine(tmp_path: Path) -> None:
-    check_run_folder(tmp_path / "new", resumed_from=None, overwrite=False)
-    check_run_folder(tmp_path, resumed_from=None, overwrite=False)
+    check_run_folder(tmp_path / "new", source=None, continues=True, overwrite=False)
+    check_run_folder(tmp_path, source=None, continues=True, overwrite=False)
     assert get_content(tmp_path) == set()
 
 
 def test_folder_with_files_of_the_users_is_fine(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    check_run_folder(tmp_path, resumed_from=None, overwrite=False)
+    check_run_folder(tmp_path, source=None, continues=True, overwrite=False)
 
 
 @pytest.mark.parametrize("name", [METRICS_FILE, "iter_0000005"])
@@ -47,27 +47,29 @@ def test_folder_of_another_run_is_refused_and_left_alone(name: str, tmp_path: Pa
         (tmp_path / name).mkdir()
     before = get_content(tmp_path)
     with pytest.raises(CheckpointError, match=r"already holds a run.*--load .*--overwrite"):
-        check_run_folder(tmp_path, resumed_from=None, overwrite=False)
+        check_run_folder(tmp_path, source=None, continues=True, overwrite=False)
     assert get_content(tmp_path) == before
 
 
 def test_resuming_a_run_in_its_own_folder(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = get_content(used)
-    check_run_folder(used, resumed_from=used, overwrite=False)
-    check_run_folder(used, resumed_from=used / "iter_0000001", overwrite=False)
-    check_run_folder(used, resumed_from=used / "iter_0000001", overwrite=True)
+    check_run_folder(used, source=used, continues=True, overwrite=False)
+    check_run_folder(used, source=used / "iter_0000001", continues=True, overwrite=False)
+    check_run_folder(used, source=used / "iter_0000001", continues=True, overwrite=True)
     monkeypatch.chdir(used.parent)
-    check_run_folder(Path(used.name), resumed_from=used / "iter_0000001", overwrite=False)
+    check_run_folder(Path(used.name), source=used / "iter_0000001", continues=True, overwrite=False)
     assert get_content(used) == before
 
 
 def test_resuming_another_run_into_this_folder_is_refused(used: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="already holds a run"):
-        check_run_folder(used, resumed_from=tmp_path / "other" / "iter_0000001", overwrite=False)
+        check_run_folder(
+            used, source=tmp_path / "other" / "iter_0000001", continues=True, overwrite=False
+        )
 
 
 def test_overwriting_removes_the_run_and_nothing_else(used: Path) -> None:
-    check_run_folder(used, resumed_from=None, overwrite=True)
+    check_run_folder(used, source=None, continues=True, overwrite=True)
     assert get_content(used) == {"notes.txt"}
 
 
@@ -130,3 +132,11 @@ def test_nothing_but_json_is_written_even_for_numbers_that_are_none(tmp_path: Pa
     MetricsFile(tmp_path).write({"step": 1, "eval_loss": float("nan"), "x": float("inf")})
     (line,) = (tmp_path / METRICS_FILE).read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["step"] == 1
+
+
+def test_finetuning_from_a_run_into_itself_is_refused(tmp_path: Path) -> None:
+    """``--overwrite`` would delete the weights before they are read."""
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError, match="choose another folder"):
+        check_run_folder(tmp_path, source=tmp_path, continues=False, overwrite=True)
+    assert (tmp_path / "iter_0000001").is_dir()

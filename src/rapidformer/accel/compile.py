@@ -6,6 +6,10 @@ stands around the blocks (user code, losses, data-dependent branches) cannot bre
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import nn
 
 from rapidformer.log import warn_once
@@ -15,12 +19,19 @@ from rapidformer.models.plan import ModelPlan
 def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: str = "inductor") -> nn.Module:
     """Compile each block in place; the whole model where it has no blocks."""
     if plan.blocks:
+        compiled = torch.compile(_run, backend=backend)
         for block in plan.get_blocks(model):
-            block.compile(backend=backend)
+            # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's
+            # own layers would silently stay as it is. The frame of `_run` is ours.
+            block._compiled_call_impl = functools.partial(compiled, block)
     else:
         warn_once(
             f"--compile: no repeated blocks were found in {type(model).__name__}, "
             "so the whole model is compiled."
         )
-        model.compile(backend=backend)
+        model._compiled_call_impl = functools.partial(torch.compile(_run, backend=backend), model)
     return model
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel
-from rapidformer.accel.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.config import TrainingArguments
@@ -66,6 +66,7 @@ def parallelize(
     """Apply every switch that the settings ask for, in place."""
     plan = find_plan(model)
     model.to(device)
+    apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
     if args.checkpoint_activations:
         granularity = args.recompute_granularity or "full"

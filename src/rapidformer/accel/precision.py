@@ -52,15 +52,22 @@ def choose_precision(asked: str | None, device: torch.device) -> Precision:
     return Precision(dtype=torch.bfloat16, reason=f"bf16 ({why})")
 
 
+def apply_fp32_weights(model: nn.Module, precision: Precision) -> nn.Module:
+    """Keep a mixed-precision run's weights in fp32; before they are split, which copies them."""
+    if precision.dtype is not None:
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+    return model
+
+
 def apply_mixed_precision(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> nn.Module:
     """Run every call of the model under autocast, over fp32 weights."""
     if precision.dtype is None:
         return model
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
+    apply_fp32_weights(model, precision)
     cls: Any = type(model)
     model.__class__ = _get_autocast_class(cls, precision, device)
     return model
@@ -93,8 +100,10 @@ def _to_fp32(output: Any) -> Any:
         return output
     if isinstance(output, dict):
         return type(output)({key: _to_fp32(value) for key, value in output.items()})
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
-        return tuple(_to_fp32(value) for value in output)
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_to_fp32(value) for value in output))
+    if isinstance(output, (list, tuple)):
+        return type(output)(_to_fp32(value) for value in output)
     return output
 
 
@@ -142,6 +151,8 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        if not self._is_dynamic:
+            return  # a scale that is fixed now holds, whatever the checkpoint had
         self.scale = float(state["scale"])
         self._patience = int(state["patience"])
         self._clean_updates = int(state["clean_updates"])

@@ -6,6 +6,8 @@ then renamed: a crash at any moment leaves the old folder or the new one, never 
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -34,20 +36,23 @@ def publish(target: Path, *, with_manifest: bool = True) -> None:
     """Give the staged folder its name; an older one of that name makes way at the last moment."""
     staging = get_staging(target)
     if with_manifest:
-        sizes = {
-            str(path.relative_to(staging)): path.stat().st_size
+        files = {
+            str(path.relative_to(staging)): {"size": path.stat().st_size, "sha256": _hash(path)}
             for path in sorted(staging.rglob("*"))
             if path.is_file()
         }
-        (staging / MANIFEST).write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
+        (staging / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
     for path in staging.rglob("*"):
         _force_to_disk(path)
     _force_to_disk(staging)
-    retired = target.with_name(f".old-{target.name}")
-    shutil.rmtree(retired, ignore_errors=True)
-    if target.exists():
-        target.rename(retired)
-    staging.rename(target)
+    if target.exists() and _exchange(staging, target):
+        retired = staging
+    else:
+        retired = target.with_name(f".old-{target.name}")
+        shutil.rmtree(retired, ignore_errors=True)
+        if target.exists():
+            target.rename(retired)
+        staging.rename(target)
     _force_to_disk(target.parent)
     shutil.rmtree(retired, ignore_errors=True)
 
@@ -55,12 +60,13 @@ def publish(target: Path, *, with_manifest: bool = True) -> None:
 def check_manifest(folder: Path) -> None:
     """Refuse a folder that lacks a file, or has one of another size than was written."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError):
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{folder} is not a whole checkpoint: its {MANIFEST} is missing or unreadable."
         ) from None
-    for name, size in sizes.items():
+    for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing.")
@@ -68,6 +74,23 @@ def check_manifest(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} is damaged: {name} has {path.stat().st_size} bytes, {size} were written."
             )
+        if _hash(path) != digest:
+            raise CheckpointError(f"{folder} is damaged: {name} is not what was written.")
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step (Linux); False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, swap = -100, 2
+    return bool(rename(here, os.fsencode(first), here, os.fsencode(second), swap) == 0)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -36,7 +36,7 @@ from rapidformer.checkpoint.publish import (
 )
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
-from rapidformer.dist.collectives import wait_for_all
+from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -65,6 +65,8 @@ class TrainingState:
     device: torch.device
     bypass: Any
     """A context manager inside which the optimizer steps at once (torch fills its state so)."""
+    loaded_from: Path | None = None
+    """The checkpoint that ``load`` has taken."""
 
 
 class CheckpointStore:
@@ -98,12 +100,14 @@ class CheckpointStore:
         if _get_rank() == 0:
             publish(target)
             replace_text(self.folder / TRACKER, str(state.step))
-            self._drop_old(keep)
+            self._drop_old(target, keep)
         wait_for_all()
         return target
 
-    def _drop_old(self, keep: int | None) -> None:
-        for folder in find_checkpoints(self.folder)[:-keep] if keep else []:
+    def _drop_old(self, newest: Path, keep: int | None) -> None:
+        # The one just saved is the newest, though a run that went back may have later steps there.
+        older = [folder for folder in find_checkpoints(self.folder) if folder != newest]
+        for folder in [*older, newest][:-keep] if keep else []:
             shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
@@ -115,12 +119,13 @@ class CheckpointStore:
         with_random_states: bool = True,
         with_position: bool = True,
     ) -> dict[str, Any]:
-        """Restore the state in place from a checkpoint, or from the newest of a run."""
-        folder = find_checkpoint(source)
-        if folder is None:
-            raise CheckpointError(f"{source} holds no checkpoint (no iter_… folder).")
-        check_manifest(folder)
+        """Restore the state in place from a checkpoint, or from the newest whole one of a run."""
+        folder = state.loaded_from = _choose_whole(source)
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        if run["format"] != _FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {run['format']}, this version reads format {_FORMAT}."
+            )
         with_optimizer = with_optimizer and run["param_groups"] is not None
         _load_tensors(folder, state, with_optimizer=with_optimizer)
         if with_position:
@@ -129,7 +134,6 @@ class CheckpointStore:
                 state.loader.load_state_dict(run["loader"])
             if state.scaler is not None and run["scaler"] is not None:
                 state.scaler.load_state_dict(run["scaler"])
-        if with_position:
             _restore_schedule(state, run)
         if with_random_states:
             _load_random_states(folder, run, state.device)
@@ -139,7 +143,8 @@ class CheckpointStore:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, oldest first."""
-    return sorted(p for p in folder.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
+    found = (p for p in folder.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def find_checkpoint(source: Path) -> Path | None:
@@ -148,23 +153,55 @@ def find_checkpoint(source: Path) -> Path | None:
         return source
     tracker = source / TRACKER
     if tracker.is_file():
-        named = source / f"iter_{int(tracker.read_text(encoding='utf-8').strip() or 0):07d}"
+        # Megatron may have written `release` there, and a crash anything.
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        named = source / f"iter_{int(text) if text.isdecimal() else 0:07d}"
         if named.is_dir():
             return named
     found = find_checkpoints(source)
     return found[-1] if found else None
 
 
+def _choose_whole(source: Path) -> Path:
+    """The checkpoint to load: looked at by the first process, believed by all.
+
+    A damaged one that was named is refused; among a run's, the newest whole one is taken.
+    """
+    chosen: Path | None = None
+    problem = f"{source} holds no checkpoint (no iter_… folder)."
+    if _get_rank() == 0:
+        newest = find_checkpoint(source)
+        older = [] if newest in (None, source) else find_checkpoints(source)[::-1]
+        for folder in dict.fromkeys([newest, *older] if newest else []):
+            try:
+                check_manifest(folder)
+            except CheckpointError as reason:
+                problem = str(reason)
+                get_logger().warning("%s", reason)
+                continue
+            chosen = folder
+            break
+    chosen, problem = broadcast_object((chosen, problem))
+    if chosen is None:
+        raise CheckpointError(problem)
+    return chosen
+
+
 def _collect_tensors(
-    state: TrainingState, *, with_optimizer: bool
+    state: TrainingState, *, with_optimizer: bool, fills: bool = False
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
     """Everything to save by tensor name, and the optimizer's settings beside it."""
     weights: dict[str, Any] = get_model_state_dict(state.model)
     tensors: dict[str, torch.Tensor] = {f"model.{name}": w for name, w in weights.items()}
     if not with_optimizer:
         return tensors, None
+    is_fresh = not state.optimizer.state
     with state.bypass():
         content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
+    if is_fresh and not fills:
+        # torch has filled the state by a step of rate 0, which Adam counts: not ours to keep.
+        state.optimizer.state.clear()
+        content["state"] = {}
     for name, values in content["state"].items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -173,7 +210,8 @@ def _collect_tensors(
 
 
 def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -> None:
-    tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer)
+    tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer, fills=True)
+    stateless = _drop_stateless(tensors, state.model, read_shapes(folder / "state"))
     _compare(folder, tensors)
     load_tensors(tensors, folder / "state")
     prefix = "model."
@@ -189,6 +227,22 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
             for key in values:
                 values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
         set_optimizer_state_dict(state.model, state.optimizer, content)
+    for parameter in stateless:
+        state.optimizer.state.pop(parameter, None)
+
+
+def _drop_stateless(
+    tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
+) -> list[nn.Parameter]:
+    """Parameters that had no gradient yet when the checkpoint was made have no state in it."""
+    stateless: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer.{name}."
+        if f"model.{name}" in saved and not any(key.startswith(prefix) for key in saved):
+            for key in [key for key in tensors if key.startswith(prefix)]:
+                del tensors[key]
+            stateless.append(parameter)
+    return stateless
 
 
 def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -243,7 +297,7 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
     else:
         # What JSON cannot hold (functions) is the same in the scheduler that was built now.
         scheduler.load_state_dict({**scheduler.state_dict(), **saved})
-        rates = [group["lr"] for group in run["param_groups"] or []]
+        rates = saved["_last_lr"]
     for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
 
@@ -251,7 +305,10 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
 def _load_random_states(folder: Path, run: dict[str, Any], device: torch.device) -> None:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     path = folder / _get_random_file()
-    if run["world_size"] != world_size or not path.is_file():
+    if not (folder / "random-00000.json").is_file():
+        get_logger().warning("%s was saved without random states: dropout starts anew.", folder)
+        return
+    if run["world_size"] != world_size:
         get_logger().warning(
             "%s was saved by %d processes, %d are running: dropout draws other random numbers "
             "than the first run would have.", folder, run["world_size"], world_size,

@@ -23,8 +23,22 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from rapidformer.errors import CheckpointError
 
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
+# Each class by its name: a whole module would admit whatever that module imports (`os`, say).
 _ALLOWED_NAMES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_device"),
@@ -39,8 +53,11 @@ _ALLOWED_NAMES = {
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the tensors; every process must call this with the same names."""
-    with _quiet():
-        save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    try:
+        with _quiet():
+            save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except CheckpointException as reason:
+        raise CheckpointError(f"{folder} cannot be written: {_get_cause(reason)}") from None
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -50,17 +67,20 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
             load(tensors, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
     # Not an Exception in torch: an ordinary `except` would let it through as a crash.
     except CheckpointException as reason:
-        raise CheckpointError(f"{folder} cannot be read: {_first_line(reason)}") from None
+        raise CheckpointError(f"{folder} cannot be read: {_get_cause(reason)}") from None
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what a folder holds."""
     metadata = _Reader(folder).read_metadata()
-    return {
-        name: tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    try:
+        return {
+            name: tuple(entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+    except (AttributeError, TypeError):
+        raise CheckpointError(f"{folder / '.metadata'} is not the index of a checkpoint.") from None
 
 
 class _Reader(FileSystemReader):
@@ -69,7 +89,7 @@ class _Reader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError) as reason:
+        except Exception as reason:  # damaged bytes make the unpickler fail in any way
             raise CheckpointError(f"{path} cannot be read: {reason}") from None
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not the index of a checkpoint.")
@@ -81,7 +101,7 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED_NAMES or module.startswith(_ALLOWED_MODULES):
+        if is_dtype or (module, name) in _ALLOWED_NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
 
@@ -94,5 +114,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _first_line(reason: BaseException) -> str:
-    return next((line for line in str(reason).splitlines() if line.strip()), type(reason).__name__)
+def _get_cause(reason: CheckpointException) -> str:
+    """What went wrong, in one line: torch puts a traceback of every process around it."""
+    cause: BaseException = next((failure[0] for failure in reason.failures.values()), reason)
+    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

@@ -10,6 +10,7 @@ from itertools import groupby
 from rapidformer.cli.main import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
 from rapidformer.config.render import render_arguments
+from rapidformer.launch.environment import plan_launch
 
 _INTRODUCTION = """\
 usage: rapidformer [command] --flag value ...
@@ -75,5 +76,7 @@ def _format_value(setting: Setting) -> str:
 
 def print_config(argv: list[str]) -> None:
     """Every setting as YAML that ``--config`` reads back, with the origin of each value."""
-    for line in render_arguments(resolve(parse_arguments(argv))):
+    given = parse_arguments(argv)
+    # Accumulation follows from the number of processes: those that this command would start.
+    for line in render_arguments(resolve(given, world_size=plan_launch(given).world_size)):
         sys.stdout.write(line + "\n")

@@ -79,19 +79,19 @@ def _dispatch(words: list[str]) -> int:
 def _starts_processes(name: str, words: list[str]) -> bool:
     """Start one process per GPU, if there are several; False where this one is enough."""
     from rapidformer.config import parse_arguments
+    from rapidformer.config.parse import drop_unknown_flags
     from rapidformer.config.validate import find_problems
     from rapidformer.errors import ConfigurationError
     from rapidformer.launch.environment import is_launched, plan_launch
 
     if is_launched():
         return False
-    if not any(word.startswith("--user-script") for word in words):
+    args = parse_arguments(drop_unknown_flags(words))
+    if args.user_script is None:
         # Said before any process is started; a script may have flags of its own and checks later.
         problems = find_problems(args := parse_arguments(words))
         if problems:
             raise ConfigurationError(problems)
-    else:
-        args = parse_arguments(_keep_known_flags(words))
     plan = plan_launch(args)
     if plan.world_size == 1:
         return False
@@ -99,15 +99,6 @@ def _starts_processes(name: str, words: list[str]) -> bool:
 
     launch(plan, [name, *words])
     return True
-
-
-def _keep_known_flags(words: list[str]) -> list[str]:
-    """The settings among a script's flags: those of its own are known to the script alone."""
-    from rapidformer.config import build_parser
-
-    parser = build_parser()
-    _, unknown = parser.parse_known_args(words)
-    return [word for word in words if word not in unknown]
 
 
 def _describe_unknown(name: str) -> str:

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from rapidformer.config import parse_arguments
+from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.errors import ConfigurationError
 
 
 def run(argv: list[str]) -> None:
     """Train in this process."""
-    script = _find_user_script(argv)
+    script = parse_arguments(drop_unknown_flags(argv)).user_script
     if script is not None:
         _run_script(script, argv)
         return
@@ -35,15 +36,6 @@ def run(argv: list[str]) -> None:
     engine = RapidformerEngine(args=args)
     train_task(engine)
     engine.close()
-
-
-def _find_user_script(argv: list[str]) -> str | None:
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        if word in ("--user-script", "--user_script"):
-            return following
-        if word.startswith(("--user-script=", "--user_script=")):
-            return word.partition("=")[2]
-    return None
 
 
 def _run_script(script: str, argv: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from rapidformer.config.arguments import TrainingArguments
-from rapidformer.config.validate import find_problems
+from rapidformer.config.validate import find_problems, has_sound_batches
 from rapidformer.errors import ConfigurationError
 
 _BLACK_BOX_MICRO_BATCH = 8
@@ -21,7 +21,9 @@ def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> T
     args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
     problems = find_problems(args)
     if not problems:
-        args = _derive_batches(_derive_switches(_derive_names(args)), problems)
+        args = _derive_switches(_derive_names(args))
+    if has_sound_batches(args):
+        args = _derive_batches(args, problems)
     if problems:
         raise ConfigurationError(problems)
     return args
@@ -87,7 +89,7 @@ def _derive_batches(args: TrainingArguments, problems: list[str]) -> TrainingArg
     if total is None:
         total = micro * replicas * (steps or 1)
     share = micro * replicas
-    if total % share:
+    if total % share and steps is None:
         rule = f"--micro-batch-size {micro} x {replicas} data-parallel processes = {share}"
         problems.append(_explain_division(total, share, rule))
         return args

@@ -57,6 +57,8 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: lis
     elif "auto" in setting.choices and setting.default is None:
         # A switch that may also name a kind: `--mixed-precision` or `--mixed-precision fp16`.
         parser.add_argument(setting.flag, *aliases, nargs="?", const="auto", **options)
+        negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
+        parser.add_argument(*negations, action="store_const", const=None, **options)
     elif setting.is_list or setting.is_one_or_many:
         parser.add_argument(setting.flag, *aliases, nargs="+", **options)
     else:
@@ -78,12 +80,16 @@ def parse_arguments(
     file_values = _read_yaml(given.get("config"), problems)
     from_file = f"{given['config']}" if "config" in given else ""
     values, sources = _collect(
-        [(from_file, file_values), (COMMAND_LINE, {k: given[k] for k in given if k in settings})],
+        [
+            (from_file, {k: v for k, v in file_values.items() if k in settings}),
+            (COMMAND_LINE, {k: given[k] for k in given if k in settings}),
+        ],
         problems,
     )
     if problems:
         raise ConfigurationError(problems)
-    extras = {k: v for k, v in given.items() if k not in settings}
+    extras = {k: v for k, v in file_values.items() if k not in settings}
+    extras |= {k: v for k, v in given.items() if k not in settings}
     return TrainingArguments(**values, extras=extras, sources=sources)
 
 
@@ -91,10 +97,11 @@ def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> T
     """Settings given by name in any of the dialects, checked as flags are."""
     problems: list[str] = []
     canonical = _canonical_names(values, source, problems)
+    extras = {k: canonical.pop(k) for k in list(canonical) if k in WITHOUT_EFFECT}
     converted, sources = _collect([(source, canonical)], problems)
     if problems:
         raise ConfigurationError(problems)
-    return TrainingArguments(**converted, sources=sources)
+    return TrainingArguments(**converted, extras=extras, sources=sources)
 
 
 def _collect(
@@ -107,6 +114,8 @@ def _collect(
     for source, layer in layers:
         for name, raw in layer.items():
             setting = settings[name]
+            if raw is None and setting.default is not None:
+                continue  # `seed:` with nothing behind it: the default
             label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
             try:
                 values[name] = setting.convert(raw)
@@ -115,6 +124,19 @@ def _collect(
                 continue
             sources[name] = source
     return values, sources
+
+
+def drop_unknown_flags(words: Sequence[str]) -> list[str]:
+    """The settings among a script's flags, by their place: a value may stand there twice."""
+    known = build_parser()._option_string_actions
+    kept: list[str] = []
+    is_known = True
+    for word in (_normalize(word, known) for word in words):
+        if word.startswith("--"):
+            is_known = word.partition("=")[0] in known
+        if is_known:
+            kept.append(word)
+    return kept
 
 
 def _normalize(word: str, known: Mapping[str, Any]) -> str:
@@ -162,7 +184,9 @@ def _canonical_names(values: Mapping[str, Any], where: str, problems: list[str])
             canonical[name] = value
         elif name.startswith("no_") and name[3:] in settings:
             canonical[name[3:]] = not value
-        elif name not in WITHOUT_EFFECT:
+        elif name in WITHOUT_EFFECT:
+            canonical[name] = value
+        else:
             near = difflib.get_close_matches(name, [*settings, *ALIASES], n=1)
             hint = f": did you mean {near[0]}?" if near else "."
             problems.append(f"unknown setting {key} in {where}{hint}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.schema import get_settings
@@ -11,11 +13,17 @@ from rapidformer.config.schema import get_settings
 
 def render_arguments(args: TrainingArguments) -> Iterator[str]:
     """One line a setting, in the order of the sections."""
-    import yaml
-
     for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
         yield f"# {section}"
         for setting in settings:
-            value = yaml.safe_dump(getattr(args, setting.name), default_flow_style=True, width=1000)
-            text = f"{setting.name}: {value.splitlines()[0]}"
+            text = f"{setting.name}: {_render(getattr(args, setting.name))}"
             yield f"{text:<60} # {args.sources.get(setting.name, 'default')}"
+
+
+def _render(value: Any) -> str:
+    """On one line, whatever stands in a text: JSON's lists and strings are YAML too."""
+    import yaml
+
+    if isinstance(value, list) or (isinstance(value, str) and "\n" in value):
+        return json.dumps(value, ensure_ascii=False)
+    return str(yaml.safe_dump(value, allow_unicode=True, width=float("inf"))).splitlines()[0]

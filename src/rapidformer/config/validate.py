@@ -16,8 +16,10 @@ _AT_LEAST_ONE = (
     "recompute_interval", "nproc_per_node", "nnodes", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
-    "loss_scale_window", "hysteresis", "preprocessing_workers",
+    "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
+    "preprocessing_workers",
 )  # fmt: skip
+_POSITIVE = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters",
@@ -40,6 +42,13 @@ def find_problems(args: TrainingArguments) -> list[str]:
     ]
 
 
+def has_sound_batches(args: TrainingArguments) -> bool:
+    """Whether the batch sizes can be reckoned with at all."""
+    sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
+    is_split = args.tensor_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1
+    return not is_split and all(size is None or size > 0 for size in sizes)
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -49,6 +58,10 @@ def _check_ranges(args: TrainingArguments) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and value < 1:
             yield f"{_flag(name)} must be at least 1, got {value}."
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            yield f"{_flag(name)} must be above 0, got {value}."
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:
@@ -75,7 +88,7 @@ def _check_learning_rate(args: TrainingArguments) -> Iterator[str]:
         yield f"{' and '.join(warmups)} say the same thing twice: give one of them."
     if args.lr_decay_iters is not None and args.lr_decay_samples is not None:
         yield "--lr-decay-iters and --lr-decay-samples say the same thing twice: give one of them."
-    if args.lr_decay_iters is not None and args.lr_warmup_iters >= args.lr_decay_iters:
+    if args.lr_decay_iters and 0 < args.lr_decay_iters <= args.lr_warmup_iters:
         yield (
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below "
             f"--lr-decay-iters {args.lr_decay_iters}."

@@ -6,6 +6,8 @@ decides the order (it must give the same one on every process); a batch sampler 
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -14,6 +16,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
@@ -38,9 +41,18 @@ def adopt_loader(
             "spread over processes: give it batch_size= (and sampler=, if you have an order)."
         )
     sampler = None if is_stream else loader.sampler
-    is_random = isinstance(sampler, RandomSampler)
-    has_own_order = sampler is not None and not isinstance(
-        sampler, (RandomSampler, SequentialSampler)
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
+            "leave the sampler out (shuffle=True for a shuffled order)."
+        )
+    is_random = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    has_own_order = sampler is not None and not (
+        is_random or isinstance(sampler, SequentialSampler)
     )
     return DistributedLoader(
         loader.dataset,
@@ -55,4 +67,5 @@ def adopt_loader(
         num_workers=loader.num_workers,
         device=device,
         order=(lambda: list(sampler)) if has_own_order and sampler is not None else None,
+        num_samples=len(sampler) if has_own_order and isinstance(sampler, Sized) else None,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ class DistributedLoader:
         num_workers: int = 0,
         device: torch.device | None = None,
         order: Callable[[], Sequence[int]] | None = None,
+        num_samples: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate
@@ -51,12 +52,17 @@ class DistributedLoader:
         self._replica = replica
         self._rounds_per_update = rounds_per_update
         self._shuffle = shuffle
-        self._seed = seed
+        # NumPy takes no negative seeds; torch and Python do.
+        self._seed = seed % 2**63
         self._drop_last = drop_last
         self._num_workers = num_workers
         self._device = device or torch.device("cpu")
         self._order = order
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+        self.num_samples = 0
+        """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
+        if not self._is_stream:
+            self.num_samples = len(dataset) if num_samples is None else num_samples
         self.epoch = 0
         self._position = 0
         """Rounds of the current epoch that have been handed out."""
@@ -85,7 +91,7 @@ class DistributedLoader:
     def consumed_samples(self) -> int:
         """Samples of the current epoch handed out so far, over all processes."""
         consumed = self._position * self.samples_per_round
-        return consumed if self._is_stream else min(consumed, len(self.dataset))
+        return consumed if self._is_stream else min(consumed, self.num_samples)
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
@@ -95,12 +101,14 @@ class DistributedLoader:
             )
         if self._drop_last:
             per_update = self.samples_per_round * self._rounds_per_update
-            return len(self.dataset) // per_update * self._rounds_per_update
-        return -(-len(self.dataset) // self.samples_per_round)
+            return self.num_samples // per_update * self._rounds_per_update
+        return -(-self.num_samples // self.samples_per_round)
 
     def __iter__(self) -> Iterator[Any]:
+        resumed_at = -1
         if self._is_resuming:
             self._is_resuming = False
+            resumed_at = self._position
         elif self._position:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
             self.epoch, self._position = self.epoch + 1, 0
@@ -112,7 +120,10 @@ class DistributedLoader:
             if self.on_batch is not None:
                 self.on_batch(self)
             yield move_to_device(batch, self._device)
+        was_over = self._position == resumed_at > 0
         self.epoch, self._position = self.epoch + 1, 0
+        if was_over:  # a stream does not know beforehand that it was saved at its end
+            yield from iter(self)
 
     def rewind(self) -> None:
         """Start from the first sample again."""
@@ -158,32 +169,50 @@ class DistributedLoader:
 
     def _get_order(self) -> Sequence[int] | np.ndarray[Any, Any]:
         if self._order is not None:
-            return self._order()
+            with _random_numbers_from((self._seed, self.epoch)):
+                return self._order()
         if not self._shuffle:
             return np.arange(len(self.dataset))
         return np.random.default_rng((self._seed, self.epoch)).permutation(len(self.dataset))
 
     def _iterate_stream(self) -> Iterator[tuple[Any, BatchInfo, bool]]:
         """Every process reads the whole stream and keeps its slice of each round."""
-        rows = islice(iter(self.dataset), self._position * self.samples_per_round, None)
-        samples = list(islice(rows, self.samples_per_round))
-        while samples:
-            following = list(islice(rows, self.samples_per_round))
+        rounds = self._read_stream()
+        current = next(rounds, None)
+        while current is not None:
+            following = next(rounds, None)
+            position, samples = current
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            batch = self.collate_fn(mine or samples[:1])
+            with _random_numbers_from((self._seed, self.epoch, self._replica, position)):
+                batch = self.collate_fn(mine or samples[:1])
             info = describe_batch(batch)
-            yield batch, info if mine else info.as_filler(), not following
-            samples = following
+            yield batch, info if mine else info.as_filler(), following is None
+            current = following
+
+    def _read_stream(self) -> Iterator[tuple[int, list[Any]]]:
+        """The rounds from the current position on; whole updates only, if the last is dropped."""
+        rows = iter(self.dataset)
+        start, waiting = self._position, []
+        for position in count():
+            # Not the process's own numbers: all must read the same samples.
+            with _random_numbers_from((self._seed, self.epoch, position)):
+                samples = list(islice(rows, self.samples_per_round))
+            if not samples or (self._drop_last and len(samples) < self.samples_per_round):
+                return
+            waiting.append((position, samples))
+            if not self._drop_last or len(waiting) == self._rounds_per_update:
+                yield from (each for each in waiting if each[0] >= start)
+                waiting = []
 
     def _check_size(self) -> None:
         if self._is_stream:
             return
-        if len(self.dataset) == 0:
+        if self.num_samples == 0:
             raise DataError("the data set is empty: there is nothing to train or evaluate on.")
         if len(self) == 0:
             needed = self.samples_per_round * self._rounds_per_update
             raise DataError(
-                f"the data set has {len(self.dataset)} samples, less than one global batch of "
+                f"the data set has {self.num_samples} samples, less than one global batch of "
                 f"{needed}, and the last, smaller batch is dropped: use a smaller "
                 "--global-batch-size, or --keep-last."
             )

@@ -25,6 +25,10 @@ class LaunchPlan:
     master_port: int
 
     @property
+    def endpoint(self) -> str:
+        return f"{self.master_addr}:{self.master_port}"
+
+    @property
     def world_size(self) -> int:
         return self.processes * self.nodes
 
@@ -39,7 +43,7 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     nodes = settings.nnodes if settings.nnodes is not None else _read_int("NNODES", 1)
     node_rank = settings.node_rank if settings.node_rank is not None else _read_int("NODE_RANK", 0)
     port = settings.master_port if settings.master_port is not None else _read_int("MASTER_PORT", 0)
-    address = settings.master_addr or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    address = settings.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     if not 0 <= node_rank < nodes:
         raise ConfigurationError(
             f"NODE_RANK is {node_rank}, but with NNODES {nodes} it must be 0 to {nodes - 1}."

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class WorkerError(RapidformerError):
 
 def launch(plan: LaunchPlan, argv: list[str]) -> None:
     """Run ``rapidformer <argv>`` in every process of this node and wait for all of them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -37,29 +38,32 @@ def launch(plan: LaunchPlan, argv: list[str]) -> None:
     threads = max((os.cpu_count() or 1) // plan.processes, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ[_QUIET] = "1"
-    is_single = plan.nodes == 1
-    config = LaunchConfig(
-        min_nodes=plan.nodes,
-        max_nodes=plan.nodes,
-        nproc_per_node=plan.processes,
-        run_id=f"rapidformer-{plan.master_port}",
-        # On one node any free port will do; several nodes must know theirs beforehand.
-        rdzv_backend="c10d" if is_single else "static",
-        rdzv_endpoint="localhost:0" if is_single else f"{plan.master_addr}:{plan.master_port}",
-        rdzv_configs={"rank": plan.node_rank, "timeout": 900},
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "rapidformer.cli.main", *argv)
-    except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
-        message = _read_message(first.error_file) or (
-            f"rank {rank} ended with status {first.exitcode}; its own message stands above."
+    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
+        config = LaunchConfig(
+            min_nodes=plan.nodes,
+            max_nodes=plan.nodes,
+            nproc_per_node=plan.processes,
+            run_id=f"rapidformer-{plan.master_port}",
+            # On one node any free port will do; several nodes must know theirs beforehand.
+            rdzv_backend="c10d" if plan.nodes == 1 else "static",
+            rdzv_endpoint="localhost:0" if plan.nodes == 1 else plan.endpoint,
+            rdzv_configs={"rank": plan.node_rank, "timeout": 900},
+            max_restarts=0,
+            monitor_interval=0.1,
+            # Where each process leaves its error; removed when the run is over.
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        raise WorkerError(message, abs(first.exitcode) or 1) from None
-    except SignalException as signal:
-        raise WorkerError(f"stopped by signal {signal.sigval.name}.", 128 + signal.sigval) from None
+        try:
+            elastic_launch(config, sys.executable)("-m", "rapidformer.cli.main", *argv)
+        except ChildFailedError as failure:
+            rank, first = failure.get_first_failure()
+            message = _read_message(first.error_file) or (
+                f"rank {rank} ended with status {first.exitcode}; its own message stands above."
+            )
+            raise WorkerError(message, abs(first.exitcode) or 1) from None
+        except SignalException as signal:
+            name = signal.sigval.name
+            raise WorkerError(f"stopped by signal {name}.", 128 + signal.sigval) from None
 
 
 def report_failure(message: str) -> bool:

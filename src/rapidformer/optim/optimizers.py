@@ -16,6 +16,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import find_plan
 
 # Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate serves both.
 _MUON_MATCHES_ADAMW = "match_rms_adamw"
@@ -28,7 +29,12 @@ def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer
     groups = group_parameters(model, settings.weight_decay)
     lr = settings.lr
     if settings.optimizer == "sgd":
-        return SGD(groups, lr=lr, momentum=settings.sgd_momentum, fused=_can_fuse(groups))
+        return SGD(
+            groups,
+            lr=lr,
+            momentum=settings.sgd_momentum,
+            fused=_can_fuse(groups) and not _is_sharded(groups),
+        )
     if settings.optimizer == "adafactor":
         _refuse_sharded(groups, "adafactor")
         return Adafactor(groups, lr=lr)
@@ -63,8 +69,13 @@ def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
     return all(p.is_floating_point() for group in groups for p in group["params"])
 
 
+def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
+    # torch's fused SGD does not know split tensors (its fused Adam does).
+    return any(isinstance(p, DTensor) for group in groups for p in group["params"])
+
+
 def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
-    if any(isinstance(p, DTensor) for group in groups for p in group["params"]):
+    if _is_sharded(groups):
         raise ConfigurationError(
             f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
             "ZeRO/FSDP: use adam or sgd, or leave the ZeRO switch out."
@@ -72,15 +83,17 @@ def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
 
 
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    plan = find_plan(model)
+    inside = {id(p) for block in plan.get_blocks(model) for p in block.parameters()}
+    tied = {id(model.get_parameter(name)) for names in plan.tied for name in names}
+    turned = inside - tied if inside else {id(p) for p in model.parameters()} - tied
+    turned -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     groups = group_parameters(model, settings.weight_decay)
     _refuse_sharded(groups, "muon")
     matrices, others = [], []
     for group in groups:
-        matrices += [p for p in group["params"] if p.dim() == 2 and id(p) not in embeddings]
-        rest = [p for p in group["params"] if p.dim() != 2 or id(p) in embeddings]
+        matrices += [p for p in group["params"] if p.dim() == 2 and id(p) in turned]
+        rest = [p for p in group["params"] if p.dim() != 2 or id(p) not in turned]
         others += [{**group, "params": rest}] if rest else []
     if not matrices:
         raise ConfigurationError("--optimizer muon: the model has no matrices to turn; use adam.")

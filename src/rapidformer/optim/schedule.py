@@ -48,7 +48,7 @@ def build_curve(
     decay: float = (settings.lr_decay_iters or train_iters) * global_batch_size
     if settings.lr_decay_samples is not None:
         decay = settings.lr_decay_samples
-    if settings.lr_warmup_fraction is not None:
+    if settings.lr_warmup_fraction:
         warmup = settings.lr_warmup_fraction * decay
     elif settings.lr_warmup_samples:
         warmup = settings.lr_warmup_samples

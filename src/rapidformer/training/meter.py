@@ -51,7 +51,8 @@ class Meter:
     def add_micro_batch(
         self, loss: torch.Tensor, weight: float | torch.Tensor, info: BatchInfo
     ) -> None:
-        if info.rows:
+        # A mean over no labels is not a number, and has no part in the update either.
+        if info.rows and (isinstance(weight, torch.Tensor) or weight):
             part = loss.detach() * weight
             self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
         self._rows += info.rows
@@ -63,8 +64,7 @@ class Meter:
         if self._loss_sum is None:
             self._loss_sum = torch.zeros((), device=self._device)
         self._losses.append((self._loss_sum / total_weight).float())
-        if norm is not None:
-            self._norms.append(norm)
+        self._norms.append(norm if norm is not None else torch.zeros((), device=self._device))
         self._loss_sum = None
 
     def pause(self) -> float:

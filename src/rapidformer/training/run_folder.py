@@ -7,6 +7,7 @@ lines of steps that it will do again have been taken out.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,26 @@ LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
 
 
-def check_run_folder(folder: Path, *, resumed_from: Path | None, overwrite: bool) -> None:
-    """Refuse to write over another run; ``--overwrite`` removes what that run has written."""
-    has_run = (folder / METRICS_FILE).exists() or bool(find_checkpoints(folder))
-    source = resumed_from.resolve() if resumed_from is not None else None
-    is_same = source is not None and folder.resolve() in (source, source.parent)
-    if not has_run or is_same:
+def check_run_folder(
+    folder: Path, *, source: Path | None, continues: bool, overwrite: bool
+) -> None:
+    """Refuse to write over another run; ``--overwrite`` removes what that run has written.
+
+    ``source`` is what ``--load`` names; a run that ``continues`` may go on in its own folder.
+    """
+    if not (folder / METRICS_FILE).exists() and not find_checkpoints(folder):
         return
+    is_same = source is not None and folder.resolve() in (
+        source.resolve(),
+        source.resolve().parent,
+    )
+    if is_same and continues:
+        return
+    if is_same:
+        raise CheckpointError(
+            f"--finetune starts a new run from {source}, which --save {folder} would write over: "
+            "choose another folder."
+        )
     if not overwrite:
         raise CheckpointError(
             f"--save {folder} already holds a run. Resume it with --load {folder}, choose another "
@@ -52,12 +66,18 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            # JSON has no NaN and no Infinity: null.
+            numbers = {k: None if _is_no_number(v) else v for k, v in line.items()}
+            file.write(json.dumps(numbers, allow_nan=False) + "\n")
 
     def _drop_after(self, step: int) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _get_step(line) <= step]
         replace_text(self.path, "".join(line + "\n" for line in kept))
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _get_step(line: str) -> float:

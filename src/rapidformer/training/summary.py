@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ def describe_run(
     train_iters: int,
     loader: DistributedLoader,
     eval_data: Any = None,
-    resumed_from: str | None = None,
+    resumed_from: Path | None = None,
 ) -> list[str]:
     """One line a subject."""
     args, parallelized = engine.args, engine.parallelized
@@ -67,5 +68,7 @@ def _count(number: int) -> str:
 def _size(data: Any) -> str:
     if data is None:
         return "no"
+    if getattr(data, "num_samples", None):
+        return f"{data.num_samples:,}"
     dataset = getattr(data, "dataset", data)
     return f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream of"

@@ -74,7 +74,7 @@ class Template:
         args, resume = self.args, None
         if args.load is not None:
             source = Path(args.load).expanduser()
-            resume = find_checkpoint(source) if source.is_dir() else None
+            resume = source if source.is_dir() and find_checkpoint(source) else None
             is_model_folder = (source / "config.json").is_file()
             if resume is None and args.is_given("load") and source.is_dir() and not is_model_folder:
                 raise CheckpointError(
@@ -82,10 +82,12 @@ class Template:
                     "(config.json)."
                 )
         if args.save is not None:
-            resumed_run = resume if resume is not None and not args.finetune else None
             if self.engine.is_main:
                 check_run_folder(
-                    Path(args.save), resumed_from=resumed_run, overwrite=args.overwrite
+                    Path(args.save),
+                    source=resume,
+                    continues=not args.finetune,
+                    overwrite=args.overwrite,
                 )
             self.engine.wait_for_all()
         return resume
@@ -147,7 +149,7 @@ class Template:
                 train_iters=train_iters,
                 loader=loader,
                 eval_data=eval_data,
-                resumed_from=str(resume) if resume else None,
+                resumed_from=self.engine.resumed_from,
             ):
                 get_logger().info(line)
         loop = TrainingLoop(
