@@ -101,10 +101,13 @@ def main() -> None:
                 bare.append(times[0])
                 ours.append(times[1])
     ratio = statistics.median(ours) / statistics.median(bare)
-    print(f"{options.steps} steps of {BATCH} rows, {torch.get_num_threads()} threads, medians of")
-    print(f"{options.rounds} rounds: bare {statistics.median(bare) * 1000 / options.steps:.1f}")
-    print(f"ms/step, rapidformer {statistics.median(ours) * 1000 / options.steps:.1f} ms/step")
-    print(f"cost of the loop: {100 * (ratio - 1):+.1f} %")
+    print(
+        f"{options.steps} steps of {BATCH} rows, {options.threads} thread(s), medians of "
+        f"{options.rounds} rounds\n"
+        f"bare        {statistics.median(bare) * 1000 / options.steps:7.1f} ms/step\n"
+        f"rapidformer {statistics.median(ours) * 1000 / options.steps:7.1f} ms/step\n"
+        f"cost of the loop: {100 * (ratio - 1):+.1f} %"
+    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from rapidformer.config import (
 )
 from rapidformer.config.dialects import WITHOUT_EFFECT
 from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
@@ -48,7 +49,7 @@ from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.processes import start_processes, stop_processes
 from rapidformer.errors import RapidformerError
-from rapidformer.log import configure_logging, get_logger, warn_once
+from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler
 from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
@@ -433,11 +434,8 @@ def _warn_about_settings_without_effect(args: TrainingArguments) -> None:
     for name in args.extras:
         if name in WITHOUT_EFFECT:
             warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
-    if args.onnx_runtime_training:
-        get_logger().info(
-            "--onnx-runtime-training: ONNX Runtime's training package has ended, "
-            "so the blocks are compiled with torch.compile."
-        )
+    for message in find_idle_settings(args):
+        warn_once(message)
 
 
 def _seed_everything(seed: int, *, deterministic: bool) -> None:

@@ -10,6 +10,8 @@ since two groups cannot own one parameter.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -57,7 +59,28 @@ def apply_sharding(
             # Both calls are needed: the factor alone is refused by gloo.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if hasattr(model, "generate"):
+        model.__class__ = _get_generating_class(type(model), is_synced=stage == 3)
     return ShardedGradients(model, stage)
+
+
+def _get_generating_class(cls: Any, *, is_synced: bool) -> Any:
+    """Let ``generate`` work on split weights.
+
+    It calls an encoder by itself, past the root whose weights (the embeddings) the encoder uses;
+    and where weights are gathered in every forward pass, all processes must do equally many.
+    """
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The root must know that it is one before a part of it is called.
+        self._get_fsdp_state()._lazy_init()
+        self.unshard()
+        try:
+            return cls.generate(self, *args, **{"synced_gpus": is_synced, **kwargs})
+        finally:
+            self.reshard()
+
+    return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
 
 
 def _as_sharded(model: nn.Module) -> FSDPModule:

@@ -42,6 +42,39 @@ def find_problems(args: TrainingArguments) -> list[str]:
     ]
 
 
+# Settings that mean something only beside another one.
+_ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "checkpoint_activations": ("recompute_interval",),
+    "compile": ("compile_backend",),
+    "save": ("save_interval", "save_total_limit", "overwrite"),
+    "load": ("finetune",),
+}
+_ONLY_WITH_FP16 = (
+    "initial_loss_scale", "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+)  # fmt: skip
+
+
+def find_idle_settings(args: TrainingArguments) -> list[str]:
+    """Settings that the user gave and that have no effect, each with the reason."""
+    idle = [
+        f"{_flag(name)} has no effect without {_flag(needed)}."
+        for needed, names in _ONLY_WITH.items()
+        for name in names
+        if args.is_given(name) and not getattr(args, needed)
+    ]
+    if args.mixed_precision not in ("fp16", "auto"):
+        idle += [
+            f"{_flag(name)} has no effect without --mixed-precision fp16."
+            for name in _ONLY_WITH_FP16
+            if args.is_given(name)
+        ]
+    if args.lr_decay_style == "constant" and args.is_given("min_lr"):
+        idle.append("--min-lr has no effect with --lr-decay-style constant.")
+    if args.train_iters is not None and args.is_given("epochs"):
+        idle.append(f"--epochs has no effect: --train-iters {args.train_iters} wins.")
+    return idle
+
+
 def has_sound_batches(args: TrainingArguments) -> bool:
     """Whether the batch sizes can be reckoned with at all."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)

@@ -18,11 +18,7 @@ def generate(
     num_beams: int,
     max_new_tokens: int,
 ) -> list[np.ndarray]:
-    """Greedy or beam search; one array of ids per row.
-
-    Sharded models gather weights in every forward pass, so all processes must go on until the
-    slowest is done: the loop marks such a model with ``_rapidformer_synced_generation``.
-    """
+    """Greedy or beam search; one array of ids per row."""
     options: dict[str, Any] = {}
     config: Any = model.generation_config
     if config.pad_token_id is None:
@@ -35,7 +31,6 @@ def generate(
         num_beams=num_beams,
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        synced_gpus=getattr(model, "_rapidformer_synced_generation", False),
         **options,
     )
     return list(ids.cpu().numpy())

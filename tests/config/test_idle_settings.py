@@ -1,0 +1,38 @@
+"""A setting without effect is told, with the reason; one with effect is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from rapidformer.config import parse_arguments, resolve
+from rapidformer.config.validate import find_idle_settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--recompute-interval 2", "--recompute-interval has no effect without --checkpoint"),
+        ("--compile-backend eager", "without --compile"),
+        ("--save-interval 5", "without --save"),
+        ("--hysteresis 3 --bf16", "without --mixed-precision fp16"),
+        ("--min-lr 1e-6 --lr 1e-3 --lr-decay-style constant", "--lr-decay-style constant"),
+        ("--epochs 3 --train-iters 10", "--train-iters 10 wins"),
+    ],
+)
+def test_idle_settings_are_named(flags: str, message: str) -> None:
+    idle = find_idle_settings(resolve(parse_arguments(flags.split())))
+    assert len(idle) == 1 and message in idle[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-interval 2 --checkpoint-activations",
+        "--onnx-runtime-training --compile-backend eager",
+        "--save-interval 5 --save x",
+        "--hysteresis 3 --fp16",
+        "--epochs 3",
+    ],
+)
+def test_settings_with_effect_are_not(flags: str) -> None:
+    assert find_idle_settings(resolve(parse_arguments(flags.split()))) == []
