@@ -33,7 +33,7 @@ from typing import Any
 
 SEED = 1234
 SPLITS = ("train", "validation", "test")
-TRAIN_ROUNDS = 4
+TRAIN_ROUNDS = 3
 VOCAB_SIZE = 1500
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -52,8 +52,8 @@ LINES_TO_CUT = 4
 
 # One wide layer with one head, and the mean over all tokens as the answer. The task is to find
 # equal words on both sides, and a fresh model learns that within a minute only where the way is
-# short: more layers, more heads, or the first token's state as the answer (as in BERT) keep it at
-# chance for thousands of updates.
+# short. Measured in that time: two layers with two heads stay near 0.64, and a BERT, which answers
+# from its first token's state, near chance.
 MODEL = {
     "model_type": "modernbert",
     "architectures": ["ModernBertForSequenceClassification"],

@@ -33,7 +33,7 @@ TASK = ("--task", "sequence_classification")
 SHAPE = {"--seq-length": "28", "--nproc-per-node": "1"}
 BATCHES = {"--micro-batch-size": "64", "--global-batch-size": "64"}
 RATE = {"--lr": "1e-3", "--lr-decay-style": "linear", "--lr-warmup-fraction": "0.05"}
-LENGTH = {"--epochs": "2", "--eval-interval": "300", "--log-interval": "20"}
+LENGTH = {"--epochs": "2", "--eval-interval": "250", "--log-interval": "20"}
 QUICK_LENGTH = {"--train-iters": "20", "--eval-interval": "10", "--log-interval": "5"}
 
 console = Console()
@@ -94,8 +94,8 @@ def choose_examples(test: Path, to: Path) -> list[dict[str, Any]]:
 
 def show_predictions(chosen: list[dict[str, Any]], predictions: Path) -> None:
     table = Table(title="Does this docstring belong to this function?")
-    table.add_column("function", no_wrap=True, max_width=26)
-    table.add_column("docstring", no_wrap=True, max_width=34)
+    table.add_column("function", no_wrap=True, max_width=22)
+    table.add_column("docstring", no_wrap=True, max_width=28)
     for name in ("truth", "model", "sure"):
         table.add_column(name, justify="right", no_wrap=True)
     answers = predictions.read_text(encoding="utf-8").splitlines()
