@@ -184,3 +184,141 @@ def _compose_stepped_optimizer() -> str:
     except RapidformerError as error:
         return str(error)
     return "no error"
+
+
+def test_the_first_loader_built_is_the_training_one() -> None:
+    """A custom loop builds its evaluation loader second: epochs are still those of the first."""
+    model, optimizer = make_parts()
+    engine = make_engine(epochs=2, micro_batch_size=2, global_batch_size=4)
+    rows = [{"x": torch.rand(3)} for _ in range(10)]
+    train = engine.build_data_loader(rows)
+    evaluation = engine.build_data_loader(rows[:3])
+    assert engine.get_train_iters() == 2 * 3
+    engine.compose(model, optimizer, lambda opt: torch.optim.lr_scheduler.ConstantLR(opt, 1.0))
+    for _ in range(2):
+        for batch in train:
+            engine.backward(model(batch["x"]).mean())
+            engine.step()
+        assert sum(len(batch["x"]) for batch in evaluation) == 3
+    assert engine.clock.updates == 6, "the smaller batch at an epoch's end is an update too"
+
+
+def test_gathering_after_the_loop_keeps_every_row_once() -> None:
+    """9 rows in batches of 2 on 3 processes: two of them end with a filler."""
+    for inside, joined, totals in run_in_processes(_gather_both_ways, 3):
+        assert sorted(inside) == list(range(9))
+        assert sorted(joined) == list(range(9))
+        assert totals == 9
+
+
+def _gather_both_ways() -> tuple[list[int], list[int], int]:
+    engine = make_engine(micro_batch_size=2)
+    rows = [{"x": torch.tensor(i)} for i in range(9)]
+    loader = engine.build_data_loader(rows, is_training=False)
+    inside, mine, count = [], [], 0
+    for batch in loader:
+        inside += engine.gather(batch["x"]).tolist()
+        mine.append(batch["x"])
+        count += loader.info.rows
+    joined = engine.gather(torch.cat(mine)).tolist()
+    return inside, joined, int(engine.gather(torch.tensor([count, count])).sum()) // 2
+
+
+def test_a_filler_of_the_evaluation_does_not_silence_later_training() -> None:
+    for weight in run_in_processes(_train_after_evaluation, 2):
+        assert weight == 2.0
+
+
+def _train_after_evaluation() -> float:
+    engine = make_engine(micro_batch_size=2)
+    model, optimizer = make_parts()
+    engine.compose(model, optimizer)
+    rows = [{"x": torch.rand(3)} for _ in range(5)]
+    for _ in engine.build_data_loader(rows, is_training=False):
+        pass
+    engine.backward(model(torch.rand(2, 3)).mean())
+    engine.step()
+    return float(engine.clock.total_weight)
+
+
+def test_an_unknown_length_leaves_the_rate_constant() -> None:
+    engine = make_engine()
+    model, _ = make_parts()
+    engine.compose(model)
+    rates = []
+    for _ in range(3):
+        rates.append(engine.get_learning_rate())
+        engine.backward(model(torch.rand(2, 3)).mean())
+        engine.step()
+    assert rates == [0.1, 0.1, 0.1]
+
+
+def test_the_global_batch_is_reached_in_the_loaders_own_batches() -> None:
+    model, optimizer = make_parts()
+    engine = make_engine(global_batch_size=64, epochs=1)
+    loader = DataLoader(TensorDataset(torch.rand(256, 3)), batch_size=16)
+    _, _, _, loader = engine.compose(model, optimizer, train_dataloader=loader)
+    for (batch,) in loader:
+        engine.backward(model(batch).mean())
+        engine.step()
+    assert engine.clock.updates == 4
+    with pytest.raises(ConfigurationError, match="batch_size 24"):
+        make_engine(global_batch_size=64).compose(
+            *make_parts(), train_dataloader=DataLoader(list(range(99)), batch_size=24)
+        )
+
+
+@pytest.mark.parametrize("switch", [{}, {"zero_1_memory_optimization": True}])
+def test_every_process_starts_from_the_first_ones_weights(switch: dict[str, Any]) -> None:
+    first, second = run_in_processes(_compose_other_weights, 2, switch)
+    assert first == second == [[0.0, 0.0, 0.0]]
+
+
+def _compose_other_weights(switch: dict[str, Any]) -> list[list[float]]:
+    engine = make_engine(**switch)
+    model = nn.Linear(3, 1)
+    nn.init.constant_(model.weight, float(engine.args.rank))
+    engine.compose(model)
+    weight: Any = model.weight
+    return (weight.full_tensor() if switch else weight).tolist()
+
+
+def test_saving_in_the_middle_of_an_update_is_refused(tmp_path: Any) -> None:
+    model, optimizer = make_parts()
+    engine = make_engine(gradient_accumulation_steps=2, micro_batch_size=1)
+    engine.compose(model, optimizer)
+    engine.backward(model(torch.rand(2, 3)).mean())
+    with pytest.raises(RapidformerError, match=r"after optimizer\.step"):
+        engine.save_checkpoint(tmp_path)
+
+
+def test_a_weight_of_zero_may_be_a_tensor() -> None:
+    model, optimizer = make_parts()
+    engine = make_engine(gradient_accumulation_steps=2, micro_batch_size=1)
+    engine.compose(model, optimizer)
+    rows = torch.rand(4, 3)
+    empty = nn.functional.cross_entropy(model(rows).expand(4, 3), torch.full((4,), -100))
+    assert torch.isnan(empty)
+    engine.backward(empty, weight=torch.tensor(0.0))
+    engine.backward(model(rows).mean(), weight=torch.tensor(4.0))
+    reference = make_parts()[0]
+    reference(rows).mean().backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+
+
+def test_fp16_needs_no_smaller_scale_on_two_processes() -> None:
+    """Weights are counted in a shared unit: many labels do not use up fp16's range."""
+    for skipped, scale in run_in_processes(_train_in_fp16, 2):
+        assert (skipped, scale) == (0, 2.0**16)
+
+
+def _train_in_fp16() -> tuple[int, float]:
+    engine = make_engine(fp16=True, micro_batch_size=4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    engine.compose(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in range(20):
+        engine.backward(model(torch.rand(4, 8)).mean(), weight=3000)
+        engine.step()
+    assert engine.scaler is not None
+    return engine.clock.skipped, engine.scaler.scale

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.processes import start_processes, stop_processes
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler
@@ -168,12 +169,15 @@ class RapidformerEngine:
         *,
         shuffle: bool | None = None,
         batch_size: int | None = None,
-        is_training: bool = True,
+        is_training: bool | None = None,
     ) -> DistributedLoader:
         """A loader for this process's share of the data, with batches on the device.
 
+        The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
         """
+        if is_training is None:
+            is_training = self._train_loader is None
         if shuffle is None:
             shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
         workers = self.args.num_workers
@@ -201,6 +205,8 @@ class RapidformerEngine:
                 f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
                 "use engine.build_data_loader(dataset, collate_fn)."
             )
+        if is_training and loader.batch_size is not None:
+            self._adopt_batch_size(loader.batch_size)
         adopted = adopt_loader(
             loader,
             num_replicas=self.args.data_parallel_size,
@@ -211,6 +217,19 @@ class RapidformerEngine:
         )
         return self._watch(adopted, is_training=is_training)
 
+    def _adopt_batch_size(self, batch_size: int) -> None:
+        """Accumulate to ``--global-batch-size`` in micro-batches of the user's own size."""
+        total = self.args.global_batch_size
+        if not self.args.is_given("global_batch_size") or total is None:
+            return
+        share = batch_size * self.args.data_parallel_size
+        if total % share:
+            raise ConfigurationError(
+                f"--global-batch-size {total} is not a multiple of the DataLoader's batch_size "
+                f"{batch_size} x {self.args.data_parallel_size} data-parallel processes = {share}."
+            )
+        self.clock.rounds_per_update = total // share
+
     # ---- the loop's verbs ----------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
@@ -219,13 +238,13 @@ class RapidformerEngine:
         ``weight`` is what the mean was taken over (label tokens or samples). After the last
         micro-batch of an update, gradients are those of the mean over the whole global batch.
         """
-        loader = self._current_loader
-        if loader is not None and loader.info.rows == 0:
+        loader = self._train_loader if self._current_loader is self._train_loader else None
+        if loader is not None and loader.is_filler:
             weight = 0.0
         is_last = self.clock.start_micro_batch(
-            ends_epoch=loader is not None and loader is self._train_loader and loader.is_update_end
+            ends_epoch=loader is not None and loader.is_update_end
         )
-        share = self.clock.add_weight(weight, is_alone=self.mesh is None)
+        share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
         synchronizer.before_backward(is_last)
@@ -233,6 +252,15 @@ class RapidformerEngine:
         synchronizer.after_backward()
         if is_last:
             self.clock.finish_gradients(self._trainable, self.scaler)
+
+    def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
+        if self.mesh is None:
+            return None
+        if self.scaler is None:
+            return 1.0
+        if self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(weight))
+        return self.scaler.weight_unit
 
     def step(self) -> None:
         """Update, advance the learning rate and clear the gradients, if an update is due."""
@@ -265,10 +293,10 @@ class RapidformerEngine:
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
-        loader = self._current_loader
-        if loader is not None and loader.info.rows == 0 and tensor.dim():
-            tensor = tensor[:0]
-        return gather_rows(tensor.detach(), pad_value)
+        rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        if self._current_loader is not None and self._current_loader.ends_with_filler(len(rows)):
+            rows = rows[:-1]
+        return gather_rows(rows, pad_value)
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order."""
@@ -287,6 +315,10 @@ class RapidformerEngine:
         target = folder or self.args.save
         if target is None:
             raise RapidformerError("where to? Give --save, or engine.save_checkpoint(folder).")
+        if self.clock.is_accumulating:
+            raise RapidformerError(
+                "save after optimizer.step(): the gradients of this update are only partly there."
+            )
         self.parallelized.settle()
         return CheckpointStore(Path(target)).save(
             self._get_state(),
@@ -347,7 +379,7 @@ class RapidformerEngine:
         return build_scheduler(
             optimizer,
             self.args,
-            train_iters=train_iters or 1,
+            train_iters=train_iters,
             global_batch_size=self.args.global_batch_size or 1,
         )
 
@@ -405,7 +437,7 @@ def _build_scaler(args: TrainingArguments) -> LossScaler:
 
 def _scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
     if isinstance(share, torch.Tensor):
-        return loss * (share * scale)
+        return torch.where(share == 0, torch.zeros_like(loss), loss) * (share * scale)
     if share == 0.0:
         # A mean over no labels is not a number; its gradient must be zero all the same.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
@@ -443,8 +475,6 @@ def _seed_everything(seed: int, *, deterministic: bool) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
-        import os
-
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -16,9 +16,11 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rapidformer.accel.precision import (
     LossScaler,
     Precision,
+    apply_fp32_weights,
     apply_mixed_precision,
     choose_precision,
 )
+from rapidformer.errors import TrainingError
 
 from .models import get_loss, make, make_batch
 
@@ -78,7 +80,7 @@ def test_weights_gradients_and_optimizer_state_stay_fp32() -> None:
 
 def test_16_bit_weights_become_fp32() -> None:
     model = make("bert").to(torch.bfloat16)
-    apply_mixed_precision(model, BF16, CPU)
+    apply_fp32_weights(model, BF16)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert get_loss(model, "bert").isfinite()
 
@@ -190,6 +192,11 @@ def test_loss_scale_follows_megatrons_rule(
             resumed = LossScaler(initial=1, minimum=1, window=window, hysteresis=hysteresis)
             resumed.load_state_dict(ours.state_dict())
             ours = resumed
+        if overflowed and ours.scale == 1:
+            # Where Megatron would skip updates for ever, ours stops: this is no overflow.
+            with pytest.raises(TrainingError, match="not finite"):
+                ours.update(overflowed=True)
+            return
         ours.update(overflowed=overflowed)
         theirs.update(overflowed)
         assert ours.scale == theirs.scale

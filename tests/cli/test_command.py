@@ -172,3 +172,22 @@ def test_a_model_from_scratch_by_its_sizes(
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run" / "last" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 16)
+
+
+def test_a_run_stands_for_its_best_model(command: Any, trained: Path, small_data: Path) -> None:
+    words = ["evaluate", "--task", "sequence_classification", "--data-path", small_data]
+    of_run = command(*words, "--load", trained)
+    assert of_run.returncode == 0, of_run.stderr
+    assert json.loads(of_run.stdout) == json.loads(
+        command(*words, "--load", trained / "best").stdout
+    )
+
+
+def test_a_folder_without_a_model_is_refused(
+    command: Any, small_data: Path, tmp_path: Path
+) -> None:
+    done = command(
+        "evaluate", "--task", "sequence_classification", "--data-path", small_data,
+        "--load", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "holds no model" in done.stderr

@@ -169,3 +169,18 @@ def test_a_template_without_a_hook(command: Any, tmp_path: Path) -> None:
         "Finetuner(RapidformerEngine()).train()\n"
     )
     _check(command("--user-script", script), "train_valid_test_datasets_provider")
+
+
+def test_a_mistyped_run_to_resume_is_not_a_fresh_start(
+    command: Any, small_model: Path, small_data: Path
+) -> None:
+    done = command(*_train(small_model, small_data, "--load", "runs/mrcp"))
+    _check(done, "--load runs/mrcp", "no such folder")
+
+
+def test_output_into_a_folder_that_is_not_there(command: Any, small_model: Path) -> None:
+    done = command(
+        "predict", "--task", "sequence_classification", "--load", small_model,
+        "--input", "w1", "--output", "nowhere/predictions.jsonl",
+    )  # fmt: skip
+    _check(done, "nowhere")

@@ -40,7 +40,7 @@ class Rig:
         self, loss: torch.Tensor, weight: float = 1.0, *, ends_epoch: bool = False
     ) -> bool:
         is_last = self.clock.start_micro_batch(ends_epoch=ends_epoch)
-        share = self.clock.add_weight(weight, is_alone=True)
+        share = self.clock.add_weight(weight, shared_unit=None)
         scale = self.scaler.scale if self.scaler else 1.0
         (loss * (share * scale)).backward()
         if is_last:

@@ -243,3 +243,71 @@ def test_scripts_can_ask_for_the_current_run() -> None:
     get_timers()("epoch").start()
     get_timers()("epoch").stop()
     assert get_timers()("epoch").elapsed() >= 0
+
+
+def test_processes_that_measure_differently_do_not_part_ways(tmp_path: Path) -> None:
+    """A metrics hook without ``gather``: the first process's word decides which model is best."""
+    results = run_in_processes(_finetune_with_own_numbers, 2, str(tmp_path))
+    assert results[0] == results[1] == {"accuracy": 1.0}
+    assert (tmp_path / "best").is_dir()
+
+
+def _finetune_with_own_numbers(folder: str) -> dict[str, float]:
+    class Disagrees(LineFinetuner):
+        def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+            return {"accuracy": 1.0 - self.args.rank}
+
+    return Disagrees(make_engine(epochs=2, save=folder)).train()
+
+
+def test_skipped_updates_trigger_nothing(tmp_path: Path) -> None:
+    """fp16 overflows in the first updates: no evaluation at step 0, no early exit."""
+
+    class Overflows(LineFinetuner):
+        calls = 0
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            type(self).calls += 1
+            return model(**batch) * (float("inf") if self.calls <= 3 else 1.0)
+
+    engine = make_engine(
+        epochs=1, save=str(tmp_path), fp16=True, eval_interval=4, log_interval=1, exit_interval=4
+    )
+    with pytest.raises(RapidformerError, match="inf at step 1"):
+        Overflows(engine).train()  # an infinite *loss* is no overflow of the gradient
+
+    class GradientOverflows(LineFinetuner):
+        calls = 0
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            type(self).calls += 1
+            loss = model(**batch)
+            if self.calls <= 3:
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+            return loss
+
+    engine = make_engine(
+        epochs=1, save=str(tmp_path / "second"), fp16=True, eval_interval=4, exit_interval=4
+    )
+    GradientOverflows(engine).train()
+    assert engine.clock.skipped == 3 and engine.clock.updates == 4
+    steps = [line["step"] for line in read_lines(tmp_path / "second") if "eval_error" in line]
+    assert steps == [4]
+
+
+def test_the_best_model_of_another_folder_is_not_claimed(tmp_path: Path) -> None:
+    LineFinetuner(make_engine(epochs=1, save=str(tmp_path / "a"))).train()
+    engine = make_engine(epochs=2, save=str(tmp_path / "b"), load=str(tmp_path / "a"))
+    LineFinetuner(engine).train()
+    saved = json.loads((tmp_path / "b" / "iter_0000020" / "run.json").read_text())
+    assert saved["extra"]["progress"]["best_step"] == 20
+    assert (tmp_path / "b" / "best").is_dir()
+
+
+def test_a_pair_of_loss_and_logits_is_told_apart() -> None:
+    class WithLogits(LineFinetuner):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model(**batch), torch.rand(4, 2)
+
+    with pytest.raises(RapidformerError, match="second must be"):
+        WithLogits(make_engine(epochs=1)).train()

@@ -73,11 +73,15 @@ class GradientReducer:
 
 
 def apply_data_parallel(model: nn.Module) -> GradientReducer:
-    """Give every process the first one's weights, and sum gradients from now on."""
+    """Sum gradients over the processes from now on."""
+    return GradientReducer(model)
+
+
+def broadcast_weights(model: nn.Module) -> None:
+    """Give every process the first one's weights: a fresh head may have been drawn by each."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, src=0)
-    return GradientReducer(model)
 
 
 def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
@@ -111,8 +115,10 @@ def _finish(bucket: _Bucket) -> None:
     bucket.work.wait()
     sizes = [p.numel() for p in bucket.parameters]
     *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
-    for i, (parameter, gradient) in enumerate(zip(bucket.parameters, gradients, strict=True)):
-        # Only a process that lacks a gradient has to ask whether another one had it.
-        if parameter.grad is not None or flags[i].item() > 0:
+    is_complete = all(p.grad is not None for p in bucket.parameters)
+    # Only a process that lacks a gradient has to ask (and wait) whether another one had it.
+    users = [1.0] * len(sizes) if is_complete else flags.tolist()
+    for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
+        if count > 0:
             parameter.grad = gradient.view_as(parameter)
     bucket.flat, bucket.work = None, None

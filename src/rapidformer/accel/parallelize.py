@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.data_parallel import apply_data_parallel
+from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
@@ -81,9 +81,11 @@ def parallelize(
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
     elif args.zero_stage:
+        broadcast_weights(model)
         synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     else:
+        broadcast_weights(model)
         synchronizer = apply_data_parallel(model)
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)

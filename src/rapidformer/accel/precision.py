@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.errors import ConfigurationError
+from rapidformer.dist.collectives import broadcast_object
+from rapidformer.errors import ConfigurationError, TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,6 @@ def apply_mixed_precision(
     """Run every call of the model under autocast, over fp32 weights."""
     if precision.dtype is None:
         return model
-    apply_fp32_weights(model, precision)
     cls: Any = type(model)
     model.__class__ = _get_autocast_class(cls, precision, device)
     return model
@@ -126,6 +127,13 @@ class LossScaler:
         self._hysteresis = hysteresis
         self._patience = hysteresis
         self._clean_updates = 0
+        self.weight_unit: float | None = None
+        """What losses' weights are counted in when several processes add them: near a typical one,
+        so that many labels do not use up fp16's range. A power of two changes no bits."""
+
+    def agree_on_unit(self, weight: float) -> None:
+        """Take the first process's weight of now; every process must call this."""
+        self.weight_unit = broadcast_object(2.0 ** round(math.log2(max(weight, 1.0))))
 
     def update(self, *, overflowed: bool) -> None:
         """Halve after too many overflows, double after a long clean stretch."""
@@ -134,6 +142,11 @@ class LossScaler:
         if overflowed:
             self._clean_updates = 0
             self._patience -= 1
+            if self.scale <= self._minimum:
+                raise TrainingError(
+                    f"the gradient is not finite although the loss scale is {self.scale:g}: this "
+                    "is no overflow of fp16. Look at the data and the loss, or lower --lr."
+                )
             if self._patience <= 0:
                 self.scale = max(self.scale / 2, self._minimum)
             return
@@ -148,6 +161,7 @@ class LossScaler:
             "scale": self.scale,
             "patience": self._patience,
             "clean_updates": self._clean_updates,
+            "weight_unit": self.weight_unit or 0.0,
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -156,3 +170,4 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._patience = int(state["patience"])
         self._clean_updates = int(state["clean_updates"])
+        self.weight_unit = state.get("weight_unit") or None

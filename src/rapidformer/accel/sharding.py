@@ -26,8 +26,12 @@ class ShardedGradients:
         self._root = _as_sharded(model)
         self._groups = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._stage = stage
+        self._was_last: bool | None = None
 
     def before_backward(self, is_last: bool) -> None:
+        if is_last == self._was_last:
+            return  # each of these calls walks through all modules
+        self._was_last = is_last
         self._root.set_is_last_backward(is_last)
         if self._stage == 1:
             self._root.set_requires_gradient_sync(is_last)

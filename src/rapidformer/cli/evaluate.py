@@ -6,13 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 
 
 def run(argv: list[str]) -> None:
     """Print the metrics, and write them to ``--output`` where it is given."""
-    args = parse_arguments(argv)
+    args = choose_run_model(parse_arguments(argv))
     if args.task is None:
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
     from rapidformer.engine import RapidformerEngine

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import TrainingArguments, parse_arguments
 from rapidformer.errors import ConfigurationError, DataError
 
 
 def run(argv: list[str]) -> None:
     """Write one JSON object per example, to ``--output`` or to the terminal."""
-    args = parse_arguments(argv)
+    args = choose_run_model(parse_arguments(argv))
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
     rows = _read_rows(args)

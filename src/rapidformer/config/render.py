@@ -10,6 +10,18 @@ from typing import Any
 from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.schema import get_settings
 
+# What follows from the number of processes, or from the rest: on another launch it follows anew.
+_PER_LAUNCH = frozenset(
+    {
+        "eval_micro_batch_size",
+        "global_batch_size",
+        "gradient_accumulation_steps",
+        "load",
+        "local_rank",
+        "micro_batch_size",
+    }
+)
+
 
 def render_arguments(args: TrainingArguments) -> Iterator[str]:
     """One line a setting, in the order of the sections."""
@@ -17,7 +29,9 @@ def render_arguments(args: TrainingArguments) -> Iterator[str]:
         yield f"# {section}"
         for setting in settings:
             text = f"{setting.name}: {_render(getattr(args, setting.name))}"
-            yield f"{text:<60} # {args.sources.get(setting.name, 'default')}"
+            source = args.sources.get(setting.name, "default")
+            is_shown_only = setting.name in _PER_LAUNCH and source.startswith("derived")
+            yield f"{'# ' if is_shown_only else ''}{text:<60} # {source}"
 
 
 def _render(value: Any) -> str:

@@ -183,9 +183,13 @@ def _check_files(args: TrainingArguments) -> Iterator[str]:
     if args.user_script is not None and not Path(args.user_script).is_file():
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:
+        # Only a script may mean a Hub name: it calls from_pretrained(args.load) itself.
+        is_script = args.user_script is not None or args.task is None
         looks_local = args.load.startswith((".", "/", "~")) or args.load.count("/") > 1
-        if looks_local and not Path(args.load).expanduser().exists():
+        if (looks_local or not is_script) and not Path(args.load).expanduser().exists():
             yield f"--load {args.load}: there is no such folder."
+    if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
+        yield f"--output {args.output}: there is no folder {Path(args.output).parent}."
     for name in ("vocab_file", "merge_file"):
         value = getattr(args, name)
         if value is not None and not Path(value).is_file():

@@ -71,6 +71,10 @@ class DistributedLoader:
         """Counts of the micro-batch handed out last."""
         self.is_update_end = False
         """Whether that micro-batch is the last of its update."""
+        self.is_filler = False
+        """Whether that micro-batch, now being worked on, only keeps this process in step."""
+        self._rows_handed_out = 0
+        self._ended_with_filler = False
         self.on_batch: Callable[[DistributedLoader], None] | None = None
         """Told of every micro-batch before it is handed out."""
         self._check_size()
@@ -112,18 +116,30 @@ class DistributedLoader:
         elif self._position:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
             self.epoch, self._position = self.epoch + 1, 0
+        self._rows_handed_out = 0
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
         for batch, info, is_last in rounds:
             self._position += 1
             self.info = info
+            self.is_filler = self._ended_with_filler = info.rows == 0
+            self._rows_handed_out += info.rows or 1
             self.is_update_end = is_last or self._position % self._rounds_per_update == 0
             if self.on_batch is not None:
                 self.on_batch(self)
             yield move_to_device(batch, self._device)
+        self.is_filler = False
         was_over = self._position == resumed_at > 0
         self.epoch, self._position = self.epoch + 1, 0
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from iter(self)
+
+    def ends_with_filler(self, rows: int) -> bool:
+        """Whether results of so many rows, made from batches of this pass, end with a filler's.
+
+        True for a filler's own row while it is worked on, and for all rows of the pass joined.
+        """
+        is_own_row = self.is_filler and rows == 1
+        return self._ended_with_filler and (is_own_row or rows == self._rows_handed_out)
 
     def rewind(self) -> None:
         """Start from the first sample again."""

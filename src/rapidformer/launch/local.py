@@ -35,7 +35,7 @@ def launch(plan: LaunchPlan, argv: list[str]) -> None:
 
     # What the agent would log about a failure, we say ourselves and better.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threads = max((os.cpu_count() or 1) // plan.processes, 1)
+    threads = max(len(os.sched_getaffinity(0)) // plan.processes, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ[_QUIET] = "1"
     with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
@@ -60,7 +60,8 @@ def launch(plan: LaunchPlan, argv: list[str]) -> None:
             message = _read_message(first.error_file) or (
                 f"rank {rank} ended with status {first.exitcode}; its own message stands above."
             )
-            raise WorkerError(message, abs(first.exitcode) or 1) from None
+            code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+            raise WorkerError(message, code) from None
         except SignalException as signal:
             name = signal.sigval.name
             raise WorkerError(f"stopped by signal {name}.", 128 + signal.sigval) from None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.config.sections import OptimizerArguments
+from rapidformer.log import warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,17 @@ class LearningRateCurve:
 
 
 def build_curve(
-    settings: OptimizerArguments, *, train_iters: int, global_batch_size: int
+    settings: OptimizerArguments, *, train_iters: int | None, global_batch_size: int
 ) -> LearningRateCurve:
     """The curve that the flags describe, for a run of this many updates."""
-    decay: float = (settings.lr_decay_iters or train_iters) * global_batch_size
+    style, length = settings.lr_decay_style, settings.lr_decay_iters or train_iters
+    if length is None and settings.lr_decay_samples is None and style in ("linear", "cosine"):
+        warn_once(
+            f"the length of the run is not known, so the learning rate does not decay "
+            f"({style}): give --train-iters, or --epochs and let the engine build the loader."
+        )
+        style = "constant"
+    decay: float = (length or 0) * global_batch_size
     if settings.lr_decay_samples is not None:
         decay = settings.lr_decay_samples
     if settings.lr_warmup_fraction:
@@ -56,7 +64,7 @@ def build_curve(
         warmup = settings.lr_warmup_iters * global_batch_size
     peak = settings.lr or 0.0
     return LearningRateCurve(
-        style=settings.lr_decay_style,
+        style=style,
         warmup_samples=warmup,
         decay_samples=decay,
         floor=settings.min_lr / peak if peak else 0.0,
@@ -67,7 +75,7 @@ def build_scheduler(
     optimizer: Optimizer,
     settings: OptimizerArguments,
     *,
-    train_iters: int,
+    train_iters: int | None,
     global_batch_size: int,
 ) -> LambdaLR:
     """A torch scheduler over the curve: one step per update."""

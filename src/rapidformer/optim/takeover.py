@@ -65,6 +65,8 @@ def take_over_optimizer(
     # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and
     # says so by the mark that torch's schedulers look for.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # And torch's own mark: the step inside runs the optimizer's hooks already.
+    step.hooked = True  # type: ignore[attr-defined]
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad})
     optimizer._opt_called = True  # type: ignore[attr-defined]

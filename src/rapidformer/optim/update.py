@@ -63,14 +63,18 @@ class UpdateClock:
             return self.forced
         return ends_epoch or self._rounds >= self.rounds_per_update
 
-    def add_weight(self, weight: float | torch.Tensor, *, is_alone: bool) -> float | torch.Tensor:
+    def add_weight(
+        self, weight: float | torch.Tensor, *, shared_unit: float | None
+    ) -> float | torch.Tensor:
         """Add a micro-batch's weight to the total; returns it in units of the first one's.
 
         The unit only keeps numbers near 1: a run of one process and no accumulation then multiplies
-        and divides by exactly 1, and is bit-equal to a plain loop.
+        and divides by exactly 1, and is bit-equal to a plain loop. Processes that add their sums
+        share one unit.
         """
         if self._rounds == 1:
-            self._unit = float(weight) if is_alone and _is_positive_number(weight) else 1.0
+            own_unit = float(weight) if _is_positive_number(weight) else 1.0
+            self._unit = own_unit if shared_unit is None else shared_unit
         share = weight / self._unit
         self._weight = self._weight + share
         return share
@@ -163,5 +167,9 @@ def _sum_weights(
     if is_alone() or not gradients:
         return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
     device = gradients[0].device
-    total = torch.as_tensor(weight, dtype=torch.float32, device=device).clone()
+    if isinstance(weight, torch.Tensor):
+        total = weight.to(device, torch.float32, copy=True)
+    else:
+        # Not as_tensor: a copy from the host would wait for the device.
+        total = torch.full((), weight, dtype=torch.float32, device=device)
     return sum_over_processes(total).clamp(min=torch.finfo(torch.float32).tiny)

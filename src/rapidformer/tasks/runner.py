@@ -27,6 +27,7 @@ class TaskFinetuner(Finetuner):
     def __init__(self, engine: RapidformerEngine, task: Task) -> None:
         super().__init__(engine)
         self.task = task
+        self.has_shifted_labels = task.has_shifted_labels
         self.prepared: PreparedData | None = None
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:

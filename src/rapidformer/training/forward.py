@@ -29,7 +29,7 @@ def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) ->
             returned = second(first)
             returned = returned[0] if isinstance(returned, tuple) else returned
         else:
-            returned, weight = first, second
+            returned, weight = first, _check_weight(second)
     if not isinstance(returned, torch.Tensor):
         raise RapidformerError(
             f"run_forward_step must return the loss, a tensor, got {type(returned).__name__}."
@@ -40,6 +40,18 @@ def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) ->
             f"{list(returned.shape)}: return loss.mean(), or (loss.sum() / n, n)."
         )
     return ForwardResult(returned, weight)
+
+
+def _check_weight(weight: Any) -> float | torch.Tensor:
+    is_number = isinstance(weight, (int, float)) or (
+        isinstance(weight, torch.Tensor) and weight.numel() == 1
+    )
+    if not is_number:
+        raise RapidformerError(
+            "run_forward_step returned a pair: the second must be what the loss is a mean over (a "
+            f"number) or Megatron's loss function, got {type(weight).__name__}."
+        )
+    return weight.reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
 
 class SingleBatch(Iterator[Any]):

@@ -82,6 +82,7 @@ class TrainingLoop:
         self._saved_at: int | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step
+        self._step_before = self.step
         self._is_stopping = False
         self._lr = 0.0
 
@@ -126,6 +127,9 @@ class TrainingLoop:
         self.reporter.advance(self.step)
         if self._attempts % args.log_interval == 0 or self.step == 1:
             self._log()
+        if self.step == self._step_before:
+            return  # an update that fp16 has skipped: nothing is due
+        self._step_before = self.step
         evaluation = self.evaluation
         if evaluation and evaluation.interval and self.step % evaluation.interval == 0:
             self._evaluate()
@@ -170,7 +174,7 @@ class TrainingLoop:
             self._is_stopping = True
         if args.exit_duration_in_mins is not None and self._attempts % args.log_interval == 0:
             minutes = (time.monotonic() - self._started_at) / 60
-            self._is_stopping = broadcast_object(minutes > args.exit_duration_in_mins)
+            self._is_stopping |= broadcast_object(minutes > args.exit_duration_in_mins)
 
     # ---- logging, evaluating, saving -----------------------------------------------------------
 
@@ -214,7 +218,8 @@ class TrainingLoop:
         assert self.evaluation is not None
         self._log()
         paused_at = self.meter.pause()
-        results = evaluate_model(self.engine, self.evaluation.run)
+        # The first process's word: were they to differ, one alone would go and save the best.
+        results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
         self.progress.evaluations = results
         self.progress.evaluated_at = self.step
         line: dict[str, Any] = {"step": self.step, "epoch": round(self._get_epoch(), 4)}
@@ -258,8 +263,12 @@ class TrainingLoop:
     def restore(self, extra: dict[str, Any]) -> None:
         """Take over what an earlier run's checkpoint knows beyond the engine's state."""
         self.progress = Progress(**extra.get("progress", {}))
+        save = self.args.save
+        if save is not None and not broadcast_object((Path(save) / BEST).is_dir()):
+            # Another folder than that run's: its best model is not here.
+            self.progress.best_value = self.progress.best_step = None
         self._attempts = extra.get("attempts", self.step)
-        self._saved_at = self.step
+        self._step_before = self._saved_at = self.step
 
 
 def is_greater_better(metric: str) -> bool:

@@ -54,6 +54,8 @@ class Meter:
         # A mean over no labels is not a number, and has no part in the update either.
         if info.rows and (isinstance(weight, torch.Tensor) or weight):
             part = loss.detach() * weight
+            if isinstance(weight, torch.Tensor):
+                part = torch.where(weight == 0, torch.zeros_like(part), part)
             self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
         self._rows += info.rows
         self._tokens += info.tokens

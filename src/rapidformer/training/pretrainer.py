@@ -13,6 +13,7 @@ handed the batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from itertools import islice
@@ -64,8 +65,11 @@ class PreTrainer(Template):
         return self.train()
 
     def wrap_batch(self, batch: Any) -> Any:
-        first = next(iter(inspect.signature(self.run_forward_step).parameters), "")
-        return batch if first == "batch" else SingleBatch(batch)
+        return batch if self._takes_batch else SingleBatch(batch)
+
+    @functools.cached_property
+    def _takes_batch(self) -> bool:
+        return next(iter(inspect.signature(self.run_forward_step).parameters), "") == "batch"
 
     def _get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
@@ -115,7 +119,8 @@ class PreTrainer(Template):
                 result = forward(batch)
                 weight = torch.as_tensor(result.weight, dtype=torch.float64, device=totals.device)
                 if eval_loader.info.rows:
-                    totals += torch.stack([result.loss.double() * weight, weight])
+                    part = result.loss.double() * weight
+                    totals += torch.stack([torch.where(weight == 0, weight, part), weight])
             loss_sum, count = sum_over_processes(totals).tolist()
             loss = loss_sum / count if count else math.nan
             return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

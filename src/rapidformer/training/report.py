@@ -125,7 +125,7 @@ def _open_board(folder: str, resume_step: int) -> Any:
             "TensorBoard is not written: pip install tensorboard. metrics.jsonl has everything."
         )
         return None
-    return SummaryWriter(folder, purge_step=resume_step or None)  # type: ignore[no-untyped-call]
+    return SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)  # type: ignore[no-untyped-call]
 
 
 class _ProgressBar:

@@ -13,6 +13,7 @@ from typing import Any
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import TrainingArguments
 from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
@@ -37,6 +38,8 @@ class Template:
     """Tokenizer or image processor to save beside the model, if the subclass has one."""
     best_metric: str | None = None
     greater_is_better: bool = True
+    has_shifted_labels: bool | None = None
+    """Whether the model compares each position with the next label; None: found by its class."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
@@ -82,15 +85,25 @@ class Template:
                     "(config.json)."
                 )
         if args.save is not None:
-            if self.engine.is_main:
-                check_run_folder(
-                    Path(args.save),
-                    source=resume,
-                    continues=not args.finetune,
-                    overwrite=args.overwrite,
-                )
-            self.engine.wait_for_all()
+            self._check_run_folder(Path(args.save), resume)
         return resume
+
+    def _check_run_folder(self, folder: Path, source: Path | None) -> None:
+        """Looked at by the first process; what it finds wrong stops all of them."""
+        problem = None
+        if self.engine.is_main:
+            try:
+                check_run_folder(
+                    folder,
+                    source=source,
+                    continues=not self.args.finetune,
+                    overwrite=self.args.overwrite,
+                )
+            except CheckpointError as error:
+                problem = str(error)
+        problem = broadcast_object(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
 
     def compose(self) -> Any:
         """Get model, optimizer and schedule from the hook and switch everything on."""
@@ -112,7 +125,9 @@ class Template:
 
     def make_forward(self, loader: DistributedLoader, model: Any) -> Callable[[Any], ForwardResult]:
         """The user's forward step, with the weight of its loss counted."""
-        is_shifted = shifts_labels(model)
+        is_shifted = self.has_shifted_labels
+        if is_shifted is None:
+            is_shifted = shifts_labels(model)
 
         def forward(batch: Any) -> ForwardResult:
             returned = self.run_forward_step(self.wrap_batch(batch), model)
