@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -49,12 +46,13 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.processes import start_processes, stop_processes
+from rapidformer.dist.seeding import seed_everything
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
-from rapidformer.optim.schedule import build_scheduler
+from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
-from rapidformer.optim.update import UpdateClock
+from rapidformer.optim.update import UpdateClock, scale_loss
 from rapidformer.timers import Timers
 
 Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
@@ -96,7 +94,7 @@ class RapidformerEngine:
         set_context(args=self.args, timers=self.timers)
         atexit.register(self.close)
         _warn_about_settings_without_effect(self.args)
-        _seed_everything(self.args.seed, deterministic=self.args.deterministic)
+        seed_everything(self.args.seed, deterministic=self.args.deterministic)
 
     # ---- composing -----------------------------------------------------------------------------
 
@@ -248,7 +246,7 @@ class RapidformerEngine:
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
         synchronizer.before_backward(is_last)
-        _scale_loss(loss, share, scale).backward()
+        scale_loss(loss, share, scale).backward()
         synchronizer.after_backward()
         if is_last:
             self.clock.finish_gradients(self._trainable, self.scaler)
@@ -374,7 +372,7 @@ class RapidformerEngine:
         train_iters = self.get_train_iters()
         if function is not None:
             if isinstance(function, functools.partial):
-                function = _fill_training_steps(function, train_iters)
+                function = fill_training_steps(function, train_iters)
             return function(optimizer)  # type: ignore[no-any-return]
         return build_scheduler(
             optimizer,
@@ -435,46 +433,9 @@ def _build_scaler(args: TrainingArguments) -> LossScaler:
     )
 
 
-def _scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
-    if isinstance(share, torch.Tensor):
-        return torch.where(share == 0, torch.zeros_like(loss), loss) * (share * scale)
-    if share == 0.0:
-        # A mean over no labels is not a number; its gradient must be zero all the same.
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-    factor = share * scale
-    return loss if factor == 1.0 else loss * factor
-
-
-def _fill_training_steps(
-    function: functools.partial[Any], train_iters: int | None
-) -> functools.partial[Any]:
-    """``num_training_steps=args.train_iters`` is None in a run whose length is said in epochs."""
-    if (
-        "num_training_steps" in function.keywords
-        and function.keywords["num_training_steps"] is None
-    ):
-        if train_iters is None:
-            raise RapidformerError(
-                "the learning-rate schedule needs the length of the run: give --train-iters, or "
-                "--epochs and let the engine build or take the training loader first."
-            )
-        return functools.partial(function, num_training_steps=train_iters)
-    return function
-
-
 def _warn_about_settings_without_effect(args: TrainingArguments) -> None:
     for name in args.extras:
         if name in WITHOUT_EFFECT:
             warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
     for message in find_idle_settings(args):
         warn_once(message)
-
-
-def _seed_everything(seed: int, *, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

@@ -6,13 +6,16 @@ over the warm-up (the very first update has rate 0 when there is one), then deca
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.config.sections import OptimizerArguments
+from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 
 
@@ -81,3 +84,20 @@ def build_scheduler(
     """A torch scheduler over the curve: one step per update."""
     curve = build_curve(settings, train_iters=train_iters, global_batch_size=global_batch_size)
     return LambdaLR(optimizer, lambda update: curve(update * global_batch_size))
+
+
+def fill_training_steps(
+    function: functools.partial[Any], train_iters: int | None
+) -> functools.partial[Any]:
+    """``num_training_steps=args.train_iters`` is None in a run whose length is said in epochs."""
+    if (
+        "num_training_steps" in function.keywords
+        and function.keywords["num_training_steps"] is None
+    ):
+        if train_iters is None:
+            raise RapidformerError(
+                "the learning-rate schedule needs the length of the run: give --train-iters, or "
+                "--epochs and let the engine build or take the training loader first."
+            )
+        return functools.partial(function, num_training_steps=train_iters)
+    return function

@@ -152,6 +152,17 @@ class UpdateClock:
         self._gradients = []
 
 
+def scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
+    """The loss times its share of the update; a share of 0 has no gradient at all."""
+    if isinstance(share, torch.Tensor):
+        return torch.where(share == 0, torch.zeros_like(loss), loss) * (share * scale)
+    if share == 0.0:
+        # A mean over no labels is not a number; its gradient must be zero all the same.
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+    factor = share * scale
+    return loss if factor == 1.0 else loss * factor
+
+
 def _is_positive_number(weight: float | torch.Tensor) -> bool:
     return not isinstance(weight, torch.Tensor) and weight > 0
 

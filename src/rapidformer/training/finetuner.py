@@ -23,6 +23,12 @@ from rapidformer.training.template import Template, _missing_hook
 class Finetuner(Template):
     """Template for fine-tuning."""
 
+    saves_each_epoch = True
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.args.dataloader_type != "single"
+
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
         """Hook: ``(train, validation, test, collate function or None)``."""
         raise _missing_hook(self, "train_valid_test_datasets_provider")
@@ -30,24 +36,6 @@ class Finetuner(Template):
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
         """Hook: a dictionary of metrics; ``model`` comes as a list of one, as in Megatron."""
         raise _missing_hook(self, "run_compute_metrics")
-
-    def train(self) -> dict[str, float]:
-        """Fine-tune to the end; returns the last evaluation's metrics."""
-        resume = self.find_resume_folder()
-        train_data, valid_data, _, collate = self._get_datasets()
-        is_cyclic = self.args.dataloader_type != "single"
-        loader = self.engine.build_data_loader(train_data, collate, shuffle=is_cyclic)
-        eval_loader = self.build_eval_loader(valid_data, collate)
-        model = self.compose()
-        progress = self.run_loop(
-            loader,
-            model,
-            evaluation=self._make_evaluation(model, eval_loader),
-            eval_data=eval_loader,
-            resume=resume,
-            saves_each_epoch=True,
-        )
-        return progress.evaluations
 
     def finetune(self) -> dict[str, float]:
         """The same as ``train``."""
@@ -65,7 +53,7 @@ class Finetuner(Template):
             is_training=False,
         )
 
-    def _get_datasets(self) -> tuple[Any, Any, Any, Any]:
+    def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         provided = self.train_valid_test_datasets_provider()
         if not isinstance(provided, tuple) or len(provided) not in (3, 4):
             raise RapidformerError(
@@ -77,7 +65,7 @@ class Finetuner(Template):
             raise RapidformerError("train_valid_test_datasets_provider gave no training data.")
         return train_data, valid_data, test_data, collate
 
-    def _make_evaluation(
+    def make_evaluation(
         self, model: Any, eval_loader: DistributedLoader | None
     ) -> Evaluation | None:
         has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics

@@ -37,28 +37,13 @@ class PreTrainer(Template):
     best_metric = "loss"
     greater_is_better = False
 
+    @property
+    def is_shuffled(self) -> bool:
+        return self.args.dataloader_type == "cyclic"
+
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
         """Hook: ``(train, validation, test)``, and a collate function if wanted."""
         raise _missing_hook(self, "train_valid_test_datasets_provider")
-
-    def train(self) -> dict[str, float]:
-        """Train to the end; returns the last validation loss and perplexity."""
-        resume = self.find_resume_folder()
-        train_data, valid_data, _, collate = self._get_datasets()
-        loader = self.engine.build_data_loader(
-            train_data, collate, shuffle=self.args.dataloader_type == "cyclic"
-        )
-        eval_loader = self._build_eval_loader(valid_data, collate)
-        model = self.compose()
-        progress = self.run_loop(
-            loader,
-            model,
-            evaluation=self._make_evaluation(model, eval_loader),
-            eval_data=eval_loader,
-            resume=resume,
-            saves_each_epoch=False,
-        )
-        return progress.evaluations
 
     def pretrain(self) -> dict[str, float]:
         """The same as ``train``."""
@@ -71,7 +56,7 @@ class PreTrainer(Template):
     def _takes_batch(self) -> bool:
         return next(iter(inspect.signature(self.run_forward_step).parameters), "") == "batch"
 
-    def _get_datasets(self) -> tuple[Any, Any, Any, Any]:
+    def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
         provided = hook(self._count_samples()) if accepts_arguments(hook, 1) else hook()
         if not isinstance(provided, tuple) or len(provided) not in (3, 4):
@@ -98,12 +83,12 @@ class PreTrainer(Template):
             args.eval_iters * batch,
         ]
 
-    def _build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
+    def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
         if dataset is None or self.args.eval_iters == 0:
             return None
         return self.engine.build_data_loader(dataset, collate, shuffle=False, is_training=False)
 
-    def _make_evaluation(
+    def make_evaluation(
         self, model: Any, eval_loader: DistributedLoader | None
     ) -> Evaluation | None:
         if eval_loader is None:

@@ -6,6 +6,7 @@ A template owns nothing of its own but the order: data, loaders, model, compose,
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,15 @@ from rapidformer.training.run_folder import check_run_folder
 from rapidformer.training.summary import describe_run
 
 
-class Template:
+class Template(ABC):
     """The common part of the templates; users subclass PreTrainer or Finetuner."""
 
     processor: Any = None
     """Tokenizer or image processor to save beside the model, if the subclass has one."""
     best_metric: str | None = None
     greater_is_better: bool = True
+    saves_each_epoch = False
+    """Whether a checkpoint is kept after each epoch where no interval is given."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: found by its class."""
 
@@ -70,7 +73,43 @@ class Template:
         """Every process's rows, each example once."""
         return self.engine.gather(tensor, pad_value)
 
+    # ---- what the two templates do differently -------------------------------------------------
+
+    @property
+    @abstractmethod
+    def is_shuffled(self) -> bool:
+        """Whether training data comes in another order each epoch."""
+
+    @abstractmethod
+    def get_datasets(self) -> tuple[Any, Any, Any, Any]:
+        """Training, validation and test data and the collate function, from the hook."""
+
+    @abstractmethod
+    def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
+        """A loader over the validation data; None where there is none."""
+
+    @abstractmethod
+    def make_evaluation(
+        self, model: Any, eval_loader: DistributedLoader | None
+    ) -> Evaluation | None:
+        """How and when the model is evaluated; None where it is not."""
+
     # ---- from hooks to the loop ----------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """Train to the end; returns the last evaluation's numbers."""
+        resume = self.find_resume_folder()
+        train_data, valid_data, _, collate = self.get_datasets()
+        loader = self.engine.build_data_loader(
+            train_data, collate, shuffle=self.is_shuffled, is_training=True
+        )
+        eval_loader = self.build_eval_loader(valid_data, collate)
+        model = self.compose()
+        evaluation = self.make_evaluation(model, eval_loader)
+        progress = self.run_loop(
+            loader, model, evaluation=evaluation, eval_data=eval_loader, resume=resume
+        )
+        return progress.evaluations
 
     def find_resume_folder(self) -> Path | None:
         """The checkpoint that ``--load`` names, if it names one; checks ``--save`` as well."""
@@ -147,7 +186,6 @@ class Template:
         evaluation: Evaluation | None,
         eval_data: Any,
         resume: Path | None,
-        saves_each_epoch: bool,
     ) -> Progress:
         """Resume, say what starts, and run the one loop."""
         train_iters = self.engine.get_train_iters()
@@ -175,7 +213,7 @@ class Template:
             reporter=reporter,
             evaluation=evaluation,
             processor=self.processor,
-            saves_each_epoch=saves_each_epoch,
+            saves_each_epoch=self.saves_each_epoch,
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
