@@ -209,7 +209,7 @@ def get_difference(mine: Trace, reference: Trace) -> dict[str, float]:
     norm = np.sqrt(sum(float((g**2).sum()) for g in reference.gradients.values()))
     gradient = {
         name: float(np.linalg.norm(mine.gradients[name] - g))
-        / max(float(np.linalg.norm(g)), 1e-1 * norm)
+        / max(float(np.linalg.norm(g)), 1e-6 * norm)
         for name, g in reference.gradients.items()
     }
     weight = {

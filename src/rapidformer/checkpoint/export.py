@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.dist.collectives import wait_for_all
+from rapidformer.models.location import quiet_transformers
 
 
 def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Path:
@@ -34,13 +35,8 @@ def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Pa
 
 def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(model, "save_pretrained"):
-        from transformers.utils import logging
-
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        model.save_pretrained(folder, state_dict=_restore_ties(model, weights))
-        if shown:
-            logging.enable_progress_bar()
+        with quiet_transformers(str(folder)):
+            model.save_pretrained(folder, state_dict=_restore_ties(model, weights))
         return
     from safetensors.torch import save_file
 

@@ -121,17 +121,16 @@ def quiet_transformers(location: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def explain_failure(location: str, wanted: str) -> Iterator[None]:
     """Turn what transformers raises for bad input into one sentence."""
+    from safetensors import SafetensorError
+
     try:
         yield
     except ModelError:
         raise
+    except SafetensorError as error:
+        raise ModelError(f"The weights in {location} are damaged: {error}.") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         raise ModelError(_describe_failure(location, wanted, error)) from error
-    except Exception as error:
-        # safetensors' error for a damaged file has no public base class.
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise ModelError(f"The weights in {location} are damaged: {error}.") from error
 
 
 def _describe_failure(location: str, wanted: str, error: Exception) -> str:
