@@ -6,6 +6,7 @@ this room; library code takes what it needs as parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,21 @@ class _Context:
     args: TrainingArguments | None = None
     timers: Timers | None = None
     tokenizer: Any = None
+    build_tokenizer: Callable[[], Any] | None = None
 
 
 _current = _Context()
 
 
-def set_context(*, args: TrainingArguments, timers: Timers, tokenizer: Any = None) -> None:
+def set_context(
+    *,
+    args: TrainingArguments,
+    timers: Timers,
+    build_tokenizer: Callable[[], Any] | None = None,
+) -> None:
     """Make a run the current one; a later engine takes over from an earlier one."""
-    _current.args, _current.timers, _current.tokenizer = args, timers, tokenizer
+    _current.args, _current.timers = args, timers
+    _current.tokenizer, _current.build_tokenizer = None, build_tokenizer
 
 
 def get_args() -> TrainingArguments:
@@ -43,3 +51,12 @@ def get_timers() -> Timers:
     if _current.timers is None:
         raise RapidformerError("get_timers() needs an engine: call RapidformerEngine() first.")
     return _current.timers
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of the current run, made when it is first asked for."""
+    if _current.tokenizer is None:
+        if _current.build_tokenizer is None:
+            raise RapidformerError("get_tokenizer() needs an engine: call RapidformerEngine() first.")
+        _current.tokenizer = _current.build_tokenizer()
+    return _current.tokenizer

@@ -16,7 +16,7 @@ CONTRACT_DEFAULTS = {
     "global_batch_size": None,
     "tokenizer_type": None,
     "split": "969, 30, 1",
-    "data_impl": "mmap",
+    "data_impl": "infer",
     "data_path": None,
     "data_dir": None,
     "data_name": None,

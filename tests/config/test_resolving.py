@@ -243,5 +243,5 @@ def test_warmup_fraction_of_zero_does_not_silence_warmup_iters() -> None:
     from rapidformer.optim.schedule import build_curve
 
     args = resolve(arguments_from_mapping({"lr": 1.0, "warmup_ratio": 0.0, "warmup_steps": 10}))
-    curve = build_curve(args, train_iters=100, global_batch_size=1)
+    curve = build_curve(args, train_iters=100, count_samples=lambda updates: updates * 1)
     assert curve(5) == pytest.approx(0.5)

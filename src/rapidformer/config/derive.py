@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.batches import find_ramp_problems
 from rapidformer.config.validate import find_problems, has_sound_batches
 from rapidformer.errors import ConfigurationError
 
@@ -24,6 +25,7 @@ def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> T
         args = _derive_switches(_derive_names(args))
     if has_sound_batches(args):
         args = _derive_batches(args, problems)
+        problems += find_ramp_problems(args)
     if problems:
         raise ConfigurationError(problems)
     return args
@@ -44,6 +46,11 @@ def _derive_names(args: TrainingArguments) -> TrainingArguments:
         args = args.replace(
             "derived: --pretrained-model-name-or-path", load=args.pretrained_model_name_or_path
         )
+    if args.train_tokens is not None and args.seq_length is not None:
+        args = args.replace(
+            "derived: --train-tokens / --seq-length",
+            train_samples=-(-args.train_tokens // args.seq_length),
+        )
     if args.task is not None and args.user_script is None:
         args = _derive_black_box_defaults(args)
     return args
@@ -51,6 +58,9 @@ def _derive_names(args: TrainingArguments) -> TrainingArguments:
 
 def _derive_black_box_defaults(args: TrainingArguments) -> TrainingArguments:
     reason = "derived: the black box's default"
+    if args.task == "pretraining":
+        # The corpus decides how long and how fast; only the user knows it.
+        return args
     if args.lr is None:
         args = args.replace(reason, lr=_BLACK_BOX_LEARNING_RATE)
     if args.epochs is None and args.train_iters is None and args.train_samples is None:

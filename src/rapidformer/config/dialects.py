@@ -12,6 +12,10 @@ ALIASES: dict[str, str] = {
     "dataset_name": "data_name",
     # Megatron
     "encoder_seq_length": "seq_length",
+    "vocab": "vocab_file",
+    "merges": "merge_file",
+    "moe_aux_loss_coeff": "moe_loss_coeff",
+    "norm_epsilon": "layernorm_epsilon",
     "recompute_activations": "checkpoint_activations",
     "lr_scheduler_type": "lr_decay_style",
     # Hugging Face

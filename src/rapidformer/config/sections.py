@@ -72,6 +72,36 @@ class ModelArguments:
     """dropout on attention weights (default: the model's own)"""
     init_method_std: float | None = None
     """standard deviation of fresh weights (default: the model's own)"""
+    make_vocab_size_divisible_by: int = 128
+    """GPTModel, and pre-training from scratch: the vocabulary is padded to a multiple of this"""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """GPTModel: how positions are told"""
+    rotary_base: float = 10000.0
+    """GPTModel: base of rotary positions"""
+    rotary_percent: float = 1.0
+    """GPTModel: share of each head that rotary positions turn"""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """GPTModel: kind of normalisation"""
+    layernorm_epsilon: float = 1e-5
+    """GPTModel: epsilon of the normalisation"""
+    swiglu: bool = False
+    """GPTModel: gated feed-forward layers (SwiGLU) instead of GELU"""
+    num_query_groups: int | None = None
+    """GPTModel: key/value heads that the attention heads share (default: one for each head)"""
+    add_bias_linear: bool = True
+    """GPTModel: biases in linear layers"""
+    untie_embeddings_and_output_weights: bool = False
+    """GPTModel: an output layer of its own instead of the embedding's weights"""
+    num_experts: list[int] | None = None
+    """GPTModel: experts per mixture-of-experts layer, one number for all or one for each"""
+    moe_layer_freq: int = 1
+    """GPTModel: every n-th layer is a mixture of experts"""
+    moe_router_topk: int = 2
+    """GPTModel: experts that each token goes to"""
+    moe_loss_coeff: float = 0.01
+    """GPTModel: weight of the loss that keeps experts evenly loaded"""
+    moe_z_loss_coeff: float = 0.0
+    """GPTModel: weight of the loss that keeps the router's logits small"""
     trust_remote_code: bool = False
     """run Python code that comes with a model or data set from the Hub"""
     cache_dir: str | None = None
@@ -148,14 +178,37 @@ class DataArguments:
     """order of training samples: single = as the data set gives them, cyclic = shuffled each epoch
     (default: cyclic for fine-tuning, single for pre-training)"""
     tokenizer_type: (
-        Literal["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"] | None
+        Literal[
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "NullTokenizer",
+        ]
+        | None
     ) = None
-    """tokenizer made from --vocab-file (and --merge-file)"""
+    """tokenizer made from --vocab-file (and --merge-file), --tokenizer-model or --vocab-size"""
     vocab_file: str | None = None
     """vocabulary file of --tokenizer-type"""
     merge_file: str | None = None
     """merges file of GPT2BPETokenizer"""
-    data_impl: Literal["mmap", "lazy", "cached", "infer"] = "mmap"
+    tokenizer_model: str | None = None
+    """SentencePiece model file"""
+    tokenizer_name_or_path: str | None = None
+    """Hugging Face tokenizer: a folder or a name on the Hub (default: the model's own)"""
+    vocab_extra_ids: int = 0
+    """T5 sentinels (<extra_id_0>, ...) to add to the vocabulary"""
+    train_data_path: list[str] | None = None
+    """pre-training prefixes (with weights, if several) of the training data alone, unsplit"""
+    valid_data_path: list[str] | None = None
+    """pre-training prefixes of the validation data alone"""
+    test_data_path: list[str] | None = None
+    """pre-training prefixes of the test data alone"""
+    data_cache_path: str | None = None
+    """folder for the index maps of pre-training data (default: index-cache beside the data)"""
+    data_impl: Literal["mmap", "lazy", "cached", "infer"] = "infer"
     """kind of pre-training data files"""
     split: str = "969, 30, 1"
     """proportions of training, validation and test data in one pre-training corpus"""
@@ -171,6 +224,21 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: leave end-of-document tokens out of the loss"""
+    messages_column: str | None = None
+    """causal_lm: column with the turns of a conversation (default: found by name)"""
+    prompt_column: str | None = None
+    """causal_lm: column with the prompt (default: found by name)"""
+    response_column: str | None = None
+    """causal_lm: column with the answer to the prompt (default: found by name)"""
+    system_column: str | None = None
+    """causal_lm: column with the system message of a prompt (default: found by name)"""
+    chat_template: str | None = None
+    """causal_lm: Jinja file (or template) that writes conversations as text, saved with the
+    tokenizer; none = prompt and answer as they are (default: the tokenizer's own)"""
+    train_on_prompts: bool = False
+    """causal_lm: put the loss on whole conversations, not on the answers alone"""
+    packing: bool = False
+    """causal_lm: several examples in a row of --seq-length, attention kept inside each"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -191,6 +259,11 @@ class TrainingLengthArguments:
     """updates to do in all; wins over --epochs where both are given"""
     train_samples: int | None = None
     """samples to train on in all, instead of --train-iters"""
+    train_tokens: int | None = None
+    """tokens to train on in all (samples x --seq-length), instead of --train-iters"""
+    rampup_batch_size: list[int] | None = None
+    """start, increment, samples: grow the global batch from start to --global-batch-size in steps
+    of increment over the first so many samples"""
     eval_interval: int | None = None
     """updates between evaluations (default: fine-tuning evaluates after each epoch)"""
     eval_iters: int = 100

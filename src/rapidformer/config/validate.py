@@ -17,12 +17,14 @@ _AT_LEAST_ONE = (
     "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
-    "preprocessing_workers",
+    "preprocessing_workers", "train_tokens", "make_vocab_size_divisible_by", "num_query_groups",
+    "moe_layer_freq", "moe_router_topk",
 )  # fmt: skip
 _POSITIVE = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
-    "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters",
+    "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
+    "moe_loss_coeff", "moe_z_loss_coeff",
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -38,6 +40,7 @@ def find_problems(args: TrainingArguments) -> list[str]:
         *_check_switches(args),
         *_check_processes(args),
         *_check_sizes(args),
+        *_check_pretraining(args),
         *_check_files(args),
     ]
 
@@ -129,8 +132,15 @@ def _check_learning_rate(args: TrainingArguments) -> Iterator[str]:
 
 
 def _check_length(args: TrainingArguments) -> Iterator[str]:
-    if args.train_iters is not None and args.train_samples is not None:
-        yield "--train-iters and --train-samples say the same thing twice: give one of them."
+    lengths = [
+        _flag(name)
+        for name in ("train_iters", "train_samples", "train_tokens")
+        if args.is_given(name) and getattr(args, name) is not None
+    ]
+    if len(lengths) > 1:
+        yield f"{' and '.join(lengths)} say the same thing twice: give one of them."
+    if args.train_tokens is not None and args.seq_length is None:
+        yield f"--train-tokens {args.train_tokens} needs --seq-length: a sample has that many."
     limit = args.max_position_embeddings
     if limit is not None and args.seq_length is not None and args.seq_length > limit:
         yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
@@ -177,6 +187,23 @@ def _check_sizes(args: TrainingArguments) -> Iterator[str]:
                 f"--num-attention-heads {args.num_attention_heads} does not divide "
                 f"--hidden-size {args.hidden_size}."
             )
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if heads and groups and heads % groups:
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}."
+
+
+def _check_pretraining(args: TrainingArguments) -> Iterator[str]:
+    if args.task != "pretraining" or args.user_script is not None:
+        return
+    if args.seq_length is None:
+        yield "--task pretraining needs --seq-length, the tokens of a sample."
+    if args.data_path is None and args.train_data_path is None:
+        yield (
+            "--task pretraining needs --data-path, the prefix of .bin and .idx files "
+            "(`rapidformer preprocess` makes them), or --train-data-path."
+        )
+    if args.data_path is not None and args.train_data_path is not None:
+        yield "--data-path and --train-data-path exclude each other: give one of them."
 
 
 def _check_files(args: TrainingArguments) -> Iterator[str]:
@@ -190,7 +217,7 @@ def _check_files(args: TrainingArguments) -> Iterator[str]:
             yield f"--load {args.load}: there is no such folder."
     if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
         yield f"--output {args.output}: there is no folder {Path(args.output).parent}."
-    for name in ("vocab_file", "merge_file"):
+    for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(args, name)
         if value is not None and not Path(value).is_file():
             yield f"{_flag(name)} {value} is not a file."

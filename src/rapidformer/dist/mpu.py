@@ -1,0 +1,161 @@
+"""Megatron's names for groups and ranks, and ``broadcast_data``, for users' scripts.
+
+    from rapidformer import mpu        # `from megatron import mpu` is understood too
+
+Library code asks the mesh itself. Layers are not split yet, so a model-parallel group is one
+process; each function asks the group, so none needs to change when they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rapidformer.dist.collectives import is_alone
+from rapidformer.errors import RapidformerError
+
+_MAX_DIMS = 5
+
+
+def get_data_parallel_world_size() -> int:
+    """Processes that each see other data."""
+    return 1 if is_alone() else dist.get_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    """Which of them this one is."""
+    return 0 if is_alone() else dist.get_rank()
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None in a run of one process."""
+    return None if is_alone() else dist.group.WORLD
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Processes that share each layer."""
+    group = get_tensor_model_parallel_group()
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Which of them this one is."""
+    group = get_tensor_model_parallel_group()
+    return 0 if group is None else dist.get_rank(group)
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None where layers are not split."""
+    return None
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Processes that share the stack of layers."""
+    return 1
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Which of them this one is."""
+    return 0
+
+
+def get_model_parallel_world_size() -> int:
+    """The older name of the processes that share each layer."""
+    return get_tensor_model_parallel_world_size()
+
+
+def get_model_parallel_rank() -> int:
+    """The older name of the rank among them."""
+    return get_tensor_model_parallel_rank()
+
+
+def is_pipeline_first_stage() -> bool:
+    """Whether this process has the first layers."""
+    return get_pipeline_model_parallel_rank() == 0
+
+
+def is_pipeline_last_stage() -> bool:
+    """Whether this process has the last layers."""
+    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether groups exist: always, once there is an engine."""
+    return True
+
+
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Any] | None, datatype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of these keys on the device, the same for all that share a layer.
+
+    The first of them must have the data; the others may pass None.
+    """
+    return broadcast_over_group(keys, data, datatype, get_tensor_model_parallel_group())
+
+
+def broadcast_over_group(
+    keys: Sequence[str],
+    data: Mapping[str, Any] | None,
+    datatype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> dict[str, torch.Tensor]:
+    """``broadcast_data`` over a given group: one message for the shapes, one for all values."""
+    is_source = group is None or dist.get_rank(group) == 0
+    problems = _find_problems(keys, data, datatype) if is_source else []
+    device = _get_device()
+    if group is None or dist.get_world_size(group) == 1:
+        _refuse(problems)
+        assert data is not None
+        return {key: data[key].to(device, non_blocking=True) for key in keys}
+    source = dist.get_global_rank(group, 0)
+    message: list[Any] = [problems, _get_shapes(keys, data) if is_source and not problems else []]
+    dist.broadcast_object_list(message, src=source, group=group)
+    problems, shapes = message
+    _refuse(problems)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    if is_source:
+        assert data is not None
+        flat = torch.cat([data[key].to(device).reshape(-1) for key in keys])
+    else:
+        flat = torch.empty(sum(sizes), dtype=datatype, device=device)
+    dist.broadcast(flat, src=source, group=group)
+    parts = flat.split(sizes)
+    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _get_shapes(keys: Sequence[str], data: Mapping[str, Any] | None) -> list[tuple[int, ...]]:
+    assert data is not None
+    return [tuple(data[key].shape) for key in keys]
+
+
+def _find_problems(
+    keys: Sequence[str], data: Mapping[str, Any] | None, datatype: torch.dtype
+) -> list[str]:
+    if data is None:
+        return ["the first process of the group has no data."]
+    problems = []
+    for key in keys:
+        value = data.get(key)
+        if not isinstance(value, torch.Tensor):
+            known = ", ".join(map(str, data))
+            problems.append(f"the batch has no tensor {key!r}: it has {known}.")
+        elif value.dtype != datatype:
+            problems.append(f"{key!r} is {value.dtype}, not {datatype}.")
+        elif value.dim() >= _MAX_DIMS:
+            problems.append(f"{key!r} has {value.dim()} dimensions, more than {_MAX_DIMS - 1}.")
+    return problems
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise RapidformerError("broadcast_data: " + " ".join(problems))
+
+
+def _get_device() -> torch.device:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

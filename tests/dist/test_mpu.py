@@ -1,0 +1,70 @@
+"""Megatron's names over our processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.dist import mpu
+from rapidformer.dist.processes import start_processes
+from rapidformer.errors import RapidformerError
+from tests.processes import run_in_processes
+
+
+def build_batch() -> dict[str, torch.Tensor]:
+    return {"text": torch.arange(12).view(3, 4), "rows": torch.arange(3), "other": torch.ones(2)}
+
+
+def test_alone_it_picks_the_keys() -> None:
+    batch = build_batch()
+    picked = mpu.broadcast_data(["text", "rows"], batch, torch.int64)
+    assert list(picked) == ["text", "rows"]
+    assert torch.equal(picked["text"], batch["text"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "data", "message"),
+    [
+        (["text"], None, "the first process of the group has no data"),
+        (["text", "txet"], build_batch(), "no tensor 'txet': it has text, rows, other"),
+        (["other"], build_batch(), "'other' is torch.float32, not torch.int64"),
+        (["x"], {"x": torch.zeros(1, 1, 1, 1, 1).long()}, "has 5 dimensions, more than 4"),
+    ],
+)
+def test_bad_batches_are_explained(keys: list[str], data: Any, message: str) -> None:
+    with pytest.raises(RapidformerError, match=message):
+        mpu.broadcast_data(keys, data, torch.int64)
+
+
+def _broadcast() -> tuple[dict[str, list[Any]], str, tuple[int, int]]:
+    start_processes(device="cpu")
+    is_source = mpu.get_data_parallel_rank() == 0
+    everyone = mpu.get_data_parallel_group()
+    keys = ["rows", "text"]
+    data = build_batch() if is_source else None
+    got = mpu.broadcast_over_group(keys, data, torch.int64, everyone)
+    bad = {"rows": torch.zeros(1)} if is_source else None
+    with pytest.raises(RapidformerError) as error:
+        mpu.broadcast_over_group(["rows"], bad, torch.int64, everyone)
+    ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    return {key: value.tolist() for key, value in got.items()}, str(error.value), ranks
+
+
+def test_a_group_gets_what_its_first_process_has() -> None:
+    """The others pass None; what is wrong with the batch is said on all of them."""
+    batch = build_batch()
+    expected = {"rows": batch["rows"].tolist(), "text": batch["text"].tolist()}
+    for rank, (got, error, ranks) in enumerate(run_in_processes(_broadcast, 2)):
+        assert got == expected
+        assert "'rows' is torch.float32, not torch.int64" in error
+        assert ranks == (rank, 2)
+
+
+def test_groups_of_one_process() -> None:
+    assert mpu.get_data_parallel_rank() == mpu.get_tensor_model_parallel_rank() == 0
+    assert mpu.get_data_parallel_world_size() == mpu.get_model_parallel_world_size() == 1
+    assert mpu.get_data_parallel_group() is None
+    assert mpu.is_pipeline_first_stage() and mpu.is_pipeline_last_stage()
+    assert mpu.model_parallel_is_initialized()
