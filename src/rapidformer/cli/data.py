@@ -1,0 +1,251 @@
+"""``rapidformer data``: look into Megatron's ``.bin/.idx`` files and join them.
+
+Help and errors in flags answer without torch; a tokenizer is loaded only where ``head`` needs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rapidformer.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from rapidformer.data.indexed import IndexedDataset
+    from rapidformer.data.tokenizers import Tokenizer
+
+_EXAMPLES = """\
+examples:
+  rapidformer data info corpus_text_document
+  rapidformer data head corpus_text_document -n 2 --tokenizer-name-or-path gpt2
+  rapidformer data merge --input part_0 part_1 --output-prefix corpus
+  rapidformer data merge --input parts/ --output-prefix corpus      (every pair in the folder)
+
+A PREFIX is the name of a pair of files without .bin and .idx.
+"""
+
+
+class _HelpShownError(Exception):
+    """Help was asked for and has been written: there is nothing left to do."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors are the project's own and which never ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _HelpShownError
+
+
+def run(argv: list[str]) -> None:
+    """Run ``info``, ``head`` or ``merge``."""
+    try:
+        options = _build_parser().parse_args([_with_dashes(word) for word in argv])
+    except _HelpShownError:
+        return
+    options.function(options)
+
+
+def _with_dashes(word: str) -> str:
+    """--output_prefix is --output-prefix here too."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="rapidformer data",
+        description="Look into Megatron's .bin/.idx files and join them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="info|head|merge", dest="command", required=True)
+    info = commands.add_parser("info", help="counts, types, lengths, and any damage")
+    info.add_argument("prefixes", nargs="+", metavar="PREFIX")
+    info.add_argument("--json", action="store_true", help="one JSON object per line and PREFIX")
+    info.set_defaults(function=_info)
+    _add_head(commands.add_parser("head", help="the first documents, as text or as ids"))
+    merge = commands.add_parser("merge", help="join several pairs into one")
+    merge.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX|FOLDER",
+        help="pairs in the order given; of a folder all its pairs, sorted by name",
+    )
+    merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    merge.add_argument("--overwrite", action="store_true", help="replace a pair of that name")
+    merge.set_defaults(function=_merge)
+    return parser
+
+
+def _add_head(head: argparse.ArgumentParser) -> None:
+    head.add_argument("prefix", metavar="PREFIX")
+    head.add_argument("-n", "--documents", type=int, default=3, help="how many (default: 3)")
+    head.add_argument(
+        "--tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="at most N tokens of each document (default: 256; 0: all)",
+    )
+    names = head.add_argument_group("tokenizer", "without one, ids are shown")
+    names.add_argument("--tokenizer-type", metavar="TYPE")
+    names.add_argument("--vocab-file", "--vocab", metavar="FILE")
+    names.add_argument("--merge-file", metavar="FILE")
+    names.add_argument("--tokenizer-model", metavar="FILE")
+    names.add_argument("--tokenizer-name-or-path", metavar="NAME")
+    names.add_argument("--vocab-size", type=int, metavar="N")
+    names.add_argument("--vocab-extra-ids", type=int, metavar="N", default=0)
+    head.set_defaults(function=_head)
+
+
+# --- info ----------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace) -> None:
+    from rapidformer.data.indexed.describe import describe_indexed
+
+    damaged = []
+    for prefix in options.prefixes:
+        facts = describe_indexed(prefix)
+        damaged += [facts["prefix"]] if facts["damage"] else []
+        sys.stdout.write((json.dumps(facts) if options.json else _format_facts(facts)) + "\n")
+    if damaged:
+        # Said at the end, so that the other pairs are shown and a script sees the exit status.
+        raise DataError(f"{', '.join(damaged)} cannot be used for training.")
+
+
+def _format_facts(facts: dict[str, Any]) -> str:
+    lines = [facts["prefix"]]
+    sizes = [(ending, facts[f"{ending}_bytes"]) for ending in ("bin", "idx")]
+    listed = ", ".join(f".{end} {'missing' if n is None else f'{n:,}'}" for end, n in sizes)
+    if facts["damage"]:
+        lines += [f"  {'bytes':<14}{listed}"]
+        lines += [f"  {'problem':<14}{reason}" for reason in facts["damage"]]
+        return "\n".join(lines)
+    kind = "mmap" if facts["format"] == "mmap" else "lazy/cached (the older one)"
+    rows = {
+        "format": kind + (", with multimodal modes" if facts["multimodal"] else ""),
+        "documents": f"{facts['documents']:,}",
+        "sequences": f"{facts['sequences']:,}",
+        "tokens": f"{facts['tokens']:,} of {facts['dtype']}",
+        "bytes": listed,
+        "per document": _format_lengths(facts["document_length"]),
+        "per sequence": _format_lengths(facts["sequence_length"]),
+        "damage": "none",
+    }
+    return "\n".join(lines + [f"  {name:<14}{value}" for name, value in rows.items()])
+
+
+def _format_lengths(lengths: dict[str, float] | None) -> str:
+    if lengths is None:
+        return "there is none"
+    return ", ".join(f"{name} {value:,.10g}" for name, value in lengths.items()) + " tokens"
+
+
+# --- head ----------------------------------------------------------------------------------------
+
+
+def _head(options: argparse.Namespace) -> None:
+    from rapidformer.data.indexed import open_indexed
+
+    problems = []
+    if options.documents < 1:
+        problems.append(f"-n {options.documents}: give a number of at least 1.")
+    if options.tokens < 0:
+        problems.append(f"--tokens {options.tokens}: give a number of tokens, or 0 for all.")
+    if problems:
+        raise ConfigurationError(problems)
+    dataset = open_indexed(options.prefix)
+    tokenizer = _build_tokenizer(options)
+    count = min(options.documents, dataset.num_documents)
+    if count == 0:
+        sys.stdout.write(f"{dataset.prefix} holds no documents.\n")
+    for document in range(count):
+        for line in _format_document(dataset, document, tokenizer, options.tokens):
+            sys.stdout.write(line + "\n")
+
+
+def _build_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    names = (
+        "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path",
+        "vocab_size",
+    )  # fmt: skip
+    given = {name: getattr(options, name) for name in names}
+    if all(value is None for value in given.values()):
+        return None
+    from rapidformer.data.tokenizers import build_tokenizer
+
+    return build_tokenizer(**given, vocab_extra_ids=options.vocab_extra_ids)
+
+
+def _format_document(
+    dataset: IndexedDataset, document: int, tokenizer: Tokenizer | None, limit: int
+) -> list[str]:
+    """A title, then one line per sequence (more where the text itself has line ends)."""
+    first, last = (int(mark) for mark in dataset.doc_idx[document : document + 2])
+    total = int(dataset.sizes[first:last].sum())
+    lines = [
+        f"--- document {document}: {_count(last - first, 'sequence')}, {_count(total, 'token')}"
+    ]
+    left = min(limit, total) if limit else total
+    shown = 0
+    for sequence in range(first, last):
+        if shown == left and shown < total:
+            break
+        ids = dataset.get(sequence)[: left - shown].tolist()
+        shown += len(ids)
+        lines.append(" ".join(map(str, ids)) if tokenizer is None else _decode(ids, tokenizer))
+    if shown < total:
+        lines.append(f"... {_count(total - shown, 'more token')}")
+    return lines
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
+    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise DataError(
+            f"the files hold the token id {wrong}, but {tokenizer.name} has "
+            f"{tokenizer.vocab_size} tokens: they were made with another tokenizer."
+        )
+    return tokenizer.detokenize(ids)
+
+
+# --- merge ---------------------------------------------------------------------------------------
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from rapidformer.data.indexed import has_indexed, list_prefixes, merge_indexed
+    from rapidformer.data.indexed.describe import describe_indexed
+    from rapidformer.data.indexed.layout import get_data_path, get_index_path, name_target
+
+    prefixes: list[str] = []
+    for given in options.input:
+        folder = Path(given)
+        if folder.is_dir() and not has_indexed(given):
+            found = [str(folder / name) for name in list_prefixes(folder)]
+            if not found:
+                raise DataError(f"--input {given}: the folder holds no .bin/.idx pair.")
+            prefixes += found
+        else:
+            prefixes.append(given)
+    output = name_target(options.output_prefix)
+    existing = [p for p in (get_data_path(output), get_index_path(output)) if p.exists()]
+    if existing and not options.overwrite:
+        raise DataError(
+            f"{existing[0]} exists already: choose another --output-prefix, or replace it with "
+            "--overwrite."
+        )
+    merge_indexed(prefixes, output)
+    sys.stdout.write(f"{_count(len(prefixes), 'pair')} merged\n")
+    sys.stdout.write(_format_facts(describe_indexed(output)) + "\n")

@@ -1,0 +1,27 @@
+"""Megatron's ``.bin/.idx`` files: tokens of documents on disk, read by mapping them."""
+
+from __future__ import annotations
+
+from rapidformer.data.indexed.convert import choose_dtype
+from rapidformer.data.indexed.layout import (
+    IndexedDataError,
+    has_indexed,
+    list_prefixes,
+    strip_ending,
+)
+from rapidformer.data.indexed.merge import merge_indexed
+from rapidformer.data.indexed.reader import IMPLEMENTATIONS, IndexedDataset, open_indexed
+from rapidformer.data.indexed.writer import IndexedWriter
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "IndexedDataError",
+    "IndexedDataset",
+    "IndexedWriter",
+    "choose_dtype",
+    "has_indexed",
+    "list_prefixes",
+    "merge_indexed",
+    "open_indexed",
+    "strip_ending",
+]

@@ -1,0 +1,205 @@
+"""Reading a ``.bin/.idx`` pair without loading it.
+
+What a reader would get wrong: what comes back is a read-only view of the mapped file, valid for as
+long as it is held; copy it (``.astype(np.int64)``) before changing it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from rapidformer.data.indexed.check import find_problems
+from rapidformer.data.indexed.layout import (
+    LEGACY_MAGIC,
+    MMAP_MAGIC,
+    Index,
+    IndexedDataError,
+    check_files_exist,
+    get_data_path,
+    get_index_path,
+    load_mmap_index,
+    map_file,
+    strip_ending,
+)
+from rapidformer.data.indexed.legacy import load_legacy_index
+
+IMPLEMENTATIONS = ("infer", "mmap", "lazy", "cached")
+_BLOCK = 8 * 1024 * 1024
+
+
+class IndexedDataset:
+    """The sequences of a pair of files. Pickled, it takes its name along and opens it again."""
+
+    def __init__(self, prefix: str | Path, impl: str = "infer") -> None:
+        self._open(strip_ending(prefix), impl)
+
+    def _open(self, prefix: str, impl: str) -> None:
+        self.prefix = prefix
+        self.impl = impl
+        self._location = str(Path(prefix).absolute())
+        check_files_exist(prefix)
+        data = map_file(get_data_path(prefix))
+        self._index = _load_index(prefix, impl, len(data))
+        self._refuse(find_problems(self._index, len(data)))
+        self.dtype: np.dtype[Any] = self._index.dtype
+        self.sizes = self._index.sizes
+        self.doc_idx = self._index.doc_idx
+        # One array over the whole file: a slice of it costs a third of a new array per sequence,
+        # and a tenth of a slice of numpy's own memmap.
+        self._tokens = np.frombuffer(data, self.dtype) if data else np.empty(0, self.dtype)
+        self._count = int(self._tokens.size)
+        self._pointers = self._index.pointers
+        self._steps = self.dtype.itemsize // self._index.pointer_bytes
+
+    @property
+    def format(self) -> str:
+        """mmap, or cached for the older format that was written as lazy or cached."""
+        return self._index.format
+
+    @property
+    def pointers(self) -> np.ndarray:
+        """Where each sequence starts in the ``.bin``, in bytes."""
+        step = self._index.pointer_bytes
+        return self._pointers if step == 1 else self._pointers * step
+
+    @property
+    def modes(self) -> np.ndarray | None:
+        """One int8 per sequence in multimodal files; None elsewhere."""
+        return self._index.modes
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sequences together."""
+        return self._count
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, each of one or more sequences."""
+        return int(self.doc_idx.size) - 1
+
+    def __len__(self) -> int:
+        return int(self.sizes.size)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """The tokens of one sequence, or ``length`` of them from ``offset`` on."""
+        size = self.sizes.item(index)
+        if length is None:
+            length = size - offset
+        start = self._pointers.item(index) // self._steps + offset
+        stop = start + length
+        # Of a long index the middle was not checked at opening, and a slice beyond the file would
+        # silently give fewer tokens.
+        if offset < 0 or length < 0 or offset + length > size or start < 0 or stop > self._count:
+            raise self._describe_range(index, offset, length)
+        return self._tokens[start:stop]
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if not isinstance(index, slice):
+            return self.get(index)
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError(
+                f"[{index.start}:{index.stop}:{index.step}] of {self.prefix}: slices are "
+                "contiguous, their step is 1"
+            )
+        return [self.get(i) for i in range(start, stop)]
+
+    def read_tokens(self, start: int, length: int) -> np.ndarray:
+        """``length`` tokens from the ``start``-th of the whole file on, across sequences.
+
+        The file holds the sequences one after the other, so this is the cheapest way to a run of
+        neighbouring ones; sequence ``i`` starts at ``pointers[i] // dtype.itemsize``.
+        """
+        if start < 0 or length < 0 or start + length > self._count:
+            raise IndexError(
+                f"{length} tokens from {start} on of {self.prefix}, which has {self._count}"
+            )
+        return self._tokens[start : start + length]
+
+    def check(self) -> None:
+        """Look at every entry of the index and refuse what does not fit."""
+        data_bytes = self._count * self.dtype.itemsize
+        self._refuse(find_problems(self._index, data_bytes, thorough=True))
+
+    def _refuse(self, problems: list[str]) -> None:
+        if problems:
+            raise IndexedDataError(problems, self.prefix)
+
+    def _describe_range(self, index: int, offset: int, length: int) -> Exception:
+        size = self.sizes.item(index)
+        start = self._pointers.item(index) // self._steps
+        if size >= 0 and 0 <= start <= self._count - size:
+            return IndexError(
+                f"{length} tokens from {offset} on were asked of sequence {index} of "
+                f"{self.prefix}, which has {size}"
+            )
+        return IndexedDataError(
+            f"its index is damaged: sequence {index} is said to have {size} tokens from {start} "
+            f"on, of {self._count} in the .bin; `rapidformer data info {self.prefix}` tells more.",
+            self.prefix,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedDataset({self.prefix!r}, {self.num_documents} documents, {len(self)} "
+            f"sequences, {self.num_tokens} tokens of {self.dtype.name})"
+        )
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"prefix": self.prefix, "location": self._location, "impl": self.impl}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        # A worker may have been started in another folder.
+        is_same = str(Path(state["prefix"]).absolute()) == state["location"]
+        self._open(state["prefix"] if is_same else state["location"], state["impl"])
+
+
+def open_indexed(
+    prefix: str | Path, impl: str = "infer", *, warmup: bool = False
+) -> IndexedDataset:
+    """Open a pair by its prefix; ``warmup`` reads both files once, so that they are in memory."""
+    if warmup:
+        check_files_exist(stem := strip_ending(prefix))
+        for path in (get_index_path(stem), get_data_path(stem)):
+            _read_through(path)
+    return IndexedDataset(prefix, impl)
+
+
+def _load_index(prefix: str, impl: str, data_bytes: int) -> Index:
+    if impl not in IMPLEMENTATIONS:
+        raise IndexedDataError(
+            f"--data-impl {impl} is unknown: use one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    path = get_index_path(prefix)
+    mapped = map_file(path)
+    if mapped[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
+        found, load = "cached", load_legacy_index
+    elif mapped[: len(MMAP_MAGIC)] == MMAP_MAGIC:
+        found, load = "mmap", load_mmap_index
+    elif not mapped:
+        raise IndexedDataError(f"{path.name} is empty (0 bytes).", prefix)
+    else:
+        raise IndexedDataError(
+            f"{path.name} starts with {bytes(mapped[:9])!r}, which is neither {MMAP_MAGIC!r} "
+            f"(mmap) nor {LEGACY_MAGIC!r} (lazy, cached): it is no index of Megatron's.",
+            prefix,
+        )
+    if impl not in ("infer", found) and (impl, found) != ("lazy", "cached"):
+        raise IndexedDataError(
+            f"it is of the {found} format, but --data-impl is {impl}: use {found} or infer.", prefix
+        )
+    return load(prefix, mapped, data_bytes)
+
+
+def _read_through(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(_BLOCK)
+        while file.readinto(block):
+            pass

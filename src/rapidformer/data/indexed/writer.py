@@ -1,0 +1,262 @@
+"""Writing a ``.bin/.idx`` pair, byte for byte as Megatron does.
+
+What a reader would get wrong: nothing has its final name before ``finalize``. Both files grow
+beside the target under a staging name; then an older ``.idx`` of the name is removed, the ``.bin``
+takes its place and the ``.idx`` last, so that an index never stands beside another file's tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rapidformer.data.indexed.convert import convert_counts, convert_tokens, get_dtype_code
+from rapidformer.data.indexed.layout import (
+    HEADER,
+    MAX_SEQUENCE,
+    MMAP_MAGIC,
+    OFFSET_DTYPE,
+    SIZE_DTYPE,
+    VERSION,
+    IndexedDataError,
+    get_data_path,
+    get_index_path,
+    name_target,
+)
+from rapidformer.data.indexed.staging import force_folder, get_staging, open_staging
+
+_BLOCK = 1 << 20
+_FULL = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file may not grow further"}
+_FULL[getattr(errno, "EDQUOT", errno.ENOSPC)] = _FULL[errno.ENOSPC]
+Tokens = np.ndarray | Sequence[int]
+
+
+class IndexedWriter:
+    """Writes sequences and the ends of documents; a ``with`` block finalizes or cleans up.
+
+    ``fsync=False`` leaves it to the system when the bytes reach the disk, for parts that are
+    written again after a power cut anyway.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: Any = np.int32, *, fsync: bool = True) -> None:
+        self.prefix = name_target(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = get_dtype_code(self.dtype)
+        self._fsync = fsync
+        # Arrays of machine integers: a list of ten million Python ones would take 400 MB.
+        self._sizes = array("i")
+        self._marks = array("q", [0])
+        self._modes = bytearray()
+        self._num_tokens = 0
+        self._file: BinaryIO | None = None
+        self._data_path = get_data_path(self.prefix)
+        self._index_path = get_index_path(self.prefix)
+        with self._watch_disk(self._data_path):
+            self._data_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_staging(self._data_path)
+
+    # --- what is written -------------------------------------------------------------------------
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._sizes)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents so far that were ended."""
+        return len(self._marks) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._num_tokens
+
+    def add_item(self, tokens: Tokens) -> None:
+        """Write one sequence of the document at hand."""
+        if len(tokens) > MAX_SEQUENCE:
+            raise _describe_overlong(len(tokens))
+        flat = convert_tokens(tokens, self.dtype)
+        self._write(flat)
+        self._sizes.append(flat.size)
+
+    def end_document(self) -> None:
+        """The document at hand ends here; one without sequences counts too."""
+        self._marks.append(len(self._sizes))
+
+    def add_document(self, tokens_flat: Tokens, sizes: Sequence[int] | np.ndarray) -> None:
+        """Write a whole document, given as its tokens and the length of each of its sequences."""
+        self.add_batch(tokens_flat, sizes, [len(sizes)])
+
+    def add_batch(
+        self,
+        tokens_flat: Tokens,
+        sizes: Sequence[int] | np.ndarray,
+        sequences_per_document: Sequence[int] | np.ndarray,
+    ) -> None:
+        """Write many whole documents in one call: the fast path.
+
+        Nothing is written where the three do not fit together.
+        """
+        lengths = convert_counts(sizes, "sizes")
+        counts = convert_counts(sequences_per_document, "sequences_per_document")
+        if lengths.size and (longest := int(lengths.max())) > MAX_SEQUENCE:
+            raise _describe_overlong(longest)
+        flat = convert_tokens(tokens_flat, self.dtype)
+        if (total := int(lengths.sum())) != flat.size:
+            raise IndexedDataError(f"{flat.size} tokens were given, but the sizes add to {total}.")
+        if (total := int(counts.sum())) != lengths.size:
+            raise IndexedDataError(
+                f"{lengths.size} sizes were given, but sequences_per_document adds to {total}."
+            )
+        if len(self._sizes) != self._marks[-1]:
+            raise IndexedDataError("the document at hand has to end before whole ones are added.")
+        self._write(flat)
+        first = len(self._sizes)
+        self._sizes.frombytes(lengths.astype(np.intc).tobytes())
+        self._marks.frombytes((np.cumsum(counts, dtype=np.int64) + first).tobytes())
+
+    def _write(self, flat: np.ndarray) -> None:
+        file = self._get_file()
+        try:
+            file.write(flat.data)
+        except OSError as error:
+            raise self._fail(self._data_path, error) from error
+        self._num_tokens += flat.size
+
+    def append_file(
+        self, data: Path, sizes: np.ndarray, doc_idx: np.ndarray, modes: np.ndarray | None
+    ) -> None:
+        """Append another pair as it lies; its type and its index are the caller's to check."""
+        with data.open("rb") as source, self._watch_disk(self._data_path):
+            shutil.copyfileobj(source, self._get_file(), 16 * _BLOCK)
+            self._num_tokens += source.tell() // self.dtype.itemsize
+        first = len(self._sizes)
+        for start in range(0, sizes.size, _BLOCK):
+            self._sizes.frombytes(sizes[start : start + _BLOCK].astype(np.intc).tobytes())
+        for start in range(1, doc_idx.size, _BLOCK):
+            marks = doc_idx[start : start + _BLOCK] + first
+            self._marks.frombytes(marks.astype(np.int64).tobytes())
+        if modes is not None:
+            self._modes += modes.tobytes()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Write the index and give both files their names."""
+        file = self._get_file()
+        if len(self._sizes) != self._marks[-1]:
+            unfinished = len(self._sizes) - self._marks[-1]
+            raise IndexedDataError(
+                f"{self.prefix}: the last {unfinished} of {len(self._sizes)} sequences belong to "
+                "no document; call end_document() before finalize()."
+            )
+        with self._watch_disk(self._data_path):
+            self._flush(file)
+        staging = get_staging(self._index_path)
+        with self._watch_disk(self._index_path), staging.open("wb") as index:
+            self._write_index(index)
+            self._flush(index)
+        with self._watch_disk(self._data_path):
+            self._index_path.unlink(missing_ok=True)
+            get_staging(self._data_path).replace(self._data_path)
+            staging.replace(self._index_path)
+        self._file = None
+        file.close()
+        if self._fsync:
+            force_folder(self._data_path.parent)
+
+    def _flush(self, file: BinaryIO) -> None:
+        file.flush()
+        if self._fsync:
+            os.fsync(file.fileno())
+
+    def discard(self) -> None:
+        """Remove what was written; what stood under the name before stays."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        for path in (self._data_path, self._index_path):
+            get_staging(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk refuses the last buffer once more
+            file.close()
+
+    def _write_index(self, file: BinaryIO) -> None:
+        count = len(self._sizes)
+        file.write(HEADER.pack(MMAP_MAGIC, VERSION, self._code, count, len(self._marks)))
+        sizes = np.frombuffer(self._sizes, np.intc)
+        for start in range(0, count, _BLOCK):
+            file.write(sizes[start : start + _BLOCK].astype(SIZE_DTYPE).tobytes())
+        end = 0
+        for start in range(0, count, _BLOCK):
+            lengths = sizes[start : start + _BLOCK].astype(np.int64) * self.dtype.itemsize
+            ends = np.cumsum(lengths) + end
+            file.write((ends - lengths).astype(OFFSET_DTYPE).tobytes())
+            end = int(ends[-1])
+        marks = np.frombuffer(self._marks, np.int64)
+        for start in range(0, marks.size, _BLOCK):
+            file.write(marks[start : start + _BLOCK].astype(OFFSET_DTYPE).tobytes())
+        file.write(self._modes)
+
+    def _get_file(self) -> BinaryIO:
+        if self._file is None:
+            raise IndexedDataError(f"{self.prefix} is closed: nothing can be added to it any more.")
+        return self._file
+
+    @contextlib.contextmanager
+    def _watch_disk(self, path: Path) -> Iterator[None]:
+        """Turn a failing disk into an error that names the file; what was written goes away."""
+        try:
+            yield
+        except OSError as error:
+            raise self._fail(path, error) from error
+
+    def _fail(self, path: Path, error: OSError) -> IndexedDataError:
+        free = 0
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(path.parent).free
+        self.discard()
+        if error.errno not in _FULL:
+            return IndexedDataError(f"{path} cannot be written: {error.strerror or error}.")
+        data_bytes = self._num_tokens * self.dtype.itemsize
+        index_bytes = HEADER.size + 12 * len(self._sizes) + 8 * len(self._marks)
+        return IndexedDataError(
+            f"{path} cannot be written: {_FULL[error.errno]}. The {self.num_sequences:,} sequences "
+            f"before this point need {data_bytes + index_bytes:,} bytes (.bin {data_bytes:,}, .idx "
+            f"{index_bytes:,}), and {free:,} more were free there; what was written is removed. "
+            "Make room or choose another place."
+        )
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        elif self._file is not None:
+            try:
+                self.finalize()
+            except BaseException:
+                self.discard()
+                raise
+
+
+def _describe_overlong(size: int) -> IndexedDataError:
+    return IndexedDataError(
+        f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
+        f"{MAX_SEQUENCE}: split the document."
+    )
