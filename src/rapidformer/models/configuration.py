@@ -106,6 +106,8 @@ def _load_config_of(location: str, args: Any) -> Any:
     check_folder(location, needed="config.json")
     from transformers import AutoConfig
 
+    import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
+
     with quiet_transformers(location), explain_failure(location, "model"):
         return AutoConfig.from_pretrained(location, **get_hub_options(location, args))
 

@@ -1,0 +1,13 @@
+"""``GPTModel`` and its configuration; importing this makes transformers' Auto classes know them."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rapidformer.models.gpt.arguments import config_from_arguments
+from rapidformer.models.gpt.causal_lm import GPTForCausalLM
+from rapidformer.models.gpt.configuration import GPTConfig
+from rapidformer.models.gpt.model import GPTModel
+
+AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
+AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)
+
+__all__ = ["GPTConfig", "GPTForCausalLM", "GPTModel", "config_from_arguments"]

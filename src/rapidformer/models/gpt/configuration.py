@@ -1,0 +1,159 @@
+"""What a GPT is made of: sizes, the choice of parts, and the mixture of experts.
+
+Names are Megatron's; Hugging Face's names of the same sizes are views of them. The defaults are
+Megatron's GPT (which is GPT-2). What a reader would get wrong: ``vocab_size`` counts the rows of
+the embedding, padding included; ``tokenizer_vocab_size`` is the number of ids that mean something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rapidformer.errors import ConfigurationError
+
+_POSITIONS = ("learned_absolute", "rope", "none")
+_NORMS = ("LayerNorm", "RMSNorm")
+
+
+class GPTConfig(PreTrainedConfig):
+    """Sizes and options of a ``GPTModel``; every problem is told at once."""
+
+    model_type = "rapidformer_gpt"
+    attribute_map = {  # noqa: RUF012 - transformers declares it as a class variable
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "num_key_value_heads": "num_query_groups",
+        "initializer_range": "init_method_std",
+    }
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    num_layers: int = 12
+    hidden_size: int = 768
+    num_attention_heads: int = 12
+    num_query_groups: int | None = None
+    """Key/value heads that the attention heads share (default: one for each head)."""
+    ffn_hidden_size: int | None = None
+    """Default: 4 x hidden_size; with SwiGLU two thirds of it, in multiples of 64."""
+    max_position_embeddings: int = 1024
+    vocab_size: int = 50304
+    tokenizer_vocab_size: int | None = None
+    """Ids from here up to ``vocab_size`` are padding, and never generated (default: none are)."""
+
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    tie_word_embeddings: bool = True
+
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+
+    num_experts: int | list[int] | None = None
+    """Experts of every mixture-of-experts layer, or one number for each; 1 means a dense layer."""
+    moe_layer_freq: int = 1
+    """Every n-th layer is a mixture: 2 means the second, the fourth, ..."""
+    moe_router_topk: int = 2
+    moe_loss_coeff: float = 0.01
+    moe_z_loss_coeff: float = 0.0
+
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # The views (num_hidden_layers, ...) are among kwargs: in place before sizes are derived.
+        super().__post_init__(**kwargs)
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.ffn_hidden_size is None:
+            width = 4 * self.hidden_size
+            self.ffn_hidden_size = max(width * 2 // 3 // 64, 1) * 64 if self.swiglu else width
+        problems = list(self._find_problems())
+        if problems:
+            raise ConfigurationError(problems)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of each head are turned by rotary positions."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def experts_per_layer(self) -> list[int]:
+        """For each layer the number of its experts; 1 is a dense layer."""
+        places = range(self.moe_layer_freq - 1, self.num_layers, self.moe_layer_freq)
+        counts = self._get_expert_counts()
+        counts = counts * len(places) if len(counts) == 1 else counts
+        layers = [1] * self.num_layers
+        for place, count in zip(places, counts, strict=True):
+            layers[place] = count
+        return layers
+
+    def _get_expert_counts(self) -> list[int]:
+        if self.num_experts is None:
+            return [1]
+        return [self.num_experts] if isinstance(self.num_experts, int) else list(self.num_experts)
+
+    def _find_problems(self) -> Iterator[str]:
+        for name, known in (("position_embedding_type", _POSITIONS), ("normalization", _NORMS)):
+            if getattr(self, name) not in known:
+                yield f"{name} {getattr(self, name)!r} is unknown: use {' or '.join(known)}."
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
+                 "ffn_hidden_size", "max_position_embeddings", "vocab_size", "moe_layer_freq",
+                 "moe_router_topk")  # fmt: skip
+        small = [name for name in sizes if getattr(self, name) < 1]
+        if small:
+            yield f"{', '.join(small)} must be at least 1."
+            return
+        if self.hidden_size % self.num_attention_heads:
+            yield (
+                f"num_attention_heads {self.num_attention_heads} does not divide "
+                f"hidden_size {self.hidden_size}."
+            )
+        if self.num_attention_heads % (self.num_query_groups or 1):
+            yield (
+                f"num_query_groups {self.num_query_groups} does not divide "
+                f"num_attention_heads {self.num_attention_heads}."
+            )
+        is_turned = self.position_embedding_type == "rope"
+        if is_turned and (self.rotary_size % 2 or not self.rotary_size):
+            yield (
+                f"rotary positions turn pairs: rotary_percent {self.rotary_percent} of the head "
+                f"size {self.head_size} is {self.rotary_size}, which is no even number above 0."
+            )
+        yield from self._find_expert_problems()
+
+    def _find_expert_problems(self) -> Iterator[str]:
+        counts = self._get_expert_counts()
+        if max(counts, default=1) <= 1:
+            return
+        num_mixtures = self.num_layers // self.moe_layer_freq
+        if num_mixtures == 0:
+            yield (
+                f"moe_layer_freq {self.moe_layer_freq} leaves no mixture-of-experts layer in "
+                f"{self.num_layers} layers."
+            )
+        elif len(counts) not in (1, num_mixtures):
+            yield (
+                f"num_experts has {len(counts)} numbers, but there are {num_mixtures} "
+                f"mixture-of-experts layers (every {self.moe_layer_freq}. of {self.num_layers}): "
+                f"give one number, or {num_mixtures}."
+            )
+        few = [count for count in counts if 1 < count < self.moe_router_topk]
+        if few:
+            yield f"moe_router_topk {self.moe_router_topk} is above num_experts {min(few)}."
+        if self.moe_z_loss_coeff and not self.moe_loss_coeff:
+            yield (
+                "moe_z_loss_coeff needs a moe_loss_coeff above 0: both losses leave the model as "
+                "one number, which is multiplied by moe_loss_coeff."
+            )

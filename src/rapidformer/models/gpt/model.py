@@ -1,0 +1,202 @@
+"""``GPTModel``: a decoder in Megatron's calling form.
+
+    losses = model(tokens, position_ids, attention_mask, labels=labels)   # [batch, tokens], fp32
+    logits = model(tokens, position_ids, attention_mask)                  # [batch, tokens, vocab]
+
+What a reader would get wrong: ``labels`` are *not* shifted here. ``labels[:, i]`` is what follows
+``tokens[:, i]``, as Megatron's data gives it; ``GPTForCausalLM`` is the same model in Hugging
+Face's form, which shifts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Cache, GenerationMixin, PreTrainedModel, initialization
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rapidformer.errors import ModelError
+from rapidformer.models.gpt.arguments import config_from_context
+from rapidformer.models.gpt.attention import ResidualLinear, build_rotation, build_visibility
+from rapidformer.models.gpt.configuration import GPTConfig
+from rapidformer.models.gpt.experts import Experts
+from rapidformer.models.gpt.layers import TransformerLayer, build_norm, compute_token_losses
+from rapidformer.models.plan import ModelPlan
+
+
+class GPTModel(PreTrainedModel, GenerationMixin):
+    """A GPT with learned or rotary positions, grouped queries, SwiGLU and experts as options.
+
+    Without a configuration the sizes are those of the current run's flags (``get_args()``). The
+    other parameters are Megatron's: the whole model is always built, and the switches split it
+    where a run is spread over processes.
+
+    What a call returns: without labels the logits; with labels the loss of every token, and
+    with experts a tuple ``(losses, moe_loss of the first mixture, of the second, ...)``. Each
+    moe_loss is 1 where the experts are loaded alike; the loss to minimise is
+    ``mean of losses + model.moe_loss_coeff * sum(moe_losses)``.
+    """
+
+    config_class = GPTConfig
+    config: GPTConfig
+    _tied_weights_keys = {"output.weight": "word_embeddings.weight"}  # noqa: RUF012
+    _no_split_modules = ["TransformerLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(
+        self,
+        config: GPTConfig | None = None,
+        *,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ) -> None:
+        _check_megatron_options(num_tokentypes, pre_process, post_process)
+        config = config if config is not None else config_from_context()
+        super().__init__(config)
+        size = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, size)
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, size)
+            if config.position_embedding_type == "learned_absolute"
+            else None
+        )
+        self.layers = nn.ModuleList(TransformerLayer(config, i) for i in range(config.num_layers))
+        self.final_norm = build_norm(config)
+        self.output = nn.Linear(size, config.vocab_size, bias=False)
+        if config.tokenizer_vocab_size is not None:
+            padding = range(config.tokenizer_vocab_size, config.vocab_size)
+            self.generation_config.suppress_tokens = list(padding) or None
+        self.post_init()
+
+    @property
+    def moe_loss_coeff(self) -> float:
+        """What the sum of the mixtures' losses is multiplied by, before it joins the token loss."""
+        return self.config.moe_loss_coeff
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        tokentype_ids: None = None,
+        *,
+        forward_method_parallel_output: bool | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = False,
+    ) -> Any:
+        """Token losses, or logits where there are no labels.
+
+        ``attention_mask`` is Megatron's (bool, True = hidden) or None for plain causal, which is
+        the fast path. The parameters after ``labels`` are for old scripts and for ``generate``.
+        """
+        hidden, moe_losses = self.transform(
+            input_ids, position_ids, attention_mask, past_key_values
+        )
+        logits = self.output(hidden[:, -logits_to_keep:])
+        if return_dict:
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        if labels is None:
+            return logits
+        losses = compute_token_losses(logits, labels)
+        return (losses, *moe_losses) if moe_losses else losses
+
+    def transform(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states after the last norm, and the loss of each mixture of experts."""
+        if cache is not None and cache.is_compileable:
+            # It comes with a mask of four dimensions whose True means the opposite.
+            raise ModelError("GPTModel generates with a growing cache: use the dynamic one.")
+        past = cache.get_seq_length() if cache is not None else 0
+        hidden, position_ids = self._embed(input_ids, position_ids, past)
+        visible = build_visibility(attention_mask, input_ids, past)
+        has_rotation = self.config.position_embedding_type == "rope"
+        rotation = build_rotation(position_ids, self.config) if has_rotation else None
+        moe_losses: list[Tensor] = []
+        for layer in self.layers:
+            hidden = layer(hidden, visible, rotation, cache)
+            if isinstance(hidden, tuple):
+                hidden, moe_loss = hidden
+                moe_losses.append(moe_loss)
+        return self.final_norm(hidden), moe_losses
+
+    def _embed(
+        self, input_ids: Tensor, position_ids: Tensor | None, past: int
+    ) -> tuple[Tensor, Tensor]:
+        end = past + input_ids.shape[1]
+        if self.position_embeddings is not None and end > self.config.max_position_embeddings:
+            raise ModelError(
+                f"{end} tokens are more than the {self.config.max_position_embeddings} positions "
+                "that this model has learned: shorten the rows, or build the model with more "
+                "--max-position-embeddings."
+            )
+        if position_ids is None:
+            position_ids = torch.arange(past, end, device=input_ids.device).unsqueeze(0)
+        hidden = self.word_embeddings(input_ids)
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(position_ids)
+        hidden = functional.dropout(hidden, self.config.hidden_dropout, self.training)
+        return hidden, position_ids
+
+    # ---- what the library and transformers ask of a model --------------------------------------
+
+    def rapidformer_plan(self) -> ModelPlan:
+        """Where the blocks are: what recompute, compile and sharding go by."""
+        return ModelPlan(blocks=("layers",))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.word_embeddings = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.output = new_embeddings  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fresh weights; transformers calls it for every module, also for what a file lacks."""
+        std = self.config.init_method_std
+        # Every layer adds two updates to the residual stream: its variance must not grow by that.
+        small_std = std / math.sqrt(2 * self.config.num_layers)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            is_residual = isinstance(module, ResidualLinear)
+            initialization.normal_(module.weight, std=small_std if is_residual else std)
+        elif isinstance(module, Experts):
+            for weight in (module.gate, module.up):
+                if weight is not None:
+                    initialization.normal_(weight, std=std)
+            initialization.normal_(module.down, std=small_std)
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            initialization.ones_(module.weight)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            initialization.zeros_(bias)
+
+
+def _check_megatron_options(num_tokentypes: int, pre_process: bool, post_process: bool) -> None:
+    if num_tokentypes:
+        raise ModelError(
+            f"GPTModel(num_tokentypes={num_tokentypes}): a GPT has no token types, leave it at 0."
+        )
+    if not (pre_process and post_process):
+        raise ModelError(
+            "GPTModel builds the whole model, never a stage of it: pre_process and post_process "
+            "must be True."
+        )
