@@ -34,7 +34,7 @@ def learning_rates(updates: int, train_iters: int, batch: int, **said: Any) -> l
     arguments = OptimizerArguments(**said)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.lr or 0.0)
     scheduler = build_scheduler(
-        optimizer, arguments, train_iters=train_iters, global_batch_size=batch
+        optimizer, arguments, train_iters=train_iters, count_samples=lambda updates: updates * batch
     )
     rates = []
     for _ in range(updates):
@@ -92,7 +92,7 @@ def test_curve_is_megatrons_everywhere(
             lr=0.5, min_lr=0.5 * floor, lr_decay_style=style, lr_warmup_iters=warmup
         ),
         train_iters=iters,
-        global_batch_size=batch,
+        count_samples=lambda updates: updates * batch,
     )
     expected = megatron_learning_rate(
         update * batch,
@@ -126,12 +126,12 @@ def test_same_samples_same_rate_under_another_batch_size() -> None:
     small = build_curve(
         OptimizerArguments(lr=1.0, lr_decay_samples=64, lr_warmup_samples=16),
         train_iters=16,
-        global_batch_size=4,
+        count_samples=lambda updates: updates * 4,
     )
     large = build_curve(
         OptimizerArguments(lr=1.0, lr_decay_samples=64, lr_warmup_samples=16),
         train_iters=4,
-        global_batch_size=16,
+        count_samples=lambda updates: updates * 16,
     )
     assert [small(samples) for samples in range(0, 80, 4)] == [
         large(samples) for samples in range(0, 80, 4)
@@ -153,7 +153,10 @@ def test_every_group_follows_its_own_peak() -> None:
         [{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 0.1}]
     )
     scheduler = build_scheduler(
-        optimizer, OptimizerArguments(lr=1.0), train_iters=10, global_batch_size=1
+        optimizer,
+        OptimizerArguments(lr=1.0),
+        train_iters=10,
+        count_samples=lambda updates: updates * 1,
     )
     optimizer.step()
     scheduler.step()

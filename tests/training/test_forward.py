@@ -76,3 +76,14 @@ def test_iterator_of_a_step_has_one_batch() -> None:
     assert next(batches) == {"a": 1}
     with pytest.raises(RapidformerError, match="took a second batch"):
         next(batches)
+
+
+def test_parts_of_a_loss_are_kept_by_name() -> None:
+    """Megatron's loss functions name what they average; a hook may do so as well."""
+    parts = {"lm loss": LOSS * 2, "text": "no number", "many": torch.zeros(3)}
+    for returned in ((LOSS, 4, parts), (LOSS, lambda output: (output, parts))):
+        result = interpret_forward(returned, INFO, shifts_labels=False)
+        assert result.loss is LOSS
+        assert result.parts == {"lm_loss": LOSS * 2}
+    assert interpret_forward((LOSS, 4, parts), INFO, shifts_labels=False).weight == 4
+    assert interpret_forward(LOSS, INFO, shifts_labels=False).parts == {}

@@ -88,4 +88,10 @@ def _count_tokens(batch: Mapping[str, Any], rows: int) -> tuple[int, int]:
         return int(mask.sum()), mask.numel()
     if isinstance(ids, torch.Tensor):
         return ids.numel(), ids.numel()
+    text, mask = batch.get("text"), batch.get("padding_mask")  # Megatron's names
+    if isinstance(text, torch.Tensor) and text.dim() == 2:
+        if isinstance(mask, torch.Tensor):
+            return int(mask.sum()), mask.numel()
+        # One more than the model sees: inputs and next tokens overlap.
+        return text.numel() - rows, text.numel() - rows
     return rows, rows

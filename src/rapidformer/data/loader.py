@@ -18,11 +18,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rapidformer.data.batch import BatchInfo, describe_batch, move_to_device
+from rapidformer.data.batch import BatchInfo, describe_batch
+from rapidformer.data.prefetch import read_ahead
+from rapidformer.dist.collectives import sum_over_processes
 from rapidformer.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, list[int], bool]
+_Round = tuple[Any, BatchInfo, bool]
 
 
 class DistributedLoader:
@@ -44,6 +47,8 @@ class DistributedLoader:
         device: torch.device | None = None,
         order: Callable[[], Sequence[int]] | None = None,
         num_samples: int | None = None,
+        get_batch_size: Callable[[int], int] | None = None,
+        counts_ahead: bool = False,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate
@@ -58,6 +63,9 @@ class DistributedLoader:
         self._num_workers = num_workers
         self._device = device or torch.device("cpu")
         self._order = order
+        self._get_batch_size = get_batch_size
+        """Samples of the update after so many samples, where updates are not all equal."""
+        self._counts_ahead = counts_ahead
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
@@ -69,6 +77,8 @@ class DistributedLoader:
         self._is_resuming = False
         self.info = BatchInfo(0, 0, 0, 0, 0)
         """Counts of the micro-batch handed out last."""
+        self.update_info: BatchInfo | None = None
+        """Counts of the whole update over all processes, if they are counted ahead."""
         self.is_update_end = False
         """Whether that micro-batch is the last of its update."""
         self.is_filler = False
@@ -118,15 +128,20 @@ class DistributedLoader:
             self.epoch, self._position = self.epoch + 1, 0
         self._rows_handed_out = 0
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
+        rounds = read_ahead(rounds, self._device)
+        if self._counts_ahead:
+            rounds = self._count_ahead(rounds)
+        rounds_left = 0
         for batch, info, is_last in rounds:
+            rounds_left = (rounds_left or self._count_rounds()) - 1
             self._position += 1
             self.info = info
             self.is_filler = self._ended_with_filler = info.rows == 0
             self._rows_handed_out += info.rows or 1
-            self.is_update_end = is_last or self._position % self._rounds_per_update == 0
+            self.is_update_end = is_last or rounds_left == 0
             if self.on_batch is not None:
                 self.on_batch(self)
-            yield move_to_device(batch, self._device)
+            yield batch
         self.is_filler = False
         was_over = self._position == resumed_at > 0
         self.epoch, self._position = self.epoch + 1, 0
@@ -158,21 +173,36 @@ class DistributedLoader:
             self.epoch, self._position = self.epoch + 1, 0
         self._is_resuming = True
 
-    def _iterate_rounds(self) -> Iterator[tuple[Any, BatchInfo, bool]]:
-        keys = list(self._build_keys())
+    def _count_rounds(self) -> int:
+        """Rounds until the end of the update that begins, or goes on, now."""
+        if self._get_batch_size is None:
+            return self._rounds_per_update - self._position % self._rounds_per_update
+        consumed = self.epoch * self.num_samples + self.consumed_samples
+        return self._get_batch_size(consumed) // self.samples_per_round
+
+    def _count_ahead(self, rounds: Iterator[_Round]) -> Iterator[_Round]:
+        """Hold the rounds of each update until they are counted, on every process."""
+        while update := list(islice(rounds, self._count_rounds())):
+            counts = [sum(column) for column in zip(*(info for _, info, _ in update), strict=True)]
+            total = sum_over_processes(torch.tensor(counts)) if self._num_replicas > 1 else counts
+            self.update_info = BatchInfo(*map(int, total))
+            yield from update
+
+    def _iterate_rounds(self) -> Iterator[_Round]:
+        rounds_left = len(self) - self._position
         fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, self._replica))
         loader: DataLoader[Any] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=keys,  # type: ignore[arg-type]
+            sampler=self._build_keys(),  # type: ignore[arg-type]
             collate_fn=_pass_on,
-            num_workers=min(self._num_workers, len(keys)),
+            num_workers=min(self._num_workers, rounds_left),
             pin_memory=self._device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
         )
         for number, (batch, info) in enumerate(loader, start=1):
-            yield batch, BatchInfo(*info), number == len(keys)
+            yield batch, BatchInfo(*info), number == rounds_left
 
     def _build_keys(self) -> Iterator[_Key]:
         order = self._get_order()
@@ -188,10 +218,10 @@ class DistributedLoader:
             with _random_numbers_from((self._seed, self.epoch)):
                 return self._order()
         if not self._shuffle:
-            return np.arange(len(self.dataset))
+            return range(len(self.dataset))
         return np.random.default_rng((self._seed, self.epoch)).permutation(len(self.dataset))
 
-    def _iterate_stream(self) -> Iterator[tuple[Any, BatchInfo, bool]]:
+    def _iterate_stream(self) -> Iterator[_Round]:
         """Every process reads the whole stream and keeps its slice of each round."""
         rounds = self._read_stream()
         current = next(rounds, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,12 @@ class LearningRateCurve:
 
 
 def build_curve(
-    settings: OptimizerArguments, *, train_iters: int | None, global_batch_size: int
+    settings: OptimizerArguments, *, train_iters: int | None, count_samples: Callable[[int], int]
 ) -> LearningRateCurve:
-    """The curve that the flags describe, for a run of this many updates."""
+    """The curve that the flags describe, for a run of this many updates.
+
+    ``count_samples`` says how many samples so many updates take.
+    """
     style, length = settings.lr_decay_style, settings.lr_decay_iters or train_iters
     if length is None and settings.lr_decay_samples is None and style in ("linear", "cosine"):
         warn_once(
@@ -56,7 +60,7 @@ def build_curve(
             f"({style}): give --train-iters, or --epochs and let the engine build the loader."
         )
         style = "constant"
-    decay: float = (length or 0) * global_batch_size
+    decay: float = count_samples(length or 0)
     if settings.lr_decay_samples is not None:
         decay = settings.lr_decay_samples
     if settings.lr_warmup_fraction:
@@ -64,7 +68,7 @@ def build_curve(
     elif settings.lr_warmup_samples:
         warmup = settings.lr_warmup_samples
     else:
-        warmup = settings.lr_warmup_iters * global_batch_size
+        warmup = count_samples(settings.lr_warmup_iters)
     peak = settings.lr or 0.0
     return LearningRateCurve(
         style=style,
@@ -79,11 +83,11 @@ def build_scheduler(
     settings: OptimizerArguments,
     *,
     train_iters: int | None,
-    global_batch_size: int,
+    count_samples: Callable[[int], int],
 ) -> LambdaLR:
     """A torch scheduler over the curve: one step per update."""
-    curve = build_curve(settings, train_iters=train_iters, global_batch_size=global_batch_size)
-    return LambdaLR(optimizer, lambda update: curve(update * global_batch_size))
+    curve = build_curve(settings, train_iters=train_iters, count_samples=count_samples)
+    return LambdaLR(optimizer, lambda update: curve(count_samples(update)))
 
 
 def fill_training_steps(

@@ -2,6 +2,7 @@
 
 - a scalar loss: the weight is the number of labels in the batch, counted by the loader;
 - ``(loss, n)``: the user says what the mean was taken over;
+- ``(loss, n, {name: value})``: and of what the loss is made, each shown beside it;
 - ``(output, loss_function)``: Megatron's form, ``loss_function(output) -> (loss, {name: value})``;
 - a dict with ``loss``: FlagAI's form.
 """
@@ -21,15 +22,19 @@ from rapidformer.training.loop import ForwardResult
 def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) -> ForwardResult:
     """The loss and its weight, or an error that says what is expected."""
     weight: float | torch.Tensor = info.shifted_labels if shifts_labels else info.labels
+    parts: Any = {}
     if isinstance(returned, Mapping):
         returned = returned.get("loss")
     elif isinstance(returned, tuple) and len(returned) == 2:
         first, second = returned
         if callable(second) and not isinstance(second, torch.Tensor):
             returned = second(first)
-            returned = returned[0] if isinstance(returned, tuple) else returned
+            if isinstance(returned, tuple):
+                returned, parts = (*returned, {})[:2]
         else:
             returned, weight = first, _check_weight(second)
+    elif isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], Mapping):
+        returned, weight, parts = returned[0], _check_weight(returned[1]), returned[2]
     if not isinstance(returned, torch.Tensor):
         raise RapidformerError(
             f"run_forward_step must return the loss, a tensor, got {type(returned).__name__}."
@@ -39,7 +44,19 @@ def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) ->
             f"run_forward_step must return one number, got a tensor of shape "
             f"{list(returned.shape)}: return loss.mean(), or (loss.sum() / n, n)."
         )
-    return ForwardResult(returned, weight)
+    return ForwardResult(returned, weight, _read_parts(parts))
+
+
+def _read_parts(parts: Any) -> dict[str, torch.Tensor]:
+    """The numbers that Megatron's loss functions give by name, such as ``lm loss``."""
+    if not isinstance(parts, Mapping):
+        return {}
+    tensors = {str(name): value for name, value in parts.items() if isinstance(value, torch.Tensor)}
+    return {
+        name.strip().replace(" ", "_"): value.detach().reshape(())
+        for name, value in tensors.items()
+        if value.numel() == 1
+    }
 
 
 def _check_weight(weight: Any) -> float | torch.Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,16 @@ from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
 
+Metrics = dict[str, float]
+
 
 class ForwardResult(NamedTuple):
     """A micro-batch's mean loss and what the mean was taken over."""
 
     loss: torch.Tensor
     weight: float | torch.Tensor
+    parts: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """What the loss is made of, by name: means over the same weight, only to be shown."""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +71,7 @@ class TrainingLoop:
         evaluation: Evaluation | None = None,
         processor: Any = None,
         saves_each_epoch: bool = True,
+        test: Callable[[], Metrics] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.engine = engine
@@ -77,6 +83,7 @@ class TrainingLoop:
         self.evaluation = evaluation
         self.processor = processor
         self.saves_each_epoch = saves_each_epoch
+        self.test = test
         self.progress = progress or Progress()
         self.meter = Meter(engine.device)
         self._saved_at: int | None = None
@@ -107,7 +114,9 @@ class TrainingLoop:
         for batch in self.loader:
             result = self.forward(batch)
             self.engine.backward(result.loss, result.weight)
-            self.meter.add_micro_batch(result.loss, result.weight, self.loader.info)
+            self.meter.add_micro_batch(
+                {**result.parts, "loss": result.loss}, result.weight, self.loader.info
+            )
             if not self.loader.is_update_end:
                 continue
             self._lr = self.engine.get_learning_rate()
@@ -146,6 +155,11 @@ class TrainingLoop:
     def _finish(self) -> None:
         if self.evaluation is not None and self.progress.evaluated_at != self.step:
             self._evaluate()
+        if self.test is not None and self._attempts >= self.train_iters:
+            results = broadcast_object(evaluate_model(self.engine, self.test))
+            self.progress.evaluations |= {f"test_{key}": value for key, value in results.items()}
+            line = self._locate() | {f"test_{key}": value for key, value in results.items()}
+            self.reporter.log_evaluation(line)
         if self.args.save is not None:
             if self.step > 0:
                 self._save()
@@ -190,6 +204,7 @@ class TrainingLoop:
         updates = len(measured.losses)
         step_time = measured.seconds / updates
         line: dict[str, Any] = {
+            **measured.parts,
             "step": self.step,
             "epoch": round(self._get_epoch(), 4),
             "loss": measured.loss,
@@ -208,6 +223,9 @@ class TrainingLoop:
             line["skipped_updates"] = self.engine.clock.skipped
         return line
 
+    def _locate(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": round(self._get_epoch(), 4)}
+
     def _get_epoch(self) -> float:
         state = self.loader.state_dict()
         if self.loader.is_stream:
@@ -222,9 +240,8 @@ class TrainingLoop:
         results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
         self.progress.evaluations = results
         self.progress.evaluated_at = self.step
-        line: dict[str, Any] = {"step": self.step, "epoch": round(self._get_epoch(), 4)}
-        line.update({f"eval_{key}": value for key, value in results.items()})
-        self.reporter.log_evaluation(line)
+        line = {f"eval_{key}": value for key, value in results.items()}
+        self.reporter.log_evaluation(self._locate() | line)
         self._keep_if_best(results)
         self.meter.resume(paused_at)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class Measurement:
     """One log interval."""
 
     losses: list[float]
+    parts: dict[str, float]
+    """What the loss was made of, by name, as means over the interval."""
     grad_norm: float
     seconds: float
     tokens: int
@@ -34,40 +37,73 @@ class Measurement:
         return sum(self.losses) / len(self.losses)
 
 
+class WeightedSums:
+    """Sums of means x their weights, by name, that become means over everything."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.weight: float | torch.Tensor = 0.0
+        self._dtype = dtype
+
+    def add(
+        self, means: Mapping[str, torch.Tensor], weight: float | torch.Tensor, info: BatchInfo
+    ) -> None:
+        # A mean over no labels is not a number, and has no part in the whole either.
+        counts = bool(info.rows) and (isinstance(weight, torch.Tensor) or bool(weight))
+        for name, mean in means.items():
+            value = mean.detach().to(self._dtype or mean.dtype)
+            # Zero where it does not count: every process must have every name.
+            part = value * weight if counts else torch.zeros_like(value)
+            if isinstance(weight, torch.Tensor):
+                part = torch.where(weight == 0, torch.zeros_like(part), part)
+            self.sums[name] = self.sums[name] + part if name in self.sums else part
+        if counts:
+            self.weight = self.weight + weight
+
+    def read_means(self) -> dict[str, float]:
+        """The means over all processes."""
+        sums = list(self.sums.values())
+        weight = torch.as_tensor(self.weight, dtype=sums[0].dtype, device=sums[0].device)
+        *totals, count = sum_over_processes(torch.stack([*sums, weight])).tolist()
+        return {
+            name: total / count if count else math.nan
+            for name, total in zip(self.sums, totals, strict=True)
+        }
+
+
 class Meter:
     """Collects micro-batches and updates until somebody reads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start()
-        self._loss_sum: torch.Tensor | None = None
+        self._update = WeightedSums()
 
     def _start(self) -> None:
         self._losses: list[torch.Tensor] = []
+        self._parts: dict[str, torch.Tensor] = {}
         self._norms: list[torch.Tensor] = []
         self._rows = self._tokens = self._slots = 0
         self._since = time.perf_counter()
 
     def add_micro_batch(
-        self, loss: torch.Tensor, weight: float | torch.Tensor, info: BatchInfo
+        self, means: Mapping[str, torch.Tensor], weight: float | torch.Tensor, info: BatchInfo
     ) -> None:
-        # A mean over no labels is not a number, and has no part in the update either.
-        if info.rows and (isinstance(weight, torch.Tensor) or weight):
-            part = loss.detach() * weight
-            if isinstance(weight, torch.Tensor):
-                part = torch.where(weight == 0, torch.zeros_like(part), part)
-            self._loss_sum = part if self._loss_sum is None else self._loss_sum + part
+        """Add the ``loss``, and what it is made of, as means over a weight."""
+        self._update.add(means, weight, info)
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots
 
     def add_update(self, total_weight: float | torch.Tensor, norm: torch.Tensor | None) -> None:
         """Close an update: its loss is the mean over the whole global batch."""
-        if self._loss_sum is None:
-            self._loss_sum = torch.zeros((), device=self._device)
-        self._losses.append((self._loss_sum / total_weight).float())
+        sums = self._update.sums
+        means = {name: (total / total_weight).float() for name, total in sums.items()}
+        self._losses.append(means.pop("loss", torch.zeros((), device=self._device)))
+        for name, mean in means.items():
+            self._parts[name] = self._parts[name] + mean if name in self._parts else mean
         self._norms.append(norm if norm is not None else torch.zeros((), device=self._device))
-        self._loss_sum = None
+        self._update = WeightedSums()
 
     def pause(self) -> float:
         """The time of now, for ``resume``: what lies between is not training."""
@@ -81,7 +117,8 @@ class Meter:
 
     def read(self, step: int, *, tolerates_infinity: bool) -> Measurement:
         """Reduce, read and start anew; raises where a loss or a norm is not a number."""
-        losses = torch.stack(self._losses)
+        updates = len(self._losses)
+        losses = torch.stack([*self._losses, *self._parts.values()])
         counts = torch.tensor(
             [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
         )
@@ -90,7 +127,11 @@ class Meter:
         values: list[float] = packed.tolist()
         norm_values: list[float] = norms.tolist()
         measurement = Measurement(
-            losses=values[:-3],
+            losses=values[:updates],
+            parts={
+                name: total / updates
+                for name, total in zip(self._parts, values[updates:], strict=False)
+            },
             grad_norm=norm_values[-1],
             seconds=time.perf_counter() - self._since,
             samples=int(values[-3]),

@@ -16,16 +16,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
 
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.dist.collectives import sum_over_processes
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.training.forward import SingleBatch
-from rapidformer.training.loop import Evaluation
+from rapidformer.training.loop import Evaluation, Metrics
+from rapidformer.training.meter import WeightedSums
 from rapidformer.training.template import Template, _missing_hook, accepts_arguments
 
 _EVAL_INTERVAL = 1000
@@ -75,10 +76,12 @@ class PreTrainer(Template):
         batch = args.global_batch_size or 1
         train_iters = self.engine.get_train_iters()
         if train_iters is None:
-            raise ConfigurationError("how long to train? Give --train-iters or --train-samples.")
+            raise ConfigurationError(
+                "how long to train? Give --train-iters, --train-samples or --train-tokens."
+            )
         evaluations = train_iters // (args.eval_interval or _EVAL_INTERVAL) + 1
         return [
-            train_iters * batch,
+            self.engine.batches.count_samples(train_iters),
             evaluations * args.eval_iters * batch,
             args.eval_iters * batch,
         ]
@@ -93,27 +96,32 @@ class PreTrainer(Template):
     ) -> Evaluation | None:
         if eval_loader is None:
             return None
-        forward = self.make_forward(eval_loader, model)
-        rounds = self.args.eval_iters * self.engine.clock.rounds_per_update
-
-        def evaluate() -> dict[str, float]:
-            # The same first batches every time, so that losses can be compared.
-            eval_loader.rewind()
-            totals = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-            for batch in islice(eval_loader, rounds):
-                result = forward(batch)
-                weight = torch.as_tensor(result.weight, dtype=torch.float64, device=totals.device)
-                if eval_loader.info.rows:
-                    part = result.loss.double() * weight
-                    totals += torch.stack([torch.where(weight == 0, weight, part), weight])
-            loss_sum, count = sum_over_processes(totals).tolist()
-            loss = loss_sum / count if count else math.nan
-            return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-
         name, greater = self.choose_best_metric()
         return Evaluation(
-            run=evaluate,
+            run=lambda: self.measure_loss(model, eval_loader),
             interval=self.args.eval_interval or _EVAL_INTERVAL,
             best_metric=name,
             greater_is_better=greater,
         )
+
+    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
+        loader = self.build_eval_loader(dataset, collate)
+        return None if loader is None else lambda: self.measure_loss(model, loader)
+
+    def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
+        """Loss and perplexity over the first ``--eval-iters`` global batches of the data.
+
+        The same batches every time, so that losses can be compared.
+        """
+        forward = self.make_forward(loader, model)
+        rounds = self.args.eval_iters * self.engine.clock.rounds_per_update
+        sums = WeightedSums(dtype=torch.float64)
+        loader.rewind()
+        for batch in islice(loader, rounds):
+            result = forward(batch)
+            sums.add({**result.parts, "loss": result.loss}, result.weight, loader.info)
+        means = sums.read_means()
+        loss = means.pop("loss")
+        # A balancing or sentence-order loss says nothing of how well words are guessed.
+        of_words = means.get("lm_loss", loss)
+        return {"loss": loss, **means, "perplexity": math.exp(min(of_words, 700.0))}

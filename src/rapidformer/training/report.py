@@ -66,11 +66,12 @@ class Reporter:
             return
         self._record(line)
         values = " | ".join(
-            f"{key.removeprefix('eval_')} {value:.4f}"
+            f"{key.partition('_')[2].replace('_', ' ')} {value:.4f}"
             for key, value in line.items()
-            if key.startswith("eval_") and isinstance(value, float)
+            if key.startswith(("eval_", "test_")) and isinstance(value, float)
         )
-        get_logger().info("evaluation at step %d | %s", line["step"], values)
+        what = "test data" if any(key.startswith("test_") for key in line) else "evaluation"
+        get_logger().info("%s at step %d | %s", what, line["step"], values)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -84,8 +85,9 @@ class Reporter:
         if self._board is not None:
             for key, value in line.items():
                 if key != "step" and isinstance(value, (int, float)):
-                    group = "eval" if key.startswith("eval_") else "train"
-                    name = f"{group}/{key.removeprefix('eval_')}"
+                    group, _, name = key.partition("_")
+                    is_training = group not in ("eval", "test")
+                    name = f"train/{key}" if is_training else f"{group}/{name}"
                     self._board.add_scalar(name, value, line["step"])
 
 
@@ -95,6 +97,11 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         f"step {line['step']}/{total_steps}",
         f"epoch {line['epoch']:.2f}",
         f"loss {line['loss']:.4f}",
+        *(
+            f"{name.replace('_', ' ')} {value:.4f}"
+            for name, value in line.items()
+            if name.endswith("_loss")
+        ),
         f"lr {line['lr']:.2e}",
         f"grad norm {line['grad_norm']:.3f}",
         f"{line['step_time'] * 1000:.0f} ms/step",

@@ -23,6 +23,7 @@ from rapidformer.training.forward import interpret_forward
 from rapidformer.training.loop import (
     Evaluation,
     ForwardResult,
+    Metrics,
     Progress,
     TrainingLoop,
     is_greater_better,
@@ -41,6 +42,8 @@ class Template(ABC):
     greater_is_better: bool = True
     saves_each_epoch = False
     """Whether a checkpoint is kept after each epoch where no interval is given."""
+    counts_ahead = False
+    """Whether ``loader.update_info`` is to be known from an update's first micro-batch on."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: found by its class."""
 
@@ -99,17 +102,30 @@ class Template(ABC):
     def train(self) -> dict[str, float]:
         """Train to the end; returns the last evaluation's numbers."""
         resume = self.find_resume_folder()
-        train_data, valid_data, _, collate = self.get_datasets()
+        train_data, valid_data, test_data, collate = self.get_datasets()
         loader = self.engine.build_data_loader(
-            train_data, collate, shuffle=self.is_shuffled, is_training=True
+            train_data,
+            collate,
+            shuffle=self.is_shuffled,
+            is_training=True,
+            counts_ahead=self.counts_ahead,
         )
         eval_loader = self.build_eval_loader(valid_data, collate)
         model = self.compose()
         evaluation = self.make_evaluation(model, eval_loader)
         progress = self.run_loop(
-            loader, model, evaluation=evaluation, eval_data=eval_loader, resume=resume
+            loader,
+            model,
+            evaluation=evaluation,
+            eval_data=eval_loader,
+            test=self.make_test(model, test_data, collate),
+            resume=resume,
         )
         return progress.evaluations
+
+    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
+        """How the finished model is measured on test data; None where it is not."""
+        return None
 
     def find_resume_folder(self) -> Path | None:
         """The checkpoint that ``--load`` names, if it names one; checks ``--save`` as well."""
@@ -186,6 +202,7 @@ class Template(ABC):
         evaluation: Evaluation | None,
         eval_data: Any,
         resume: Path | None,
+        test: Callable[[], Metrics] | None = None,
     ) -> Progress:
         """Resume, say what starts, and run the one loop."""
         train_iters = self.engine.get_train_iters()
@@ -214,6 +231,7 @@ class Template(ABC):
             evaluation=evaluation,
             processor=self.processor,
             saves_each_epoch=self.saves_each_epoch,
+            test=test,
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
