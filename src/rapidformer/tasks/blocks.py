@@ -29,7 +29,7 @@ def encode_blocks(
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
-    before, after = _get_frame(tokenizer) if add_special else ([], [])
+    before, after = get_frame(tokenizer) if add_special else ([], [])
     room = max_length - len(before) - len(after)
     end = [] if add_special or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -64,7 +64,7 @@ def _tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return [list(ids) for ids in encoded]
 
 
-def _get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]

@@ -1,7 +1,8 @@
-"""The next token from those before it (GPT's own training), and text that goes on.
+"""The next token from those before it (GPT's own training), and text or answers that go on.
 
-What a reader would get wrong: labels equal the inputs and the *model* shifts them, so the first
-token of a row has no prediction and does not count.
+Running text becomes blocks; conversations, and prompts with answers, become examples whose answers
+alone are learnt. What a reader would get wrong: labels are not shifted here, the *model* shifts
+them, so the first token of a row has no prediction and does not count.
 """
 
 from __future__ import annotations
@@ -10,8 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.columns import find_column
+from rapidformer.tasks.conversations import (
+    CONTEXT,
+    MESSAGES,
+    PROMPT,
+    RESPONSE,
+    SYSTEM,
+    ChatColumns,
+    ChatSettings,
+    as_optional,
+    find_chat_columns,
+)
 from rapidformer.tasks.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
 
 if TYPE_CHECKING:
@@ -25,66 +38,124 @@ class CausalLM(LanguageModel):
     name = "causal_lm"
     # The documents of the original system spell it "casual".
     aliases = ("casual_lm", "clm", "language_modeling", "text_generation")
-    description = "the next token from those before it (GPT-type models)"
+    description = (
+        "the next token from those before it, in running text, conversations or answers to prompts "
+        "(GPT-type models)"
+    )
+    columns = (
+        as_optional(TEXT),
+        MESSAGES,
+        as_optional(PROMPT),
+        as_optional(RESPONSE),
+        CONTEXT,
+        SYSTEM,
+    )
     auto_class = "AutoModelForCausalLM"
     has_shifted_labels = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.blocks import encode_blocks
-        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.rows import get_splits
         from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
 
         config, tokenizer, length = load_text_parts(args)
+        settings = ChatSettings.read(args)
         tables = get_splits(args, splits)
+        columns = find_chat_columns(next(iter(tables.values())), settings, TEXT, has_answers=True)
+        pad = build_text_collator(tokenizer, side="right")
+        features: dict[str, Any]
+        if columns is None:
+            features = self._encode_texts(tables, tokenizer, length, args)
+            is_packed = settings.packing and not args.group_texts
+            extras: dict[str, Any] = {"stop_id": None}
+            collate: Any = pad if is_packed else LabelCollator(pad)
+        else:
+            features, extras = self._encode_chats(tables, columns, tokenizer, length, args)
+            is_packed, collate = settings.packing, pad
+            if not is_packed:
+                features = {split: _drop_lengths(rows) for split, rows in features.items()}
+        if is_packed:
+            features = {split: _pack(rows, split, length) for split, rows in features.items()}
+        return PreparedData(
+            **features,
+            collate=collate,
+            processor=tokenizer,
+            model_settings=get_text_settings(args, tokenizer, config),
+            extras={"mode": "evaluate", "packed_length": length if is_packed else None, **extras},
+        )
+
+    def _encode_texts(
+        self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Any
+    ) -> dict[str, Any]:
+        from rapidformer.tasks.blocks import encode_blocks
+        from rapidformer.tasks.rows import get_column_names
+
+        settings = ChatSettings.read(args)
+        if settings.chat_template is not None or settings.train_on_prompts:
+            warn_once(
+                "--chat-template and --train-on-prompts have no effect on running text: name the "
+                "columns with --messages-column, or --prompt-column and --response-column."
+            )
+        if settings.packing and args.group_texts:
+            warn_once(
+                "--packing has no effect on running text, whose rows are full already; with "
+                "--no-group-texts each text is an example of its own."
+            )
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
-        features = {
+        return {
             split: encode_blocks(rows, split, column, tokenizer, length, args, add_special=False)
             for split, rows in tables.items()
         }
-        return PreparedData(
-            **features,
-            collate=LabelCollator(build_text_collator(tokenizer, side="right")),
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={"mode": "evaluate"},
-        )
+
+    def _encode_chats(
+        self,
+        tables: Mapping[str, Any],
+        columns: ChatColumns,
+        tokenizer: Any,
+        length: int,
+        args: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        from rapidformer.tasks.chat_features import build_encoder, encode_chats
+
+        encoder = build_encoder(tokenizer, columns, ChatSettings.read(args), length)
+        features = {
+            split: encode_chats(rows, split, encoder, args.preprocessing_workers)
+            for split, rows in tables.items()
+        }
+        labelled = {split: rows is not None for split, rows in features.items()}
+        return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows import as_rows, get_column, get_column_names, map_rows
+        from rapidformer.tasks.chat_prompts import encode_beginnings, encode_questions
+        from rapidformer.tasks.rows import as_rows
         from rapidformer.tasks.text import build_text_collator, load_text_parts
 
         _, tokenizer, limit = load_text_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        column = str(find_column(TEXT, get_column_names(table), args))
+        settings = ChatSettings.read(args)
+        table = as_rows(rows, settings.prompt_column or args.text_column or "text")
+        columns = find_chat_columns(table, settings, TEXT, has_answers=False)
         new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
         if new_tokens >= limit:
             raise ConfigurationError(
                 f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
                 f"use at most {limit - 1}."
             )
-        length = limit - new_tokens
-        # A prompt that is too long loses its beginning: what comes next hangs on its end.
-        tokenizer.truncation_side = "left"
-
-        def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
-            encoded = tokenizer(
-                columns[column], truncation=True, max_length=length, add_special_tokens=False
+        if columns is None:
+            features, extras = encode_beginnings(table, tokenizer, limit - new_tokens, args)
+        else:
+            features, extras = encode_questions(
+                table, columns, tokenizer, limit - new_tokens, settings
             )
-            start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0]
-            ids = [list(row) or start for row in encoded["input_ids"]]
-            return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
-
         return PreparedData(
-            test=map_rows(table, encode, workers=None, key=()),
+            test=features,
             collate=build_text_collator(tokenizer, side="left"),
             processor=tokenizer,
             extras={
                 "mode": "predict",
-                "texts": get_column(table, column),
                 "labelled": {"test": False},
                 "generation": {"num_beams": args.num_beams, "max_new_tokens": new_tokens},
+                **extras,
             },
         )
 
@@ -93,32 +164,89 @@ class CausalLM(LanguageModel):
         # By its class's name transformers cannot tell GPT-2's loss, and would warn each time.
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"
+        if prepared.extras.get("packed_length"):
+            from rapidformer.tasks.packed_attention import apply_packed_attention
+
+            apply_packed_attention(model, prepared.extras["packed_length"])
+        if prepared.extras.get("stop_id") is not None:
+            _add_stop(model, prepared.extras["stop_id"], prepared.processor)
         built: nn.Module = model
         return built
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        from rapidformer.tasks.packed_attention import get_inputs
+
+        loss: torch.Tensor = model(**get_inputs(model, batch)).loss
+        return loss
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
         from rapidformer.tasks.generating import generate
+        from rapidformer.tasks.packed_attention import get_inputs
         from rapidformer.tasks.scoring import shift_labels
 
         if prepared.extras["mode"] == "predict":
             ids = generate(model, batch, prepared.processor, **prepared.extras["generation"])
             width = batch["input_ids"].shape[1]
             return [{"generated": row[width:]} for row in ids]
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
-        return score_blocks(logits, shift_labels(batch["labels"]))
+        inputs = get_inputs(model, {k: v for k, v in batch.items() if k != "labels"})
+        return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        if prepared.extras["mode"] == "predict":
-            decode = prepared.processor.decode
-            return [
-                {"text": text, "generated": decode(record["generated"], skip_special_tokens=True)}
-                for text, record in zip(prepared.extras["texts"], records, strict=True)
-            ]
-        return describe_blocks(records)
+        if prepared.extras["mode"] != "predict":
+            return describe_blocks(records)
+        shown, expected = prepared.extras["shown"], prepared.extras["expected"]
+        result = []
+        for record, row, wanted in zip(records, shown, expected, strict=True):
+            text = prepared.processor.decode(record["generated"], skip_special_tokens=True)
+            answer = text.strip() if prepared.extras["is_answer"] else text
+            more = {} if wanted is None else {"expected": wanted}
+            result.append({**row, "generated": answer, **more})
+        return result
+
+
+def _pack(rows: Any, split: str, length: int) -> Any:
+    from rapidformer.data.packing import PackedRows, pack_lengths
+    from rapidformer.tasks.chat_report import tell_packing
+
+    if rows is None:
+        return None
+    lengths = _get_lengths(rows)
+    packed = pack_lengths(lengths, length)
+    tell_packing(lengths, packed, split)
+    return PackedRows(rows, packed)
+
+
+def _drop_lengths(rows: Any) -> Any:
+    from rapidformer.tasks.rows import drop_columns
+
+    return None if rows is None else drop_columns(rows, ["length"])
+
+
+def _get_lengths(rows: Any) -> list[int]:
+    from rapidformer.tasks.rows import get_column, get_column_names
+
+    if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
+        return get_column(rows, "length")
+    # In parts: all the tokens of a large table as Python numbers would not fit into memory.
+    starts = range(0, len(rows), 1000)
+    parts = (rows[start : start + 1000] for start in starts)
+    ids = (
+        [row["input_ids"] for row in p] if isinstance(p, list) else p["input_ids"] for p in parts
+    )
+    return [len(row) for part in ids for row in part]
+
+
+def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
+    """Let generation end at the end of a turn too; saved with the model, for other programs."""
+    known = model.generation_config.eos_token_id
+    ids = known if isinstance(known, list) else [tokenizer.eos_token_id if known is None else known]
+    if stop_id not in ids:
+        kept = [token for token in ids if token is not None]
+        model.generation_config.eos_token_id = [*kept, stop_id]
 
 
 class LabelCollator:

@@ -22,7 +22,7 @@ TEXT = ColumnRole(
 class LanguageModel(Task):
     """A task whose rows are blocks of running text, not examples of the user's."""
 
-    columns = (TEXT,)
+    columns: tuple[ColumnRole, ...] = (TEXT,)
 
     def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
         count = sum(record["count"] for record in records)

@@ -1,0 +1,102 @@
+"""Several short examples in one row, so that little of a batch is padding.
+
+`pack_lengths` decides which examples share a row (best fit, longest first); `PackedRows` is the
+data set of those rows. What a reader would get wrong: positions start at 0 again with each example,
+which is how a model is told where one ends and the next begins; and the first token of an example
+has no label, since the token before it belongs to a stranger.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+IGNORED_LABEL = -100
+
+
+def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which examples share a row of at most ``capacity`` tokens, by their numbers.
+
+    Each example, the longest first, goes into the fullest row that still has room for it. The
+    result depends on the lengths alone; rows come in the order of their first example, and examples
+    in a row in their own order.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if len(sizes) and int(sizes.max()) > capacity:
+        raise ValueError(f"an example of {int(sizes.max())} tokens in rows of {capacity}")
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # rows with so much room, the last used at the end
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[number])
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        rows[row].append(number)
+        left = room - size
+        if left:
+            if left not in by_room:
+                by_room[left] = []
+                insort(rooms, left)
+            by_room[left].append(row)
+    for members in rows:
+        members.sort()
+    return sorted(rows, key=lambda members: members[0])
+
+
+class PackedRows:
+    """Rows of several examples; a loader shuffles the rows, not what is in them.
+
+    ``examples`` gives ``input_ids`` and may give ``labels``; without them every token is one.
+    """
+
+    def __init__(self, examples: Any, rows: Sequence[Sequence[int]]) -> None:
+        self._examples = examples
+        # Flat arrays: a million lists would cost more memory, and more still in every worker.
+        self._members = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+        self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def get_members(self, index: int) -> list[int]:
+        """The numbers of the examples in a row."""
+        start = int(self._ends[index - 1]) if index else 0
+        members: list[int] = self._members[start : int(self._ends[index])].tolist()
+        return members
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[int]]]:
+        groups = [self.get_members(index) for index in indices]
+        # All at once: a data set on disk answers one long question faster than many short ones.
+        found = iter(_fetch(self._examples, list(chain.from_iterable(groups))))
+        return [_join([next(found) for _ in group]) for group in groups]
+
+
+def _fetch(examples: Any, numbers: list[int]) -> list[Any]:
+    fetch_many = getattr(examples, "__getitems__", None)
+    return list(fetch_many(numbers)) if fetch_many else [examples[number] for number in numbers]
+
+
+def _join(examples: list[Any]) -> dict[str, list[int]]:
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for example in examples:
+        own = list(example["input_ids"])
+        ids += own
+        labels += [IGNORED_LABEL, *example.get("labels", own)[1:]]
+        positions += range(len(own))
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}

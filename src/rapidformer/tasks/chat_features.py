@@ -1,0 +1,253 @@
+"""Conversations as rows of tokens with labels on the answers alone.
+
+What a reader would get wrong: no example disappears unsaid. Every row of the user's gives one row
+of features; those with nothing to learn from carry the reason, are counted by it, told, and only
+then taken out. A prompt and its answer without a chat template are tokenized apart and joined, so
+that no token spans both and the prompt is cut exactly as it will be when an answer is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rapidformer.errors import DataError, ModelError
+from rapidformer.tasks.chat_report import tell_left_out, tell_share
+from rapidformer.tasks.chat_rows import read_optional, read_prompts, read_turns
+from rapidformer.tasks.chat_template import ChatTemplate, Span
+from rapidformer.tasks.conversations import (
+    BadRowError,
+    ChatColumns,
+    ChatSettings,
+    Message,
+    is_empty,
+)
+
+IGNORED_LABEL = -100
+_NO_ANSWER = "there is no answer, or an empty one"
+_NOWHERE: Span = (2**62, 2**62)
+_CUT_OFF = "nothing of the answer lies within --seq-length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEncoder:
+    """Everything that decides how a row becomes tokens."""
+
+    tokenizer: Any
+    columns: ChatColumns
+    template: ChatTemplate | None
+    """None: prompts and answers are joined as they are."""
+    length: int
+    trains_on_prompts: bool
+
+    def get_stop_id(self) -> int | None:
+        return None if self.template is None else self.template.get_stop_id()
+
+    def get_key(self) -> tuple[Any, ...]:
+        """What the features depend on, beside the rows."""
+        from rapidformer.tasks.text import get_tokenizer_key
+
+        text = None if self.template is None else self.template.text
+        return (
+            "chat", self.columns, text, self.length, self.trains_on_prompts,
+            get_tokenizer_key(self.tokenizer),
+        )  # fmt: skip
+
+
+def build_encoder(
+    tokenizer: Any, columns: ChatColumns, settings: ChatSettings, length: int
+) -> ChatEncoder:
+    """Choose the template and check that the tokenizer can do what it needs."""
+    from rapidformer.tasks.chat_template import choose_template
+    from rapidformer.tasks.text import check_is_fast
+
+    template = choose_template(tokenizer, settings.chat_template, needs_one=not columns.is_pair)
+    if template is not None:
+        check_is_fast(tokenizer, "chat data")
+    return ChatEncoder(
+        tokenizer=tokenizer,
+        columns=columns,
+        template=template,
+        length=length,
+        trains_on_prompts=settings.train_on_prompts,
+    )
+
+
+class _Encoded(NamedTuple):
+    """A row's tokens as far as the length goes, and which of them are the answer's."""
+
+    ids: list[int]
+    is_answer: list[bool]
+    is_cut: bool = False
+    left_out: str = ""
+    """Why there is nothing to learn from."""
+
+
+# ---- training and evaluation -------------------------------------------------------------------
+
+
+def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
+    """Features with labels; None where a test split has no answers. Tells what was left out."""
+    from rapidformer.tasks.rows import drop_columns, get_column, get_column_names, map_rows
+
+    available = get_column_names(rows)
+    missing = [name for name in encoder.columns.get_names() if name not in available]
+    if missing and split == "test":
+        return None
+    if missing:
+        raise DataError(
+            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
+        )
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        return _to_features(_encode_rows(columns, indices, split, encoder))
+
+    features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
+    reasons: list[str] = get_column(features, "left_out")
+    kept = [number for number, reason in enumerate(reasons) if not reason]
+    if not kept and split == "test":
+        return None
+    tell_left_out(reasons, split)
+    if len(kept) < len(reasons):
+        features = _select(features, kept)
+    tell_share(features, split, encoder)
+    return drop_columns(features, ["left_out", "trained", "is_cut"])
+
+
+def _encode_rows(
+    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
+) -> list[_Encoded]:
+    if encoder.template is None:
+        return _encode_pairs(columns, indices, split, encoder)
+    turns = read_turns(columns, indices, split, encoder.columns)
+    found: list[tuple[str, list[Span]] | str] = []
+    for number, messages in zip(indices, turns, strict=True):
+        try:
+            found.append(_render(messages, encoder.template, encoder.trains_on_prompts))
+        except BadRowError as reason:
+            found.append(f"it {reason}")
+        except ModelError as reason:
+            raise ModelError(f"{split}, row {number + 1}: {reason}") from None
+    texts = [item[0] for item in found if not isinstance(item, str)]
+    encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
+    result = []
+    for item in found:
+        if isinstance(item, str):
+            result.append(_Encoded([], [], left_out=item))
+            continue
+        ids, places = next(encoded)
+        size = encoder.length
+        marks = _mark(places[:size], item[1])
+        result.append(_Encoded(ids[:size], marks, is_cut=len(ids) > size))
+    return result
+
+
+def _render(
+    messages: list[Message], template: ChatTemplate, trains_on_prompts: bool
+) -> tuple[str, list[Span]] | str:
+    """The text and where its answers are, or why there is nothing to learn from."""
+    if trains_on_prompts:
+        if not messages:
+            return _NO_ANSWER
+        text = template.render(messages)
+        return text, [(0, len(text))]
+    # What is said after the last answer is learnt from by nobody.
+    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not is_empty(m)]
+    if not answers or answers[-1] == 0:
+        return _NO_ANSWER
+    return template.render_with_answers(messages[: answers[-1] + 1])
+
+
+def _encode_pairs(
+    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
+) -> list[_Encoded]:
+    tokenizer, names = encoder.tokenizer, encoder.columns
+    prompts = read_prompts(columns, indices, split, names)
+    answers = read_optional(columns, indices, split, names.response)
+    prompt_ids = tokenize_prompts(prompts, tokenizer)
+    answer_ids = tokenize(answers, tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    result = []
+    for before, answer, text in zip(prompt_ids, answer_ids, answers, strict=True):
+        if not text.strip():
+            result.append(_Encoded([], [], left_out=_NO_ANSWER))
+            continue
+        ids = [*before, *answer, *end]
+        marks = [encoder.trains_on_prompts] * len(before) + [True] * (len(ids) - len(before))
+        size = encoder.length
+        result.append(_Encoded(ids[:size], marks[:size], is_cut=len(ids) > size))
+    return result
+
+
+def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
+    result: dict[str, list[Any]] = {
+        name: [] for name in ("input_ids", "labels", "length", "trained", "is_cut", "left_out")
+    }
+    for row in encoded:
+        labels = [
+            token if mark else IGNORED_LABEL
+            for token, mark in zip(row.ids, row.is_answer, strict=True)
+        ]
+        # Nothing comes before the first token that could predict it.
+        labels[:1] = [IGNORED_LABEL]
+        trained = len(labels) - labels.count(IGNORED_LABEL)
+        left_out = row.left_out
+        if not left_out and not trained:
+            left_out = _CUT_OFF if row.is_cut else _NO_ANSWER
+        # A batch of nothing but empty lists would give the column no type.
+        result["input_ids"].append([0] if left_out else row.ids)
+        result["labels"].append([IGNORED_LABEL] if left_out else labels)
+        result["length"].append(len(row.ids))
+        result["trained"].append(trained)
+        result["is_cut"].append(row.is_cut)
+        result["left_out"].append(left_out)
+    return result
+
+
+# ---- tokens ------------------------------------------------------------------------------------
+
+
+def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Without special tokens, and whatever the length."""
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [list(ids) for ids in encoded]
+
+
+def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
+    """With the beginning-of-text token where the tokenizer puts one."""
+    from rapidformer.tasks.blocks import get_frame
+
+    before, _ = get_frame(tokenizer)
+    start = before if before == [tokenizer.bos_token_id] else []
+    return [[*start, *ids] for ids in tokenize(prompts, tokenizer)]
+
+
+def _tokenize_with_places(
+    texts: list[str], tokenizer: Any
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Tokens, and which characters each stands for."""
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+
+
+def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
+    """Which tokens have a part in a span; both are in order."""
+    flat = np.fromiter(chain.from_iterable(places), dtype=np.int64, count=2 * len(places))
+    starts, ends = flat[::2], flat[1::2]
+    borders = np.asarray([*spans, _NOWHERE], dtype=np.int64)
+    # The first span that a token does not lie behind is the one that it may be part of.
+    near = np.searchsorted(borders[:, 1], starts, side="right")
+    # A token may stand for no character at all: it belongs where it stands.
+    marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
+    return marks
+
+
+def _select(features: Any, numbers: list[int]) -> Any:
+    if hasattr(features, "select"):
+        return features.select(numbers)
+    return type(features)(features[number] for number in numbers)

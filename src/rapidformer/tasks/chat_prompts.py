@@ -1,0 +1,124 @@
+"""What `rapidformer predict` hands to a causal language model: texts to go on with, or questions.
+
+What a reader would get wrong: a bare text is continued as it is; only a conversation or a prompt in
+a column of its own goes through the chat template. An answer that a row already holds is taken off
+and shown beside the model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.chat_features import (
+    ChatEncoder,
+    build_encoder,
+    tokenize,
+    tokenize_prompts,
+)
+from rapidformer.tasks.chat_rows import name_rows, read_prompts, read_turns
+from rapidformer.tasks.columns import find_column
+from rapidformer.tasks.conversations import BadRowError, ChatColumns, ChatSettings, Message
+from rapidformer.tasks.language_model import TEXT
+from rapidformer.tasks.rows import get_column, get_column_names, map_rows
+
+
+def encode_beginnings(
+    table: list[dict[str, Any]], tokenizer: Any, length: int, args: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Texts that are to go on as they are."""
+    column = str(find_column(TEXT, get_column_names(table), args))
+    if tokenizer.chat_template is not None:
+        get_logger().info(
+            'texts go on as they are, without the chat template; \'{"prompt": "..."}\' is answered'
+        )
+    # A prompt that is too long loses its beginning: what comes next hangs on its end.
+    tokenizer.truncation_side = "left"
+
+    def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+        encoded = tokenizer(
+            columns[column], truncation=True, max_length=length, add_special_tokens=False
+        )
+        start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0]
+        ids = [list(row) or start for row in encoded["input_ids"]]
+        return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+
+    shown = [{"text": text} for text in get_column(table, column)]
+    extras = {"shown": shown, "expected": [None] * len(shown), "is_answer": False}
+    return map_rows(table, encode, workers=None, key=()), extras
+
+
+def encode_questions(
+    table: list[dict[str, Any]],
+    columns: ChatColumns,
+    tokenizer: Any,
+    length: int,
+    settings: ChatSettings,
+) -> tuple[Any, dict[str, Any]]:
+    """Conversations and prompts that are to be answered."""
+    encoder = build_encoder(tokenizer, columns, settings, length)
+    shown, expected = _read_questions(table, columns)
+
+    def encode(part: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        return _encode_prompts(part, indices, encoder)
+
+    extras = {
+        "shown": shown,
+        "expected": expected,
+        "is_answer": True,
+        "stop_id": encoder.get_stop_id(),
+    }
+    return map_rows(table, encode, workers=None, key=()), extras
+
+
+def _encode_prompts(
+    columns: dict[str, list[Any]], indices: list[int], encoder: ChatEncoder
+) -> dict[str, list[Any]]:
+    """Tokens up to where the answer begins; too long a prompt loses its beginning."""
+    if encoder.template is None:
+        prompts = read_prompts(columns, indices, "input", encoder.columns)
+        ids = tokenize_prompts(prompts, encoder.tokenizer)
+    else:
+        texts = []
+        turns = read_turns(columns, indices, "input", encoder.columns)
+        for number, messages in zip(indices, turns, strict=True):
+            try:
+                question = _split_answer(messages)[0]
+                texts.append(encoder.template.render(question, lets_answer=True))
+            except BadRowError as reason:
+                raise DataError(f"input, row {number + 1} {reason}.") from None
+        ids = tokenize(texts, encoder.tokenizer)
+    too_long = [n + 1 for n, row in zip(indices, ids, strict=True) if len(row) > encoder.length]
+    if too_long:
+        get_logger().warning(
+            "input, %s: more than %d tokens leave no room for the answer: the beginning is cut off",
+            name_rows(too_long),
+            encoder.length,
+        )
+    start = encoder.tokenizer.bos_token_id or 0
+    kept = [row[-encoder.length :] or [start] for row in ids]
+    return {"input_ids": kept, "attention_mask": [[1] * len(row) for row in kept]}
+
+
+def _read_questions(
+    table: list[dict[str, Any]], columns: ChatColumns
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """What is asked, as it is shown beside the answers, and the answers that the rows hold."""
+    names = (columns.messages,) if not columns.is_pair else (
+        columns.system, columns.prompt, columns.context,
+    )  # fmt: skip
+    shown = [{name: row.get(name) for name in names if name is not None} for row in table]
+    if columns.is_pair:
+        return shown, [row.get(str(columns.response)) for row in table]
+    values = {str(columns.messages): [row.get(str(columns.messages)) for row in table]}
+    turns = read_turns(values, range(len(table)), "input", columns)
+    questions = [_split_answer(messages) for messages in turns]
+    return [{str(columns.messages): asked} for asked, _ in questions], [a for _, a in questions]
+
+
+def _split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """The conversation up to the answer that is asked for, and that answer where it is there."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None

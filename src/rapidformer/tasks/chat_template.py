@@ -1,0 +1,213 @@
+"""From turns to text by the tokenizer's chat template, and where in that text the answers stand.
+
+What a reader would get wrong: a template is a program and may do anything, so nothing is assumed of
+it. Answers are where its own ``{% generation %}`` marks say. Without marks, an answer begins where
+the conversation before it ends when the template is asked to let the assistant speak, and that text
+must really be the beginning of the whole; it ends with what the template puts after an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.log import get_logger, warn_once
+from rapidformer.tasks.conversations import BadRowError, Message, is_empty
+
+Span = tuple[int, int]
+NO_TEMPLATE = "none"
+# The tokenizer's own end-of-text token closes a turn; the rest is ordinary text to it, so no token
+# is new to the model.
+_TURNS = (
+    "{{% for message in messages %}}"
+    "{{{{ {start} + message['content'] + {end} + '\\n' }}}}"
+    "{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ {answer} }}}}{{% endif %}}"
+)
+_PLAIN_TURNS = _TURNS.format(
+    start="'<|' + message['role'] + '|>\\n'", end="eos_token", answer="'<|assistant|>\\n'"
+)
+_CHATML = _TURNS.format(
+    start="'<|im_start|>' + message['role'] + '\\n'",
+    end="'<|im_end|>'",
+    answer="'<|im_start|>assistant\\n'",
+)
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWER = "The-answer-stands-here"
+
+
+class ChatTemplate:
+    """A tokenizer's template, and what it puts after an answer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text: str = tokenizer.get_chat_template()
+        self.has_marks = _MARKED.search(self.text) is not None
+        self.end_of_turn = self._find_end_of_turn()
+
+    def render(self, messages: Sequence[Message], *, lets_answer: bool = False) -> str:
+        """The conversation as text; ``lets_answer`` ends where the assistant begins to speak."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=lets_answer
+            )
+        except (TemplateError, TypeError, ValueError) as reason:
+            raise BadRowError(f"is refused by the chat template: {reason}") from None
+        return text
+
+    def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The conversation as text, and from where to where in it each answer stands."""
+        if self.has_marks:
+            return self._render_marked(messages)
+        text = self.render(messages)
+        spans = []
+        for number, message in enumerate(messages):
+            # What opens a conversation answers nothing.
+            if message["role"] != "assistant" or number == 0 or is_empty(message):
+                continue
+            before = self.render(messages[:number], lets_answer=True)
+            self._check_is_prefix(before, text)
+            spans.append((len(before), self._find_end(text, len(before), messages, number)))
+        return text, spans
+
+    def get_stop_id(self) -> int | None:
+        """The token that ends an answer, where it is one that ordinary text cannot hold."""
+        if not self.end_of_turn:
+            return None
+        ids = self._tokenizer(self.end_of_turn, add_special_tokens=False)["input_ids"]
+        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        return int(ids[0]) if ids and ids[0] in special else None
+
+    def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            # Its annotation tells of a text alone.
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError, ValueError) as reason:
+            raise BadRowError(f"is refused by the chat template: {reason}") from None
+        (text,), (marks,) = rendered
+        # Marks that stop short of the end of the turn would leave a model that never stops.
+        more = len(self.end_of_turn)
+        return text, [(start, end + more * self._is_at_end(text, end)) for start, end in marks]
+
+    def _is_at_end(self, text: str, place: int) -> bool:
+        return bool(self.end_of_turn) and text.startswith(self.end_of_turn, place)
+
+    def _check_is_prefix(self, before: str, text: str) -> None:
+        if text.startswith(before):
+            return
+        place = next(
+            (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
+        )
+        raise ModelError(
+            "the chat template writes a conversation's beginning otherwise alone "
+            f"({before[place : place + 40]!r}) than inside the whole "
+            f"({text[place : place + 40]!r}), so the answers cannot be told from the rest: give "
+            "--chat-template FILE with {% generation %} ... {% endgeneration %} around the "
+            "answers, or --train-on-prompts."
+        )
+
+    def _find_end(self, text: str, start: int, messages: Sequence[Message], number: int) -> int:
+        if self.end_of_turn:
+            stop = text.find(self.end_of_turn, start)
+            content = messages[number]["content"].strip()
+            said = text.find(content, start) if content else -1
+            if start <= said <= stop:
+                # An answer may speak of the very token that ends it.
+                stop = text.find(self.end_of_turn, said + len(content))
+            if stop >= 0:
+                return stop + len(self.end_of_turn)
+        upto = self.render(messages[: number + 1])
+        self._check_is_prefix(upto, text)
+        return len(upto.rstrip())
+
+    def _find_end_of_turn(self) -> str:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self.render(turns)
+        except BadRowError as reason:
+            raise ModelError(
+                f"the chat template cannot be used: a question and its answer, it {reason}."
+            ) from None
+        _, found, rest = text.rpartition(_ANSWER)
+        if not found:
+            raise ModelError("the chat template leaves out what the assistant says.")
+        if not rest.strip():
+            warn_once(
+                "the chat template puts nothing after an answer: the model does not learn to stop."
+            )
+        # The line break after the end is part of no answer: nobody waits for it.
+        return rest.rstrip()
+
+
+def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> ChatTemplate | None:
+    """--chat-template, the tokenizer's own, or the default for data that ``needs_one``.
+
+    The choice is kept in the tokenizer, so that it is saved with it.
+    """
+    if given == NO_TEMPLATE:
+        if needs_one:
+            raise ConfigurationError(
+                f"--chat-template {NO_TEMPLATE} is for prompts and answers: conversations need a "
+                "template."
+            )
+        return None
+    if given is not None:
+        tokenizer.chat_template = _read_template(given)
+    elif tokenizer.chat_template is None:
+        if not needs_one:
+            return None
+        tokenizer.chat_template = _build_default(tokenizer)
+        get_logger().info(
+            "chat      the tokenizer has no chat template: turns are written as %r; "
+            "--chat-template FILE sets another",
+            _show(tokenizer),
+        )
+    return ChatTemplate(tokenizer)
+
+
+def _read_template(given: str) -> str:
+    path = Path(given).expanduser()
+    if "{" not in given:
+        if not path.is_file():
+            raise ConfigurationError(
+                f"--chat-template {given}: there is no such file, and it is no Jinja template."
+            )
+        return path.read_text(encoding="utf-8")
+    return given
+
+
+def _build_default(tokenizer: Any) -> str:
+    from rapidformer.tasks.blocks import get_frame
+
+    vocabulary = tokenizer.get_vocab()
+    if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary:
+        turns = _CHATML
+    elif tokenizer.eos_token is not None:
+        turns = _PLAIN_TURNS
+    else:
+        raise ModelError(
+            "the tokenizer has neither a chat template nor an end-of-text token to close a turn "
+            "with: give --chat-template FILE."
+        )
+    begins = tokenizer.bos_token_id is not None and get_frame(tokenizer)[0] == [
+        tokenizer.bos_token_id
+    ]
+    return "{{ bos_token }}" * begins + turns
+
+
+def _show(tokenizer: Any) -> str:
+    turns = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False))

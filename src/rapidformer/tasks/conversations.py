@@ -1,0 +1,294 @@
+"""Which columns hold a conversation or a prompt and its answer, and the turns they stand for.
+
+`messages` as OpenAI and Hugging Face write them, ShareGPT's `conversations`, Alpaca's
+instruction/input/output, prompt/response and question/answer all become one list of turns with the
+roles system, user, assistant and tool. What a reader would get wrong: a table with a column of
+running text stays running text even where it has a prompt and an answer too (Alpaca's files carry
+both); only a column of turns, or a flag, is stronger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.log import get_logger, warn_once
+from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
+
+Message = dict[str, Any]
+
+# Looked for in this order.
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("input", "output"),
+)
+MESSAGES = ColumnRole(
+    name="messages",
+    candidates=("messages", "conversations", "conversation", "turns", "dialog", "chat"),
+    holds="the turns: [{role, content}, ...], or ShareGPT's [{from, value}, ...]",
+    setting="messages_column",
+    required=False,
+)
+PROMPT = ColumnRole(
+    name="prompt",
+    candidates=tuple(dict.fromkeys(first for first, _ in PAIRS)),
+    holds="the prompt",
+    setting="prompt_column",
+)
+RESPONSE = ColumnRole(
+    name="response",
+    candidates=tuple(dict.fromkeys(second for _, second in PAIRS)),
+    holds="the answer to the prompt",
+    setting="response_column",
+)
+CONTEXT = ColumnRole(
+    name="context",
+    candidates=("input", "context"),
+    holds="more of the prompt (Alpaca's input), put after it",
+    setting="context_column",
+    required=False,
+)
+SYSTEM = ColumnRole(
+    name="system",
+    candidates=("system", "system_prompt"),
+    holds="the system message of a prompt",
+    setting="system_column",
+    required=False,
+)
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """The settings for conversations; an older script's arguments may know none of them."""
+
+    text_column: str | None = None
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    response_column: str | None = None
+    context_column: str | None = None
+    system_column: str | None = None
+    chat_template: str | None = None
+    train_on_prompts: bool = False
+    packing: bool = False
+
+    @classmethod
+    def read(cls, args: Any) -> ChatSettings:
+        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        return cls(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatColumns:
+    """Where the turns are: in one column, or in a prompt's and an answer's."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    context: str | None = None
+    system: str | None = None
+
+    @property
+    def is_pair(self) -> bool:
+        return self.messages is None
+
+    def get_names(self) -> list[str]:
+        names = (self.messages, self.prompt, self.response, self.context, self.system)
+        return [name for name in names if name is not None]
+
+
+def as_optional(role: ColumnRole) -> ColumnRole:
+    """The same role where the data may do without."""
+    return replace(role, required=False)
+
+
+class BadRowError(Exception):
+    """A row that is no conversation; the row's number is known further out."""
+
+
+def find_chat_columns(
+    rows: Any, settings: ChatSettings, text: ColumnRole, *, has_answers: bool
+) -> ChatColumns | None:
+    """The columns of conversations; None where the data is running text."""
+    from rapidformer.tasks.rows import get_column_names
+
+    available = get_column_names(rows)
+    _check_one_kind(settings)
+    if settings.text_column is not None:
+        return None
+    if settings.messages_column is not None:
+        return ChatColumns(messages=check_given(settings.messages_column, MESSAGES.flag, available))
+    if settings.prompt_column is not None or settings.response_column is not None:
+        return _find_pair(available, settings, has_answers)
+    turns = next((name for name in MESSAGES.candidates if _holds_turns(rows, name)), None)
+    if turns is not None:
+        if "tools" in available:
+            warn_once("the column tools is not used: chat templates are given the turns alone.")
+        return ChatColumns(messages=turns)
+    pair = _find_known_pair(available, settings, has_answers)
+    if find_column(as_optional(text), available, settings) is not None:
+        if pair is not None and has_answers:
+            get_logger().info(
+                "the data is taken as running text; --prompt-column %s --response-column %s "
+                "would train on the answers alone.",
+                pair.prompt,
+                pair.response,
+            )
+        return None
+    if pair is None:
+        _refuse(text, available, settings)
+    return pair
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The turns of a conversation with our roles; raises BadRowError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRowError("holds a text where a list of messages is needed") from None
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise BadRowError(f"holds {found} where a list of messages is needed")
+    return [_read_message(item) for item in value]
+
+
+def build_messages(
+    prompt: str, *, response: str | None = None, context: str = "", system: str = ""
+) -> list[Message]:
+    """A prompt and its answer as turns."""
+    turns = [{"role": "system", "content": system}] if system.strip() else []
+    turns.append({"role": "user", "content": join_prompt(prompt, context)})
+    if response is not None:
+        turns.append({"role": "assistant", "content": response})
+    return turns
+
+
+def join_prompt(*parts: str) -> str:
+    """The parts of a prompt that hold something, with an empty line between."""
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a turn says nothing; a call of a tool says something."""
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def _read_message(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadRowError(f"has a {type(item).__name__} where a message (role, content) is needed")
+    # Tables on disk give every message all the keys that any of them has.
+    given = {key: value for key, value in item.items() if value is not None}
+    role = given.pop("role", None) or given.pop("from", None)
+    if role is None:
+        raise BadRowError(f"has a message without a role (its keys: {', '.join(item)})")
+    known = _ROLES.get(str(role).lower())
+    if known is None:
+        raise BadRowError(
+            f"has a message of the unknown role {role!r} (known: {', '.join(_ROLES)})"
+        )
+    content = next((given.pop(key) for key in ("content", "value") if key in given), "")
+    return {**given, "role": known, "content": _read_content(content)}
+
+
+def _read_content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise BadRowError("has a message whose content is not text")
+
+
+def _check_one_kind(settings: ChatSettings) -> None:
+    given = [
+        f"{role.flag} {getattr(settings, role.setting)}"
+        for role in (MESSAGES, PROMPT, RESPONSE)
+        if getattr(settings, role.setting) is not None
+    ]
+    if settings.text_column is not None:
+        given.append(f"--text-column {settings.text_column}")
+    is_pair_alone = settings.messages_column is None and settings.text_column is None
+    if len(given) > 1 and not is_pair_alone:
+        raise ConfigurationError(
+            f"{' and '.join(given)} say different things of the data: give --messages-column "
+            "(conversations), --prompt-column and --response-column, or --text-column."
+        )
+
+
+def _find_pair(
+    available: Sequence[str], settings: ChatSettings, has_answers: bool
+) -> ChatColumns | None:
+    if not has_answers:
+        # The answers, where there are any, are shown beside the predicted ones.
+        prompt = find_columns((PROMPT,), available, settings)["prompt"]
+        given = settings.response_column
+        response = given if given in available else None
+        if given is None:
+            response = find_column(as_optional(RESPONSE), available, settings, taken=[prompt])
+        return _with_extras(prompt, response, available, settings)
+    found = find_columns((PROMPT, RESPONSE), available, settings)
+    return _with_extras(found["prompt"], found["response"], available, settings)
+
+
+def _find_known_pair(
+    available: Sequence[str], settings: ChatSettings, has_answers: bool
+) -> ChatColumns | None:
+    for prompt, response in PAIRS:
+        if prompt in available and response in available:
+            return _with_extras(prompt, response, available, settings)
+    if not has_answers:
+        found = find_column(as_optional(PROMPT), available, settings)
+        if found is not None:
+            return _with_extras(found, None, available, settings)
+    return None
+
+
+def _with_extras(
+    prompt: str, response: str | None, available: Sequence[str], settings: ChatSettings
+) -> ChatColumns:
+    taken = [prompt, response]
+    return ChatColumns(
+        prompt=prompt,
+        response=response,
+        context=find_column(CONTEXT, available, settings, taken),
+        system=find_column(SYSTEM, available, settings, taken),
+    )
+
+
+def _holds_turns(rows: Any, name: str) -> bool:
+    from rapidformer.tasks.rows import get_column_names
+
+    if name not in get_column_names(rows):
+        return False
+    first = next((row[name] for row in rows if row.get(name)), None)
+    if isinstance(first, str):
+        return first.lstrip().startswith("[{")
+    return isinstance(first, Sequence) and isinstance(first[0], Mapping)
+
+
+def _refuse(text: ColumnRole, available: Sequence[str], settings: ChatSettings) -> None:
+    try:
+        find_column(text, available, settings)
+    except DataError as error:
+        raise DataError(
+            f"{error} Conversations are named with --messages-column, prompts and their answers "
+            "with --prompt-column and --response-column."
+        ) from None

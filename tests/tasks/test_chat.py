@@ -1,0 +1,626 @@
+"""Conversations and prompts for causal_lm: what is learnt, what is left out, what is packed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.data.batch import describe_batch
+from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
+from rapidformer.tasks.registry import get_task
+
+from .conftest import make_args, run_split, train_steps, write_jsonl
+
+TASK = get_task("causal_lm")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "chat.sh"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Marks that stop before the end of the turn, as many do.
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# The last answer begins with an empty thought, the earlier ones do not (as Qwen3 has it).
+THINKING = CHATML.replace(
+    "m.role + '\\n' + m.content",
+    "m.role + '\\n' + ('<t></t>' if loop.last and m.role == 'assistant' else '') + m.content",
+)
+# The system message moves to the last turn of the user (as Mistral has it).
+MOVING = (
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}[Q]{% if loop.index >= messages | length - 2 %}"
+    "{{ messages[0].content }}{% endif %}{{ m.content }}[/Q]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is the sky ?"},
+    {"role": "assistant", "content": "blue"},
+    {"role": "user", "content": "and the sea ?"},
+    {"role": "assistant", "content": " green\nor grey"},
+]
+SHARE = [
+    {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]}
+    for m in TURNS
+]
+EXTRA = {
+    "messages_column": None, "prompt_column": None, "response_column": None, "system_column": None,
+    "chat_template": None, "train_on_prompts": False, "packing": False,
+}  # fmt: skip
+
+
+def chat_args(**values: Any) -> SimpleNamespace:
+    extra = {name: values.pop(name, default) for name, default in EXTRA.items()}
+    args = make_args(**values)
+    for name, value in extra.items():
+        setattr(args, name, value)
+    return args
+
+
+def build_tokenizer() -> Any:
+    """Bytes and a few merges, as GPT-2's: spaces belong to the word after them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        ["what is the sky ? blue", "and the sea ? green or grey", "user assistant system"] * 5,
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=special, show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=special[0], eos_token=special[0], model_max_length=128
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("chatty")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=128,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without a chat template."""
+    path = tmp_path_factory.mktemp("plain")
+    for file in folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the library has said."""
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, collector = logging.getLogger("rapidformer"), Collector()
+    level = logger.level
+    logger.addHandler(collector)
+    logger.setLevel("INFO")
+    yield lines
+    logger.removeHandler(collector)
+    logger.setLevel(level)
+
+
+def prepare(folder: Path, rows: list[Any], split: str = "train", **values: Any) -> Any:
+    return TASK.prepare(chat_args(pretrained_model_name_or_path=folder, **values), {split: rows})
+
+
+def read_trained(prepared: Any, index: int = 0) -> str:
+    row = prepared.train[index]
+    assert [
+        a for a, b in zip(row["labels"], row["input_ids"], strict=True) if a not in (b, -100)
+    ] == []
+    return prepared.processor.decode([label for label in row["labels"] if label != -100])
+
+
+@pytest.mark.parametrize("template", [None, MARKED, THINKING])
+def test_every_answer_is_learnt_with_its_end_and_nothing_else(
+    template: str | None, folder: Path
+) -> None:
+    prepared = prepare(folder, [{"messages": TURNS}], chat_template=template)
+    thought = "<t></t>" if template == THINKING else ""
+    assert read_trained(prepared) == f"blue<|im_end|>{thought} green\nor grey<|im_end|>"
+    assert sorted(prepared.train[0]) == ["input_ids", "labels"]
+    text = prepared.processor.decode(prepared.train[0]["input_ids"])
+    assert text == prepared.processor.apply_chat_template(TURNS, tokenize=False)
+
+
+def test_an_answer_may_speak_of_its_own_end(folder: Path) -> None:
+    turns = [*TURNS[1:2], {"role": "assistant", "content": "<|im_end|> ends"}, *TURNS[1:3]]
+    prepared = prepare(folder, [{"messages": turns}])
+    assert read_trained(prepared) == "<|im_end|> ends<|im_end|>blue<|im_end|>"
+
+
+def test_a_token_that_begins_before_the_answer_is_learnt(folder: Path) -> None:
+    joined = (
+        "{% for m in messages %}{{ m.content + (' the s' if m.role == 'user' else eos_token) }}"
+        "{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "what is"}, {"role": "assistant", "content": "ky ?"}]
+    prepared = prepare(folder, [{"messages": turns}], chat_template=joined)
+    assert read_trained(prepared) == " sky ?<|endoftext|>"
+
+
+def test_all_the_ways_to_write_a_conversation_are_one(folder: Path) -> None:
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TURNS]
+    # What a table on disk makes of keys that only some messages have.
+    filled = [{**m, "tool_calls": None, "name": None} for m in TURNS]
+    wanted = prepare(folder, [{"messages": TURNS}]).train[0]
+    unanswered = [*TURNS, {"role": "user", "content": "thanks"}]
+    for column, value in (
+        ("conversations", SHARE), ("messages", json.dumps(TURNS)), ("messages", parts),
+        ("messages", filled), ("messages", unanswered),
+    ):  # fmt: skip
+        assert prepare(folder, [{column: value}]).train[0] == wanted
+    named = prepare(folder, [{"mine": TURNS, "text": "x"}], messages_column="mine")
+    assert named.train[0] == wanted
+
+
+def test_prompts_with_answers_go_through_the_template(folder: Path) -> None:
+    wanted = prepare(folder, [{"messages": TURNS[:3]}]).train[0]
+    row = {"system_prompt": "be brief", "question": "what is", "context": "", "response": "blue"}
+    assert prepare(folder, [{**row, "question": "what is the sky ?"}]).train[0] == wanted
+    alpaca = {"instruction": "what is", "input": "the sky ?", "output": "blue"}
+    prepared = prepare(folder, [alpaca])
+    text = prepared.processor.decode(prepared.train[0]["input_ids"])
+    assert "<|im_start|>user\nwhat is\n\nthe sky ?<|im_end|>" in text
+    assert read_trained(prepared) == "blue<|im_end|>"
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_without_a_template_prompt_and_answer_are_tokenized_apart(
+    has_template: bool, folder: Path, plain_folder: Path
+) -> None:
+    values = {"chat_template": "none"} if has_template else {}
+    prepared = prepare(
+        folder if has_template else plain_folder,
+        [{"prompt": "what is the s", "completion": "ky ?"}],
+        **values,
+    )
+    tokenizer = prepared.processor
+    first, second = tokenizer("what is the s")["input_ids"], tokenizer("ky ?")["input_ids"]
+    assert first + second != tokenizer("what is the sky ?")["input_ids"]
+    row = prepared.train[0]
+    assert row["input_ids"] == [*first, *second, 0]
+    assert row["labels"] == [-100] * len(first) + [*second, 0]
+    whole = prepare(plain_folder, [{"prompt": "a", "response": "b"}], train_on_prompts=True).train[
+        0
+    ]
+    assert whole["labels"] == [-100, *whole["input_ids"][1:]]
+
+
+def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
+    plain_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    prepared = prepare(plain_folder, [{"messages": TURNS}])
+    assert read_trained(prepared) == "blue<|im_end|> green\nor grey<|im_end|>"
+    assert sum("the tokenizer has no chat template" in line for line in said) == 1
+    tokenizer = build_tokenizer()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    size = len(tokenizer)
+    for entry in backend["added_tokens"][1:]:
+        backend["model"]["vocab"][entry["content"].replace("|", "")] = entry["id"]
+        del backend["model"]["vocab"][entry["content"]]
+    backend["added_tokens"] = backend["added_tokens"][:1]
+    (tmp_path / "m").mkdir()
+    for file in plain_folder.iterdir():
+        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(backend))
+    settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(settings))
+    prepared = prepare(tmp_path / "m", [{"messages": TURNS}])
+    assert len(prepared.processor) == size
+    assert read_trained(prepared) == "blue<|endoftext|> green\nor grey<|endoftext|>"
+    text = prepared.processor.decode(prepared.train[0]["input_ids"])
+    assert text.startswith("<|system|>\nbe brief<|endoftext|>\n<|user|>\nwhat is")
+
+
+def test_a_given_template_wins_and_is_saved(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    prepared = prepare(folder, [{"messages": TURNS}], chat_template=str(file))
+    # A template that does not let the assistant begin: its name is part of the answer.
+    assert read_trained(prepared).startswith("assistant: blue<|endoftext|>assistant: ")
+    prepared.processor.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == file.read_text()
+    with pytest.raises(
+        ConfigurationError, match=r"--chat-template nowhere.jinja: there is no such"
+    ):
+        prepare(folder, [{"messages": TURNS}], chat_template="nowhere.jinja")
+    with pytest.raises(
+        ConfigurationError, match=r"--chat-template none is for prompts and answers"
+    ):
+        prepare(folder, [{"messages": TURNS}], chat_template="none")
+    with pytest.raises(ModelError, match=r"leaves out what the assistant says"):
+        prepare(folder, [{"messages": TURNS}], chat_template="{{ bos_token }}")
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused(folder: Path) -> None:
+    rows = [{"messages": TURNS}]
+    with pytest.raises(
+        ModelError,
+        match=r"train, row 1: the chat template writes a conversation's beginning.*gener",
+    ):
+        prepare(folder, rows, chat_template=MOVING)
+    whole = prepare(folder, rows, chat_template=MOVING, train_on_prompts=True)
+    assert read_trained(whole).endswith("be briefand the sea ?[/Q] green\nor grey<|endoftext|>")
+
+
+def test_what_is_too_long_is_cut_or_left_out_and_told(folder: Path, said: list[str]) -> None:
+    rows = [
+        {"prompt": "what is the sky ? " * 9, "response": "blue"},
+        {"prompt": "what", "response": "blue " * 40},
+        {"prompt": "what", "response": " "},
+        {"prompt": "what", "response": "blue"},
+        {"prompt": "what", "response": None},
+    ]
+    prepared = prepare(folder, rows, seq_length=32)
+    assert len(prepared.train) == 2
+    assert len(prepared.train[0]["input_ids"]) == 32
+    assert prepared.train[0]["labels"][-1] != -100
+    told = "\n".join(said)
+    assert (
+        "1 of 5 examples left out: nothing of the answer lies within --seq-length (row 1)" in told
+    )
+    assert "2 of 5 examples left out: there is no answer, or an empty one (rows 3, 5)" in told
+    assert "1 of 2 examples are longer than 32 tokens and end there" in told
+    trained = sum(label != -100 for row in prepared.train for label in row["labels"])
+    tokens = sum(len(row["input_ids"]) for row in prepared.train)
+    assert f"{tokens} tokens, {100 * trained / tokens:.1f}% trained on: the answers" in told
+    assert "2 prompts with answers (chat template, answers end with '<|im_end|>')" in told
+    with pytest.raises(DataError, match=r"train: there is nothing to learn from: nothing of the"):
+        prepare(folder, rows[:1], seq_length=32)
+
+
+def test_what_the_template_refuses_is_left_out_and_told(folder: Path, said: list[str]) -> None:
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    )
+    rows = [{"messages": TURNS}, {"messages": TURNS[1:]}]
+    assert len(prepare(folder, rows, chat_template=strict + CHATML).train) == 1
+    refused = "1 of 2 examples left out: it is refused by the chat template: no system here (row 1)"
+    assert any(refused in line for line in said)
+
+
+def test_bad_rows_are_named(folder: Path) -> None:
+    good = {"messages": TURNS}
+    with pytest.raises(
+        DataError,
+        match=r"train, rows 2, 4: the column messages has a message of the unknown role 'judge'.*"
+        r"train, row 3: the column messages holds nothing where a list of messages is needed",
+    ):
+        bad = {"messages": [{"role": "judge", "content": "x"}]}
+        prepare(folder, [good, bad, {"messages": None}, bad])
+    for value, told in (
+        ([{"content": "x"}], r"without a role \(its keys: content\)"),
+        (["x"], r"has a str where a message"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"whose content is not text"),
+        ("hello", r"holds a text where a list"),
+    ):
+        with pytest.raises(DataError, match=told):
+            prepare(folder, [good, {"messages": value}])
+    with pytest.raises(DataError, match=r"train, row 1: the column prompt holds a list"):
+        prepare(folder, [{"prompt": ["x"], "response": "y"}])
+    with pytest.raises(DataError, match=r"validation has no column response: all splits need"):
+        TASK.prepare(
+            chat_args(pretrained_model_name_or_path=folder),
+            {"train": [{"prompt": "a", "response": "b"}], "validation": [{"prompt": "a"}]},
+        )
+
+
+def test_the_kind_of_data_is_chosen_by_its_columns(folder: Path, said: list[str]) -> None:
+    row = {"instruction": "what", "output": "blue", "text": "what is the sky ?"}
+    as_text = prepare(folder, [row])
+    assert "labels" not in as_text.train[0]
+    assert any("--prompt-column instruction --response-column output would" in s for s in said)
+    named = prepare(folder, [row], prompt_column="instruction")
+    assert read_trained(named) == "blue<|im_end|>"
+    with pytest.raises(ConfigurationError, match=r"--messages-column a and --text-column text say"):
+        prepare(folder, [row], messages_column="a", text_column="text")
+    with pytest.raises(DataError, match=r"--prompt-column instrucion: .* Did you mean"):
+        prepare(folder, [row], prompt_column="instrucion")
+    with pytest.raises(DataError, match=r"--text-column .*Conversations are named with --messages"):
+        prepare(folder, [{"body": "x"}])
+    # A column of that name that holds no turns is none.
+    assert "labels" not in prepare(folder, [{"chat": "hello", "text": "what is"}]).train[0]
+
+
+def test_a_test_split_may_have_no_answers(folder: Path) -> None:
+    args = chat_args(pretrained_model_name_or_path=folder)
+    rows = [{"prompt": "what", "response": "blue"}]
+    for test in ([{"prompt": "what"}], [{"prompt": "what", "response": ""}]):
+        prepared = TASK.prepare(args, {"train": rows, "test": test})
+        assert prepared.test is None and not prepared.is_labelled("test")
+
+
+# ---- prediction --------------------------------------------------------------------------------
+
+
+def test_predict_answers_conversations_and_prompts_and_goes_on_with_texts(folder: Path) -> None:
+    args = chat_args(pretrained_model_name_or_path=folder, max_new_tokens=4)
+    tokenizer = prepare(folder, [{"messages": TURNS}]).processor
+    asked = tokenizer.apply_chat_template(TURNS[:-1], add_generation_prompt=True)["input_ids"]
+    ready = TASK.prepare_for_prediction(args, [{"messages": TURNS}, {"messages": TURNS[:-1]}])
+    assert [row["input_ids"] for row in ready.test] == [asked, asked]
+    model = TASK.build_model(args, ready)
+    assert model.generation_config.eos_token_id == [
+        0,
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    ]
+    found = TASK.predictions(run_split(TASK, model, ready, "test"), ready, "test")
+    assert found[0]["messages"] == found[1]["messages"] == TURNS[:-1]
+    assert found[0]["expected"] == " green\nor grey" and "expected" not in found[1]
+    assert found[0]["generated"] == found[1]["generated"]
+
+    ready = TASK.prepare_for_prediction(args, [{"prompt": "what is the sky ?"}])
+    text = tokenizer.decode(ready.test[0]["input_ids"])
+    assert text == "<|im_start|>user\nwhat is the sky ?<|im_end|>\n<|im_start|>assistant\n"
+    row = TASK.predictions(run_split(TASK, model, ready, "test"), ready, "test")[0]
+    assert list(row) == ["prompt", "generated"]
+    named = chat_args(pretrained_model_name_or_path=folder, prompt_column="q", max_new_tokens=4)
+    ready = TASK.prepare_for_prediction(named, ["what is the sky ?"])
+    assert tokenizer.decode(ready.test[0]["input_ids"]) == text
+
+    ready = TASK.prepare_for_prediction(args, ["what is"])
+    assert tokenizer.decode(ready.test[0]["input_ids"]) == "what is"
+    row = TASK.predictions(run_split(TASK, model, ready, "test"), ready, "test")[0]
+    assert list(row) == ["text", "generated"]
+
+
+def test_predict_without_a_template_asks_as_training_did(
+    plain_folder: Path, said: list[str]
+) -> None:
+    args = chat_args(pretrained_model_name_or_path=plain_folder, max_new_tokens=4, seq_length=12)
+    rows = [{"instruction": "what is", "input": "the sky ?", "output": "blue"}]
+    trained = prepare(plain_folder, rows).train[0]
+    ready = TASK.prepare_for_prediction(args, rows)
+    asked = trained["labels"].count(-100)
+    assert ready.test[0]["input_ids"] == trained["input_ids"][:asked][-8:]
+    assert ready.extras["expected"] == ["blue"]
+    assert ready.extras["shown"] == [{"instruction": "what is", "input": "the sky ?"}]
+    TASK.prepare_for_prediction(args, [{"prompt": "what is the sky ? " * 4}])
+    assert any("input, row 1: more than 8 tokens leave no room for the answer" in s for s in said)
+
+
+# ---- packing -----------------------------------------------------------------------------------
+
+PAIRS = [
+    {"prompt": "what is the sky ? " * (n % 3), "response": "blue or green " * (1 + n % 4)}
+    for n in range(12)
+]
+
+
+def build_llama(attention: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, attn_implementation=attention)
+
+
+def build_gpt2(attention: str) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=320, n_embd=16, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0,
+        embd_pdrop=0, attn_pdrop=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return GPT2LMHeadModel._from_config(config, attn_implementation=attention)
+
+
+def measure(model: Any, prepared: Any) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients and what the loader says that the loss is a mean over."""
+    model.zero_grad()
+    batch = prepared.collate([prepared.train[i] for i in range(len(prepared.train))])
+    loss = TASK.forward(model, batch)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return float(loss.detach()), gradients, describe_batch(batch).shifted_labels
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("build", [build_gpt2, build_llama])
+@pytest.mark.parametrize("whole", [False, True])
+def test_packed_and_unpacked_have_one_loss_and_one_gradient(
+    build: Callable[[str], Any], attention: str, whole: bool, folder: Path
+) -> None:
+    torch.manual_seed(0)
+    model = build(attention)
+    values = {"seq_length": 64, "train_on_prompts": whole}
+    unpacked = prepare(folder, PAIRS, **values)
+    packed = prepare(folder, PAIRS, packing=True, **values)
+    assert len(packed.train) < len(unpacked.train) == 12
+    assert max(len(row["input_ids"]) for row in packed.train) <= 64
+    apply_packed_attention(model, 64)
+    model.train()
+    loss, gradients, count = measure(model, unpacked)
+    packed_loss, packed_gradients, packed_count = measure(model, packed)
+    assert packed_count == count
+    assert packed_loss == pytest.approx(loss, rel=1e-6)
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            packed_gradients[name],
+            gradient,
+            rtol=1e-6,
+            atol=1e-6 * scale,
+            msg=lambda m, n=name: n + m,
+        )
+
+
+def test_evaluation_is_the_same_packed(folder: Path, said: list[str]) -> None:
+    values = {"pretrained_model_name_or_path": folder, "seq_length": 64}
+    splits = {"train": PAIRS, "validation": PAIRS[:7]}
+    args = chat_args(packing=True, **values)
+    packed = TASK.prepare(args, splits)
+    model = TASK.build_model(args, packed)
+    losses = train_steps(TASK, model, packed, steps=5)
+    assert losses[-1] < losses[0]
+    results = []
+    for prepared in (packed, TASK.prepare(chat_args(**values), splits)):
+        records = run_split(TASK, model, prepared, "validation", batch_size=2)
+        results.append(TASK.compute_metrics(records, prepared, "validation"))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    assert set(results[0]) == {"loss", "perplexity", "accuracy"}
+    told = "\n".join(said)
+    assert f"train: 12 examples in {len(packed.train)} rows, " in told
+    assert "GPT2LMHeadModel keeps examples apart by positions" in told
+
+
+def test_running_text_is_packed_where_each_text_is_an_example(folder: Path) -> None:
+    rows = [{"text": "what is the sky ? " * n} for n in (1, 2, 3, 1)]
+    prepared = prepare(folder, rows, packing=True, group_texts=False, seq_length=32)
+    apart = prepare(folder, rows, group_texts=False, seq_length=32)
+    joined = [token for row in prepared.train for token in row["input_ids"]]
+    assert sorted(joined) == sorted(t for row in apart.train for t in row["input_ids"])
+    first = prepared.train[0]
+    starts = [n for n, position in enumerate(first["position_ids"]) if position == 0]
+    assert len(starts) > 1
+    assert [n for n, label in enumerate(first["labels"]) if label == -100] == starts
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+GROUPED = {"intermediate_size": 24, "num_key_value_heads": 2}
+
+
+def build_small(family: str, **values: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **values))
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "way"),
+    [
+        ("opt", {"ffn_dim": 24, "word_embed_proj_dim": 16}, "a mask"),
+        ("mistral", {**GROUPED, "sliding_window": 6}, "positions"),
+        (
+            "gpt_oss",
+            {**GROUPED, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1,
+             "sliding_window": 6},
+            "a mask for each kind of layer",
+        ),
+    ],
+)  # fmt: skip
+def test_each_family_is_packed_in_the_way_that_is_right_for_it(
+    family: str, values: dict[str, Any], way: str
+) -> None:
+    model = build_small(family, **values)
+    apply_packed_attention(model, 64)
+    assert model.packed_attention == way
+    model.eval()
+    dice = torch.Generator().manual_seed(1)
+    examples = [torch.randint(3, 64, (size,), generator=dice) for size in (9, 11, 8)]
+    positions = torch.cat([torch.arange(len(e)) for e in examples])
+    batch = {"input_ids": torch.cat(examples)[None], "position_ids": positions[None]}
+    mask = {"attention_mask": torch.ones_like(batch["input_ids"])}
+    with torch.no_grad():
+        packed = model(**get_inputs(model, {**batch, **mask})).logits[0]
+        alone = torch.cat([model(input_ids=e[None]).logits[0] for e in examples])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_lets_examples_read_each_other_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"BloomForCausalLM does not keep the examples of a packed"
+    ):
+        apply_packed_attention(build_small("bloom"), 64)
+    # Attention is kept apart here, but the recurrent layers carry a little over.
+    jamba = build_small(
+        "jamba", **GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
+        use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4,
+    )  # fmt: skip
+    with pytest.raises(
+        ModelError, match=r"how far an example changes those after it: by positions"
+    ):
+        apply_packed_attention(jamba, 64)
+    # A window that our own mask would have to imitate, too long to be tried.
+    wide = build_small("opt", ffn_dim=24, word_embed_proj_dim=16)
+    wide.config.sliding_window = 300
+    with pytest.raises(ModelError, match=r"by a mask: not possible"):
+        apply_packed_attention(wide, 1000)
+    silent = build_gpt2("eager")
+    for block in silent.transformer.h:
+        torch.nn.init.zeros_(block.attn.c_proj.weight)
+    with pytest.raises(ModelError, match=r"a text hardly depends on its beginning"):
+        apply_packed_attention(silent, 64)
+
+
+def test_the_example_trains_on_packed_conversations_that_predict_answers(
+    command: Any, folder: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": TURNS[: 3 + 2 * (n % 2)]} for n in range(16)]
+    write_jsonl(tmp_path / "data" / "train.jsonl", rows)
+    write_jsonl(tmp_path / "data" / "validation.jsonl", rows[:4])
+    done = subprocess.run(
+        ["bash", str(EXAMPLE), "--seq-length", "128", "--save", str(tmp_path / "run"),
+         "--log-interval", "1", "--device", "cpu"],
+        env={
+            **os.environ,
+            "MODEL": str(folder),
+            "DATA": str(tmp_path / "data"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "chat      train: 16 conversations (chat template, answers end with" in done.stderr
+    assert "packing   train: 16 examples in " in done.stderr
+    assert "attention_mask" not in done.stderr
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["eval_perplexity"] > 1
+    done = command(
+        "predict", "--task", "causal_lm", "--load", tmp_path / "run", "--max-new-tokens", 3,
+        "--input", json.dumps({"messages": TURNS}), "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["expected"] == " green\nor grey"
