@@ -1,0 +1,21 @@
+"""Pre-training samples from ``.bin/.idx`` files: GPT, BERT and T5, split, blended, cached."""
+
+from __future__ import annotations
+
+from .build import (
+    build_pretrain_huggingface_bert_datasets,
+    build_pretraining_datasets,
+    build_train_valid_test_datasets,
+    build_train_valid_test_datasets_for_huggingface,
+    build_train_valid_test_datasets_for_t5,
+)
+from .ltor import get_ltor_masks_and_position_ids
+
+__all__ = [
+    "build_pretrain_huggingface_bert_datasets",
+    "build_pretraining_datasets",
+    "build_train_valid_test_datasets",
+    "build_train_valid_test_datasets_for_huggingface",
+    "build_train_valid_test_datasets_for_t5",
+    "get_ltor_masks_and_position_ids",
+]

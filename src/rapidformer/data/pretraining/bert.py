@@ -1,0 +1,174 @@
+"""BERT samples: two parts of a document, perhaps in the wrong order, with some words hidden.
+
+What a reader would get wrong: ``is_random`` does not mean a sentence of another document. The two
+parts follow each other in the text, and the model is asked whether they are swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rapidformer.data.indexed import IndexedDataset
+from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
+from rapidformer.data.pretraining.masking import Masked, Vocabulary, mask_tokens
+
+ADDED_TOKENS = 3
+"""[CLS] A [SEP] B [SEP]"""
+
+
+class BertTokens(NamedTuple):
+    """The special tokens of a tokenizer and its words."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, tokenizer: Any, layout: Layout) -> BertTokens:
+        # Megatron adds two tokens to BERT's, which its own models have room for. A published
+        # model has not: were one of them put in at random, it would be out of the model's range.
+        limit = None if layout == "megatron" else getattr(tokenizer, "own_vocab_size", None)
+        return cls(
+            cls=int(tokenizer.cls), sep=int(tokenizer.sep), mask=int(tokenizer.mask),
+            pad=int(tokenizer.pad), vocabulary=Vocabulary.of(tokenizer, limit),
+        )  # fmt: skip
+
+
+class BertDataset:
+    """Samples of a sentence map, under Megatron's names or Hugging Face's.
+
+    A sample depends on the seed and its own number alone, not on what was read before it.
+    """
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        maps: Mapping[str, np.ndarray],
+        tokens: BertTokens,
+        *,
+        max_seq_length: int,
+        masked_lm_prob: float,
+        seed: int,
+        binary_head: bool = True,
+        layout: Layout = "megatron",
+    ) -> None:
+        self._data = data
+        self._maps = maps
+        self._tokens = tokens
+        self._max_seq_length = max_seq_length
+        self._masked_lm_prob = masked_lm_prob
+        self._seed = seed
+        self._binary_head = binary_head
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._maps["rows"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        start, end, target_length = self._maps["rows"][index].tolist()
+        random = np.random.RandomState((self._seed + index) % 2**32)
+        first, second, is_random = self._join(self._data[start:end], random)
+        first, second, truncated = truncate_pair(first, second, target_length, random)
+        tokens, num_first = self._add_special(first, second)
+        masked = mask_tokens(
+            tokens,
+            self._tokens.vocabulary,
+            special=(self._tokens.cls, self._tokens.sep),
+            mask_id=self._tokens.mask,
+            target_length=target_length,
+            mask_prob=self._masked_lm_prob,
+            random=random,
+        )
+        if self._layout == "huggingface":
+            return self._for_huggingface(masked, num_first, is_random)
+        return self._for_megatron(masked, num_first, is_random, truncated)
+
+    def _join(
+        self, sentences: Sequence[np.ndarray], random: np.random.RandomState
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        if not self._binary_head:
+            return np.concatenate(sentences).astype(np.int64), np.zeros(0, dtype=np.int64), False
+        border = 1 if len(sentences) < 3 else random.randint(1, len(sentences))
+        first = np.concatenate(sentences[:border]).astype(np.int64)
+        second = np.concatenate(sentences[border:]).astype(np.int64)
+        if random.random_sample() < 0.5:
+            return second, first, True
+        return first, second, False
+
+    def _add_special(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
+        """All the tokens, and how many of them are of the first part."""
+        separator = np.array([self._tokens.sep])
+        parts = [np.array([self._tokens.cls]), first, separator]
+        if second.size:
+            parts += [second, separator]
+        return np.concatenate(parts), first.size + 2
+
+    def _for_megatron(
+        self, masked: Masked, num_first: int, is_random: bool, truncated: bool
+    ) -> dict[str, Any]:
+        length, count = self._max_seq_length, masked.tokens.size
+        types = np.full(length, self._tokens.pad, dtype=np.int64)  # Megatron pads these with it too
+        types[:num_first], types[num_first:count] = 0, 1
+        loss_mask = np.zeros(length, dtype=np.int64)
+        loss_mask[masked.positions] = 1
+        return {
+            "text": pad_row(masked.tokens, length, self._tokens.pad),
+            "types": types,
+            "labels": _place(masked, length, -1),
+            "is_random": int(is_random),
+            "loss_mask": loss_mask,
+            "padding_mask": pad_row(np.ones(count), length, 0),
+            "truncated": int(truncated),
+        }
+
+    def _for_huggingface(self, masked: Masked, num_first: int, is_random: bool) -> dict[str, Any]:
+        length, count = self._max_seq_length, masked.tokens.size
+        types = np.zeros(length, dtype=np.int64)
+        types[num_first:count] = 1
+        sample: dict[str, Any] = {
+            "input_ids": pad_row(masked.tokens, length, self._tokens.pad),
+            "attention_mask": pad_row(np.ones(count), length, 0),
+            "token_type_ids": types,
+            "labels": _place(masked, length, IGNORED_LABEL),
+        }
+        if self._binary_head:
+            sample["next_sentence_label"] = int(is_random)
+        return sample
+
+
+def truncate_pair(
+    first: np.ndarray, second: np.ndarray, length: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Cut the pair to ``length`` tokens, one by one from the longer, at its front or its back.
+
+    From which part each token goes is known beforehand (the longer until both are equal, then the
+    second and the first by turns); only front or back is drawn.
+    """
+    surplus = first.size + second.size - length
+    if surplus <= 0:
+        return first, second, False
+    from_front = random.random_sample(surplus) < 0.5
+    difference = min(abs(first.size - second.size), surplus)
+    is_second = np.zeros(surplus, dtype=bool)
+    is_second[:difference] = second.size > first.size
+    is_second[difference::2] = True
+    return _cut(first, from_front[~is_second]), _cut(second, from_front[is_second]), True
+
+
+def _cut(tokens: np.ndarray, from_front: np.ndarray) -> np.ndarray:
+    front = int(from_front.sum())
+    return tokens[front : tokens.size - (from_front.size - front)]
+
+
+def _place(masked: Masked, length: int, ignored: int) -> np.ndarray:
+    labels = np.full(length, ignored, dtype=np.int64)
+    labels[masked.positions] = masked.labels
+    return labels

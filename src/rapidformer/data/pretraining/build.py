@@ -1,0 +1,171 @@
+"""The functions that scripts and the command call, with Megatron's names and parameters.
+
+Parameters come in Megatron's order; keywords after them are ours. What a reader would get wrong:
+``train_valid_test_num_samples`` are numbers of samples over the whole run, so data sets repeat
+their text as often as that needs; 0 gives None instead of a data set, and None goes through once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import TrainingArguments
+from rapidformer.data.pretraining.assemble import Counts, Datasets, Prefix, build_datasets
+from rapidformer.data.pretraining.layout import Layout
+from rapidformer.errors import ConfigurationError
+
+_DECODER_LENGTH = 128
+
+
+def build_pretraining_datasets(
+    objective: str,
+    args: TrainingArguments,
+    train_valid_test_num_samples: Counts,
+    *,
+    tokenizer: Any = None,
+    binary_head: bool = True,
+    layout: Layout = "huggingface",
+) -> Datasets:
+    """The data that a run's settings name, as samples of the objective gpt, bert or t5."""
+    if args.seq_length is None:
+        raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
+    return build_datasets(
+        objective,
+        data_prefix=args.data_path,
+        train_data_prefix=args.train_data_path,
+        valid_data_prefix=args.valid_data_path,
+        test_data_prefix=args.test_data_path,
+        data_impl=args.data_impl,
+        splits_string=args.split,
+        train_valid_test_num_samples=train_valid_test_num_samples,
+        seq_length=args.seq_length,
+        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH,
+        masked_lm_prob=args.mask_prob,
+        short_seq_prob=args.short_seq_prob,
+        seed=args.seed,
+        skip_warmup=not args.mmap_warmup,
+        data_cache_path=args.data_cache_path,
+        binary_head=binary_head,
+        tokenizer=tokenizer,
+        layout=layout,
+    )
+
+
+def build_train_valid_test_datasets(
+    data_prefix: Prefix | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Counts,
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool = True,
+    *,
+    train_data_prefix: Prefix | None = None,
+    valid_data_prefix: Prefix | None = None,
+    test_data_prefix: Prefix | None = None,
+    data_cache_path: str | Path | None = None,
+) -> Datasets:
+    """GPT's samples: ``text``, of ``seq_length + 1`` tokens."""
+    return build_datasets(
+        "gpt",
+        data_prefix=data_prefix,
+        data_impl=data_impl,
+        splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples,
+        seq_length=seq_length,
+        seed=seed,
+        skip_warmup=skip_warmup,
+        train_data_prefix=train_data_prefix,
+        valid_data_prefix=valid_data_prefix,
+        test_data_prefix=test_data_prefix,
+        data_cache_path=data_cache_path,
+    )
+
+
+def build_train_valid_test_datasets_for_huggingface(
+    data_prefix: Prefix | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Counts,
+    max_seq_length: int,
+    masked_lm_prob: float,
+    short_seq_prob: float,
+    seed: int,
+    skip_warmup: bool = True,
+    binary_head: bool = True,
+    *,
+    train_data_prefix: Prefix | None = None,
+    valid_data_prefix: Prefix | None = None,
+    test_data_prefix: Prefix | None = None,
+    data_cache_path: str | Path | None = None,
+    tokenizer: Any = None,
+) -> Datasets:
+    """BERT's samples as Hugging Face's models take them.
+
+    ``input_ids, attention_mask, token_type_ids, labels`` (-100 where nothing is hidden) and, with
+    ``binary_head``, ``next_sentence_label`` (1: the two parts are swapped).
+    """
+    return build_datasets(
+        "bert",
+        data_prefix=data_prefix,
+        data_impl=data_impl,
+        splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples,
+        seq_length=max_seq_length,
+        masked_lm_prob=masked_lm_prob,
+        short_seq_prob=short_seq_prob,
+        seed=seed,
+        skip_warmup=skip_warmup,
+        binary_head=binary_head,
+        train_data_prefix=train_data_prefix,
+        valid_data_prefix=valid_data_prefix,
+        test_data_prefix=test_data_prefix,
+        data_cache_path=data_cache_path,
+        tokenizer=tokenizer,
+    )
+
+
+build_pretrain_huggingface_bert_datasets = build_train_valid_test_datasets_for_huggingface
+"""The older name of the same."""
+
+
+def build_train_valid_test_datasets_for_t5(
+    data_prefix: Prefix | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Counts,
+    max_seq_length: int,
+    max_seq_length_dec: int,
+    masked_lm_prob: float,
+    short_seq_prob: float,
+    seed: int,
+    skip_warmup: bool = True,
+    *,
+    train_data_prefix: Prefix | None = None,
+    valid_data_prefix: Prefix | None = None,
+    test_data_prefix: Prefix | None = None,
+    data_cache_path: str | Path | None = None,
+    tokenizer: Any = None,
+    layout: Layout = "huggingface",
+) -> Datasets:
+    """T5's samples: ``input_ids, attention_mask, labels``, or Megatron's names for its layout."""
+    return build_datasets(
+        "t5",
+        data_prefix=data_prefix,
+        data_impl=data_impl,
+        splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples,
+        seq_length=max_seq_length,
+        seq_length_dec=max_seq_length_dec,
+        masked_lm_prob=masked_lm_prob,
+        short_seq_prob=short_seq_prob,
+        seed=seed,
+        skip_warmup=skip_warmup,
+        train_data_prefix=train_data_prefix,
+        valid_data_prefix=valid_data_prefix,
+        test_data_prefix=test_data_prefix,
+        data_cache_path=data_cache_path,
+        tokenizer=tokenizer,
+        layout=layout,
+    )

@@ -1,0 +1,273 @@
+"""Index maps on disk: built by one process, read by all, named by what they were built from.
+
+A map's name is a hash of everything that decides its content, so a map is never out of date: other
+data or other settings have another name. What a reader would get wrong: there is no collective
+here. Processes meet at a lock that the kernel takes back when its holder dies; the arrays are
+published by renaming, and the ``.json`` beside them, which comes last and holds their hashes, is
+what makes them believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+
+FORMAT = 1
+"""Counts up when the arithmetic of any map changes: older files are then no longer found."""
+_POLL_SECONDS = 0.1
+_SECONDS_BEFORE_SAYING = 5.0
+_SECONDS_BETWEEN_SAYING = 60.0
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+Build = Callable[[], Mapping[str, np.ndarray]]
+
+
+class IndexMaps(Mapping[str, np.ndarray]):
+    """Arrays mapped from their files. Pickled, it takes the names of the files along only."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = {name: path.absolute() for name, path in files.items()}
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._arrays:
+            # As a plain array: numpy's memmap class makes each look-up several times slower.
+            mapped = np.load(self._files[name], mmap_mode="r", allow_pickle=False)
+            self._arrays[name] = mapped.view(np.ndarray)
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getstate__(self) -> dict[str, Path]:
+        return self._files
+
+    def __setstate__(self, files: dict[str, Path]) -> None:
+        self.__init__(files)  # type: ignore[misc]
+
+
+class IndexCache:
+    """Where maps are kept: ``index-cache`` in the folder given, or beside the data."""
+
+    def __init__(self, data_folder: Path, data_cache_path: str | Path | None = None) -> None:
+        if data_cache_path is not None:
+            self._folders = [Path(data_cache_path).expanduser() / "index-cache"]
+        else:
+            self._folders = [data_folder / "index-cache", _get_user_folder()]
+
+    def load_or_build(self, what: str, description: Mapping[str, Any], build: Build) -> IndexMaps:
+        """The maps that the description names; ``what`` says in words what is waited for."""
+        described = {"format": FORMAT, **description}
+        text = json.dumps(described, sort_keys=True)
+        stem = f"{what.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        for folder in self._folders:
+            maps = _load(folder, stem)
+            if maps is not None:
+                return maps
+        folder = self._choose_folder()
+        return _build_or_wait(folder, stem, what, described, build)
+
+    def _choose_folder(self) -> Path:
+        reasons = []
+        for folder in self._folders:
+            try:
+                _check_writable(folder)
+            except OSError as error:
+                reasons.append(f"{folder} ({error.strerror or error})")
+                continue
+            if reasons:
+                get_logger().info(
+                    "the index maps cannot be kept in %s: they go to %s; --data-cache-path chooses "
+                    "another folder, which all nodes should share.",
+                    " or ".join(reasons), folder,
+                )  # fmt: skip
+            return folder
+        raise DataError(
+            f"the index maps cannot be kept in {' or '.join(reasons)}: give a folder that can be "
+            "written to with --data-cache-path."
+        )
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _get_user_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base) / "rapidformer" / "index-cache"
+
+
+def _check_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{_name_of_process()}"
+    probe.touch()
+    probe.unlink()
+
+
+def _name_of_process() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _load(folder: Path, stem: str) -> IndexMaps | None:
+    """The maps of that name, if they are there and whole."""
+    try:
+        record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        get_logger().warning("the index map %s/%s.json is built again: %s", folder, stem, error)
+        return None
+    problem = _find_damage(folder, record)
+    if problem is not None:
+        get_logger().warning("the index map %s/%s is built again: %s", folder, stem, problem)
+        return None
+    return IndexMaps({name: folder / kept["file"] for name, kept in record["arrays"].items()})
+
+
+def _find_damage(folder: Path, record: Any) -> str | None:
+    try:
+        for kept in record["arrays"].values():
+            path = folder / kept["file"]
+            if not path.is_file():
+                return f"{path.name} is missing"
+            if path.stat().st_size != kept["bytes"]:
+                return f"{path.name} has {path.stat().st_size} of {kept['bytes']} bytes"
+            if hash_file(path) != kept["sha256"]:
+                return f"{path.name} has another content than was written"
+    except (KeyError, TypeError, AttributeError):
+        return "its .json is of another form"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+# --- building ------------------------------------------------------------------------------------
+
+
+def _build_or_wait(
+    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build
+) -> IndexMaps:
+    waited_since = time.monotonic()
+    say_at = waited_since + _SECONDS_BEFORE_SAYING
+    lock = folder / f"{stem}.lock"
+    while True:
+        with _try_lock(lock) as state:
+            maps = _load(folder, stem)
+            if maps is None and state != "taken":
+                if state == "mine":
+                    _clear_place(folder, stem)
+                maps = _build(folder, stem, what, description, build)
+        if maps is not None:
+            return maps
+        if time.monotonic() >= say_at:
+            say_at = time.monotonic() + _SECONDS_BETWEEN_SAYING
+            get_logger().warning(
+                "waiting for %.0f s for the index map of the %s, which %s is building: %s",
+                time.monotonic() - waited_since, what, _read_holder(lock), lock,
+            )  # fmt: skip
+        time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
+    """Whose the lock is; none where the file system has no locks, and then everybody builds."""
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield "taken"
+            return
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            yield "none"
+            return
+        file.truncate(0)
+        file.write(_name_of_process())
+        file.flush()
+        yield "mine"
+
+
+def _read_holder(lock: Path) -> str:
+    try:
+        return f"process {lock.read_text(encoding='utf-8')}"
+    except OSError:
+        return "another process"
+
+
+def _clear_place(folder: Path, stem: str) -> None:
+    """Remove what a killed builder left, and the record of damaged maps, so that others wait.
+
+    Only the holder of the lock may: it knows that nobody is writing these files now.
+    """
+    for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
+        leftover.unlink(missing_ok=True)
+
+
+def _build(
+    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build
+) -> IndexMaps:
+    start = time.monotonic()
+    arrays = build()
+    seconds = time.monotonic() - start
+    record: dict[str, Any] = {"what": what, "description": description, "arrays": {}}
+    for name, array in arrays.items():
+        record["arrays"][name] = _save_array(folder / f"{stem}-{name}.npy", array)
+    text = json.dumps(record, indent=1).encode()
+    _publish(folder / f"{stem}.json", lambda path: path.write_bytes(text))
+    files = {name: folder / kept["file"] for name, kept in record["arrays"].items()}
+    get_logger().info("built the index map of the %s in %.1f s: %s", what, seconds, folder / stem)
+    return IndexMaps(files)
+
+
+def _save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+    def write(target: Path) -> None:
+        with target.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+
+    _publish(path, write)
+    return {
+        "file": path.name,
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "bytes": path.stat().st_size,
+        "sha256": hash_file(path),
+    }
+
+
+def _publish(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write under another name, then take the final one: no half file ever has it."""
+    partial = path.with_name(f"{path.name}.partial-{_name_of_process()}")
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(
+            f"the index map {path} cannot be written ({error.strerror or error}): free some space, "
+            "or choose another folder with --data-cache-path."
+        ) from error

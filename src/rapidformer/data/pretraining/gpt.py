@@ -1,0 +1,60 @@
+"""GPT samples: ``seq_length + 1`` tokens that follow each other, across the ends of documents.
+
+What a reader would get wrong: there is one token more than the model sees. Inputs are all but the
+last, labels all but the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rapidformer.data.indexed import IndexedDataset
+
+
+class GPTDataset:
+    """Samples of a GPT index, under Megatron's name ``text``.
+
+    They are pieced together from the mapped file directly into the row, or the rows of a batch.
+    """
+
+    def __init__(
+        self, data: IndexedDataset, maps: Mapping[str, np.ndarray], *, seq_length: int
+    ) -> None:
+        self._data = data
+        self._maps = maps
+        self._seq_length = seq_length
+
+    def __len__(self) -> int:
+        return len(self._maps["shuffle"])
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = np.empty(self._seq_length + 1, dtype=np.int64)
+        self._fill(row, index)
+        return {"text": row}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """A batch's samples, in one piece of memory."""
+        rows = np.empty((len(indices), self._seq_length + 1), dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            self._fill(row, index)
+        return [{"text": row} for row in rows]
+
+    def _fill(self, row: np.ndarray, index: int) -> None:
+        shuffle, samples = self._maps["shuffle"], self._maps["samples"]
+        if not -shuffle.size <= index < shuffle.size:
+            raise IndexError(f"sample {index} of {shuffle.size}")
+        number = shuffle.item(index)
+        (place, offset), (last_place, last_offset) = samples[number : number + 2].tolist()
+        documents, get = self._maps["documents"], self._data.get
+        if place == last_place:
+            row[:] = get(documents.item(place), offset, row.size)
+            return
+        filled = 0
+        for document in documents[place:last_place].tolist():
+            piece = get(document, offset)
+            row[filled : filled + piece.size] = piece
+            filled += piece.size
+            offset = 0
+        row[filled:] = get(documents.item(last_place), 0, last_offset + 1)

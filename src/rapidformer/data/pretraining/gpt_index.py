@@ -1,0 +1,128 @@
+"""Which tokens make a GPT sample: the three index maps, in the order of draws Megatron makes them.
+
+All the sequences of a split, in a shuffled order that repeats as often as needed, are one long row
+of tokens; sample ``k`` is the ``seq_length + 1`` tokens from token ``k * seq_length`` on, so that
+neighbours share one token. What a reader would get wrong: a sample's place is not found by walking.
+The row's running lengths are known, so one search finds the places of a million samples at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rapidformer.errors import DataError
+
+# The last epoch is shuffled by itself when less than this share of it is needed: otherwise samples
+# of an epoch that is not wholly used would be spread over the whole run.
+_WHOLE_EPOCH_SHARE = 0.80
+_CHUNK = 1 << 20
+
+
+class GPTIndex(NamedTuple):
+    """Sequences in their order; (place in that order, token) where samples start; their order."""
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
+
+
+class _Epochs(NamedTuple):
+    repeats: int
+    """Times that the data is gone through."""
+    total: int
+    """Samples in all of them."""
+    shuffled_together: int
+    """Samples before the last epoch, where that is kept apart; else all."""
+
+    @property
+    def is_last_apart(self) -> bool:
+        return self.shuffled_together != self.total
+
+
+def build_gpt_index(
+    sizes: np.ndarray,
+    *,
+    start: int,
+    stop: int,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> GPTIndex:
+    """The maps for sequences ``start`` to ``stop``; ``num_samples`` None takes each token once."""
+    # The sizes lie unaligned in the index file, and are looked up in a random order below.
+    sizes = np.array(sizes[start:stop], dtype=np.int32)
+    tokens = int(sizes.sum(dtype=np.int64))
+    if tokens <= seq_length:
+        raise DataError(
+            f"the {stop - start} sequences hold {tokens} tokens, fewer than the {seq_length + 1} "
+            f"of one sample (--seq-length {seq_length} and the token that follows): take more "
+            "data, a larger share in --split, or a shorter --seq-length."
+        )
+    epochs = _count_epochs(tokens, seq_length, num_samples)
+    random = np.random.RandomState(seed)
+    is_huge = max(epochs.repeats * sizes.size, stop) >= 2**31
+    order = _order_documents(sizes.size, epochs, np.int64 if is_huge else np.int32, random)
+    samples = _place_samples(sizes, order, seq_length, epochs.total)
+    shuffle = _order_samples(epochs, random)
+    order += start  # in place: only here do they become numbers of the file's sequences
+    return GPTIndex(order, samples, shuffle)
+
+
+def _count_epochs(tokens: int, seq_length: int, num_samples: int | None) -> _Epochs:
+    count = 1
+    if num_samples is not None:
+        # The least count with (count * tokens - 1) // seq_length >= num_samples.
+        count = max(1, -(-(num_samples * seq_length + 1) // tokens))
+    total = (count * tokens - 1) // seq_length
+    if count == 1 or num_samples is None:
+        return _Epochs(count, total, total)
+    before = ((count - 1) * tokens - 1) // seq_length
+    in_one = (tokens - 1) // seq_length
+    is_apart = num_samples - before < int(_WHOLE_EPOCH_SHARE * in_one)
+    return _Epochs(count, total, before if is_apart else total)
+
+
+def _order_documents(
+    count: int, epochs: _Epochs, dtype: type[np.signedinteger], random: np.random.RandomState
+) -> np.ndarray:
+    entries = count * epochs.repeats
+    order = np.empty(entries, dtype=dtype)
+    order.reshape(epochs.repeats, count)[:] = np.arange(count, dtype=order.dtype)
+    together = entries - count if epochs.is_last_apart else entries
+    random.shuffle(order[:together])
+    if together < entries:
+        random.shuffle(order[together:])
+    return order
+
+
+def _place_samples(sizes: np.ndarray, order: np.ndarray, seq_length: int, total: int) -> np.ndarray:
+    samples = np.empty((total + 1, 2), dtype=order.dtype)
+    # Megatron's walk begins at the first sequence of the order, even if that one is empty; every
+    # other sample starts where its first token is, which no empty sequence has.
+    samples[0] = 0
+    row, tokens_before = 1, 0
+    for begin in range(0, order.size, _CHUNK):
+        lengths = sizes[order[begin : begin + _CHUNK]]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        ends += tokens_before
+        last = min((int(ends[-1]) - 1) // seq_length, total)
+        if last >= row:
+            starts = np.arange(row, last + 1, dtype=np.int64)
+            starts *= seq_length
+            places = np.searchsorted(ends, starts, side="right")
+            samples[row : last + 1, 0] = places + begin
+            samples[row : last + 1, 1] = starts - (ends[places] - lengths[places])
+            row = last + 1
+        tokens_before = int(ends[-1])
+    return samples
+
+
+def _order_samples(epochs: _Epochs, random: np.random.RandomState) -> np.ndarray:
+    is_huge = epochs.total >= np.iinfo(np.uint32).max - 1
+    order = np.arange(epochs.total, dtype=np.int64 if is_huge else np.uint32)
+    random.shuffle(order[: epochs.shuffled_together])
+    if epochs.is_last_apart:
+        random.shuffle(order[epochs.shuffled_together :])
+    return order

@@ -1,0 +1,163 @@
+"""GPT, BERT and T5: what of the data is split, which maps are built, what reads them.
+
+What a reader would get wrong: ``--split`` divides *sequences* for GPT, so sentences where the data
+was made with ``--split-sentences``, and *documents* for BERT and T5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rapidformer.data.pretraining import bert, t5
+from rapidformer.data.pretraining.gpt import GPTDataset
+from rapidformer.data.pretraining.gpt_index import build_gpt_index
+from rapidformer.data.pretraining.layout import Layout
+from rapidformer.data.pretraining.sentence_map import build_sentence_map
+from rapidformer.data.pretraining.source import PretrainingSource
+from rapidformer.data.pretraining.split import SplitRange
+
+
+@dataclass(frozen=True)
+class GPTRecipe:
+    """``seq_length + 1`` tokens in a row."""
+
+    seq_length: int
+    seed: int
+
+    def count_units(self, source: PretrainingSource) -> int:
+        return len(source.data)
+
+    def build_dataset(
+        self, source: PretrainingSource, split: SplitRange, num_samples: int | None
+    ) -> GPTDataset:
+        settings = {"seq_length": self.seq_length, "num_samples": num_samples, "seed": self.seed}
+
+        def build() -> Mapping[str, np.ndarray]:
+            return build_gpt_index(
+                source.data.sizes,
+                start=split.start,
+                stop=split.stop,
+                num_samples=num_samples,
+                seq_length=self.seq_length,
+                seed=self.seed,
+            )._asdict()
+
+        maps = source.load_or_build_maps("gpt", split, settings, build)
+        return GPTDataset(source.data, maps, seq_length=self.seq_length)
+
+
+@dataclass(frozen=True)
+class BertRecipe:
+    """A pair of text parts with hidden words."""
+
+    max_seq_length: int
+    masked_lm_prob: float
+    short_seq_prob: float
+    seed: int
+    binary_head: bool
+    layout: Layout
+    tokens: bert.BertTokens
+
+    def count_units(self, source: PretrainingSource) -> int:
+        return source.data.num_documents
+
+    def build_dataset(
+        self, source: PretrainingSource, split: SplitRange, num_samples: int | None
+    ) -> bert.BertDataset:
+        maps = _load_or_build_sentence_map(
+            "bert",
+            source,
+            split,
+            num_samples,
+            max_length=self.max_seq_length - bert.ADDED_TOKENS,
+            short_seq_prob=self.short_seq_prob,
+            min_sentences=2 if self.binary_head else 1,
+            seed=self.seed,
+        )
+        return bert.BertDataset(
+            source.data,
+            maps,
+            self.tokens,
+            max_seq_length=self.max_seq_length,
+            masked_lm_prob=self.masked_lm_prob,
+            seed=self.seed,
+            binary_head=self.binary_head,
+            layout=self.layout,
+        )
+
+
+@dataclass(frozen=True)
+class T5Recipe:
+    """Text with spans taken out, and the spans."""
+
+    max_seq_length: int
+    max_seq_length_dec: int
+    masked_lm_prob: float
+    short_seq_prob: float
+    seed: int
+    layout: Layout
+    tokens: t5.T5Tokens
+
+    def count_units(self, source: PretrainingSource) -> int:
+        return source.data.num_documents
+
+    def build_dataset(
+        self, source: PretrainingSource, split: SplitRange, num_samples: int | None
+    ) -> t5.T5Dataset:
+        maps = _load_or_build_sentence_map(
+            "t5",
+            source,
+            split,
+            num_samples,
+            max_length=self.max_seq_length - t5.ADDED_TOKENS,
+            short_seq_prob=self.short_seq_prob,
+            min_sentences=1,
+            seed=self.seed,
+        )
+        return t5.T5Dataset(
+            source.data,
+            maps,
+            self.tokens,
+            max_seq_length=self.max_seq_length,
+            max_seq_length_dec=self.max_seq_length_dec,
+            masked_lm_prob=self.masked_lm_prob,
+            seed=self.seed,
+            layout=self.layout,
+        )
+
+
+def _load_or_build_sentence_map(
+    objective: str,
+    source: PretrainingSource,
+    split: SplitRange,
+    num_samples: int | None,
+    *,
+    max_length: int,
+    short_seq_prob: float,
+    min_sentences: int,
+    seed: int,
+) -> Mapping[str, np.ndarray]:
+    settings = {
+        "num_samples": num_samples,
+        "max_length": max_length,
+        "short_seq_prob": short_seq_prob,
+        "min_sentences": min_sentences,
+        "seed": seed,
+    }
+
+    def build() -> Mapping[str, np.ndarray]:
+        rows = build_sentence_map(
+            source.data.doc_idx[split.start : split.stop + 1],
+            source.data.sizes,
+            max_num_samples=num_samples,
+            max_length=max_length,
+            short_seq_prob=short_seq_prob,
+            min_sentences=min_sentences,
+            seed=seed,
+        )
+        return {"rows": rows}
+
+    return source.load_or_build_maps(objective, split, settings, build)

@@ -1,0 +1,72 @@
+"""``--split``: which part of the data trains, validates and tests, by Megatron's arithmetic.
+
+What a reader would get wrong: each share is rounded by itself (to even, as Python rounds), and what
+the three then have too many or too few is taken from every boundary alike, the first included. So
+the split of ten things by '969, 30, 1' is ten, none and none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rapidformer.errors import ConfigurationError
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+class SplitRange(NamedTuple):
+    """A part of the data: sequences for GPT, documents for BERT and T5."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of '969, 30, 1', '90/5/5' or '1' that add up to one."""
+    separator = "," if "," in text else "/"
+    words = [word.strip() for word in str(text).split(separator)]
+    numbers = [_parse_number(word) for word in words]
+    problems = [
+        f"{word!r} is no number" for word, number in zip(words, numbers, strict=True)
+        if number is None
+    ]  # fmt: skip
+    shares = [number for number in numbers if number is not None]
+    problems += [f"{share:g} is negative" for share in shares if share < 0]
+    if len(words) > 3:
+        problems.append(f"there are {len(words)} numbers")
+    if not problems and sum(shares) == 0:
+        problems.append("all the shares are zero")
+    if problems:
+        raise ConfigurationError(
+            f"--split {text!r}: {', '.join(problems)}. It takes up to three shares, for training, "
+            "validation and test, such as 969,30,1."
+        )
+    total = sum(shares)
+    train, valid, test = [share / total for share in [*shares, 0.0, 0.0][:3]]
+    return train, valid, test
+
+
+def split_ranges(text: str, size: int) -> list[SplitRange]:
+    """The three ranges that ``size`` things are split into; some may be empty."""
+    bounds = split_bounds(text, size)
+    return [SplitRange(name, bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)]
+
+
+def split_bounds(text: str, size: int) -> list[int]:
+    """0, where validation starts, where the test set starts, and ``size``."""
+    bounds = [0]
+    for share in parse_split(text):
+        bounds.append(bounds[-1] + round(share * float(size)))
+    surplus = bounds[-1] - size
+    # A first share of nothing would start before the first thing, were it to give one up too.
+    return [0, *(max(bound - surplus, 0) for bound in bounds[1:])]
+
+
+def _parse_number(word: str) -> float | None:
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

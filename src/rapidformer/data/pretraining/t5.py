@@ -1,0 +1,174 @@
+"""T5 samples: spans of the text are taken out and put where a numbered sentinel stood.
+
+Under Megatron's names the decoder reads ``<bos> <extra_id_0> span <extra_id_1> span`` and answers
+``<extra_id_0> span <extra_id_1> span <eos>``, with attention masks as matrices. Hugging Face's T5
+makes the decoder's input from the labels itself, starting with the padding token, and knows no
+``<bos>``; there a sample has the text, which ends with ``</s>`` as its tokenizer ends it, and the
+labels ``<extra_id_0> span ... </s>``, both padded.
+
+What a reader would get wrong: how long the answer becomes is drawn too. Where it would not fit the
+decoder, or there are more spans than sentinels, Megatron stops; here the last spans stay in the
+text, so that a run of days does not end at one unlucky sample. Every other sample is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rapidformer.data.indexed import IndexedDataset
+from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
+from rapidformer.data.pretraining.masking import Vocabulary, draw_t5_spans
+from rapidformer.errors import ConfigurationError, DataError
+
+ADDED_TOKENS = 2
+_SHORTEST_ANSWER = 3
+"""A start, a sentinel and one token."""
+
+
+class T5Tokens(NamedTuple):
+    """The special tokens of a tokenizer and its words."""
+
+    pad: int
+    eos: int
+    start: int
+    """What the decoder reads first: Megatron's bos, Hugging Face's padding token."""
+    sentinels: list[int]
+    special: list[int]
+    """Tokens that are no words: none, for a tokenizer without cls and sep."""
+    vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, tokenizer: Any, layout: Layout) -> T5Tokens:
+        sentinels = [int(sentinel) for sentinel in tokenizer.additional_special_tokens_ids]
+        if not sentinels:
+            raise ConfigurationError(
+                f"the tokenizer {tokenizer.name} has no sentinels for T5's spans: give "
+                "--vocab-extra-ids 100."
+            )
+        return cls(
+            pad=int(tokenizer.pad),
+            eos=int(tokenizer.eos),
+            start=int(tokenizer.bos if layout == "megatron" else tokenizer.pad),
+            sentinels=sentinels,
+            special=[
+                i for i in (_find(tokenizer, "cls"), _find(tokenizer, "sep")) if i is not None
+            ],
+            vocabulary=Vocabulary.of(tokenizer),
+        )
+
+
+class T5Dataset:
+    """Samples of a sentence map, under Megatron's names or Hugging Face's."""
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        maps: Mapping[str, np.ndarray],
+        tokens: T5Tokens,
+        *,
+        max_seq_length: int,
+        max_seq_length_dec: int,
+        masked_lm_prob: float,
+        seed: int,
+        layout: Layout = "megatron",
+    ) -> None:
+        if max_seq_length_dec < _SHORTEST_ANSWER:
+            raise ConfigurationError(
+                f"the decoder's length {max_seq_length_dec} cannot hold an answer: at least "
+                f"{_SHORTEST_ANSWER} tokens are needed."
+            )
+        self._data = data
+        self._maps = maps
+        self._tokens = tokens
+        self._max_seq_length = max_seq_length
+        self._max_seq_length_dec = max_seq_length_dec
+        self._masked_lm_prob = masked_lm_prob
+        self._seed = seed
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._maps["rows"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        start, end, target_length = self._maps["rows"][index].tolist()
+        random = np.random.RandomState((self._seed + index) % 2**32)
+        whole = np.concatenate(self._data[start:end]).astype(np.int64)
+        tokens = whole[:target_length]
+        spans = draw_t5_spans(
+            tokens,
+            self._tokens.vocabulary,
+            special=self._tokens.special,
+            target_length=target_length,
+            mask_prob=self._masked_lm_prob,
+            random=random,
+        )
+        text, answer = self._take_out(tokens, spans)
+        if self._layout == "huggingface":
+            return self._for_huggingface(text, answer)
+        return self._for_megatron(text, answer, whole.size > tokens.size)
+
+    def _take_out(
+        self, tokens: np.ndarray, spans: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The text with sentinels, and the spans behind theirs; what does not fit stays."""
+        text: list[np.ndarray] = []
+        answer: list[np.ndarray] = []
+        position, room = 0, self._max_seq_length_dec - 1  # the start or end of the answer
+        for sentinel, span in zip(self._tokens.sentinels, spans, strict=False):
+            room -= span.size + 1
+            if room < 0:
+                break
+            mark = np.array([sentinel])
+            text += [tokens[position : span[0]], mark]
+            answer += [mark, tokens[span]]
+            position = int(span[-1]) + 1
+        nothing = np.zeros(0, dtype=np.int64)
+        return np.concatenate([*text, tokens[position:]]), np.concatenate([nothing, *answer])
+
+    def _for_huggingface(self, text: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
+        end = np.array([self._tokens.eos])
+        text, answer = np.concatenate([text, end]), np.concatenate([answer, end])
+        return {
+            "input_ids": pad_row(text, self._max_seq_length, self._tokens.pad),
+            "attention_mask": pad_row(np.ones_like(text), self._max_seq_length, 0),
+            "labels": pad_row(answer, self._max_seq_length_dec, IGNORED_LABEL),
+        }
+
+    def _for_megatron(
+        self, text: np.ndarray, answer: np.ndarray, truncated: bool
+    ) -> dict[str, Any]:
+        length, length_dec = self._max_seq_length, self._max_seq_length_dec
+        count_dec = answer.size + 1
+        is_text = np.arange(length) < text.size
+        is_answer = np.arange(length_dec) < count_dec
+        is_past = np.tri(length_dec, dtype=bool)
+        return {
+            "text_enc": pad_row(text, length, self._tokens.pad),
+            "text_dec": pad_row(
+                np.append(self._tokens.start, answer), length_dec, self._tokens.pad
+            ),
+            "labels": pad_row(np.append(answer, self._tokens.eos), length_dec, -1),
+            "loss_mask": is_answer.astype(np.int64),
+            "truncated": int(truncated),
+            "enc_mask": _outer(is_text, is_text),
+            "dec_mask": _outer(is_answer, is_answer) * is_past,
+            "enc_dec_mask": _outer(is_answer, is_text),
+        }
+
+
+def _find(tokenizer: Any, name: str) -> int | None:
+    try:
+        return int(getattr(tokenizer, name))
+    except (DataError, AttributeError):
+        return None
+
+
+def _outer(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    product: np.ndarray = rows[:, None] & columns
+    return product.astype(np.int64)
