@@ -1,4 +1,5 @@
-"""What tests on a CPU cannot see, checked on one GPU: precision, determinism, resuming, compiling.
+"""What tests on a CPU cannot see, checked on one GPU: precision, determinism, resuming, compiling,
+batches copied ahead, and pre-training from files.
 
     python benchmarks/gpu_check.py
 
@@ -13,11 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import BertForSequenceClassification
 from workloads import make_bert_config, make_pair_rows
 
 from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.data.indexed import IndexedWriter
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.tasks.pretraining.runner import pretrain
 
 ROWS = make_pair_rows(480)
 for _row in ROWS:  # something that can be learnt: the label is the first token's parity
@@ -45,6 +50,56 @@ def train(folder: Path, **settings: Any) -> list[float]:
     assert dtypes == {torch.float32}, dtypes
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+def write_corpus(prefix: Path) -> None:
+    """Documents that count upwards in steps of three."""
+    dice = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(400):
+            start, length = int(dice.integers(0, 500)), int(dice.integers(20, 300))
+            writer.add_item(np.append((start + 3 * np.arange(length)) % 511, 511))
+            writer.end_document()
+
+
+def pretrain_gpt(prefix: Path, folder: Path, **settings: Any) -> list[float]:
+    """The losses of a small GPT in Megatron's form, black box."""
+    values = {
+        "task": "pretraining", "model_type": "gpt", "num_layers": 4, "hidden_size": 128,
+        "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 8, "train_iters": 60,
+        "global_batch_size": 16, "lr": 3e-3, "log_interval": 1, "eval_iters": 0, "seed": 3,
+        "tokenizer_type": "NullTokenizer", "vocab_size": 511, "data_path": str(prefix),
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "save": str(folder),
+        "log_level": "error", **settings,
+    }  # fmt: skip
+    pretrain(RapidformerEngine(args=values))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def has_true_batches() -> bool:
+    """Batches copied ahead, on a stream of their own, while the device is kept busy."""
+    rows = [{"text": torch.randint(0, 1000, (257,))} for _ in range(600)]
+    loaders = [
+        DistributedLoader(
+            rows,
+            collate=torch.utils.data.default_collate,
+            micro_batch_size=4,
+            num_workers=2,
+            device=torch.device(device),
+        )
+        for device in ("cuda", "cpu")
+    ]
+    work = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for batch in loaders[0]:
+        work = torch.tanh(work @ work)
+        # Looked at only after the work: memory given away too early would be overwritten by then.
+        weighted = batch["text"] * torch.arange(257, device="cuda")
+        sums.append(weighted.sum() + 0 * work[0, 0].long())
+        del batch
+    expected = [int((batch["text"] * torch.arange(257)).sum()) for batch in loaders[1]]
+    return torch.stack(sums).tolist() == expected
 
 
 def get_distance(first: list[float], second: list[float]) -> float:
@@ -78,6 +133,19 @@ def main() -> int:
         )
         results["--deterministic twice, bit for bit"] = first == again
         results["resumed, bit for bit"] = first[10:] == resumed
+        results["batches copied ahead are whole"] = has_true_batches()
+        prefix = folder / "corpus"
+        write_corpus(prefix)
+        slow = pretrain_gpt(prefix, folder / "p0", device="cpu", exit_interval=10)
+        fast = pretrain_gpt(prefix, folder / "p1")
+        results["pre-training on GPU and CPU"] = get_distance(slow, fast[:10]) < 1e-3
+        half = pretrain_gpt(prefix, folder / "p2", mixed_precision="bf16", compile=True)
+        results["pre-training in bf16, compiled"] = get_distance(half, fast) < 0.1
+        workers = pretrain_gpt(prefix, folder / "p3", num_workers=0)
+        results["pre-training without workers"] = get_distance(workers, fast) < 1e-3
+        experts = pretrain_gpt(prefix, folder / "p4", num_experts=[4], mixed_precision="bf16")
+        results["experts learn"] = experts[-1] < 0.8 * experts[0]
+        results["pre-training learns"] = fast[-1] < 0.8 * fast[0]
     for name, is_fine in results.items():
         print(f"{'ok    ' if is_fine else 'FAILED'} {name}")
     return 0 if all(results.values()) else 1

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rapidformer.config import TrainingArguments
-    from rapidformer.context import get_args, get_timers
-    from rapidformer.data.pretraining import build_train_valid_test_datasets_for_huggingface
+    from rapidformer.context import get_args, get_timers, get_tokenizer
+    from rapidformer.data.pretraining import (
+        build_pretrain_huggingface_bert_datasets,
+        build_train_valid_test_datasets,
+        build_train_valid_test_datasets_for_huggingface,
+        get_ltor_masks_and_position_ids,
+    )
+    from rapidformer.dist import mpu
     from rapidformer.engine import RapidformerEngine
     from rapidformer.errors import RapidformerError
     from rapidformer.log import get_logger
+    from rapidformer.models.gpt import GPTModel
     from rapidformer.models.plan import ModelPlan
     from rapidformer.training.finetuner import Finetuner
     from rapidformer.training.pretrainer import PreTrainer
@@ -23,41 +30,59 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Finetuner",
+    "GPTModel",
     "ModelPlan",
     "PreTrainer",
     "Pretrainer",
     "RapidformerEngine",
     "RapidformerError",
     "TrainingArguments",
+    "build_pretrain_huggingface_bert_datasets",
+    "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface",
     "get_args",
     "get_logger",
+    "get_ltor_masks_and_position_ids",
     "get_timers",
+    "get_tokenizer",
+    "mpu",
 ]
 
+_PRETRAINING = "rapidformer.data.pretraining"
+# Public name -> (module, name in it; empty for the module itself)
 _WHERE = {
     "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
+    "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
     "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
     "PreTrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
     "TrainingArguments": ("rapidformer.config", "TrainingArguments"),
+    "build_pretrain_huggingface_bert_datasets": (
+        _PRETRAINING,
+        "build_pretrain_huggingface_bert_datasets",
+    ),
+    "build_train_valid_test_datasets": (_PRETRAINING, "build_train_valid_test_datasets"),
     "build_train_valid_test_datasets_for_huggingface": (
-        "rapidformer.data.pretraining",
+        _PRETRAINING,
         "build_train_valid_test_datasets_for_huggingface",
     ),
     "get_args": ("rapidformer.context", "get_args"),
     "get_logger": ("rapidformer.log", "get_logger"),
+    "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),
     "get_timers": ("rapidformer.context", "get_timers"),
+    "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
+    "mpu": ("rapidformer.dist.mpu", ""),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'rapidformer' has no attribute {name!r}")
-    module, attribute = _WHERE[name]
-    return getattr(importlib.import_module(module), attribute)
+    module_name, attribute = _WHERE[name]
+    module = importlib.import_module(module_name)
+    return getattr(module, attribute) if attribute else module
 
 
 def __dir__() -> list[str]:

@@ -37,6 +37,7 @@ from rapidformer.config import (
     parse_arguments,
     resolve,
 )
+from rapidformer.config.batches import get_batch_schedule
 from rapidformer.config.dialects import WITHOUT_EFFECT
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.config.validate import find_idle_settings
@@ -44,6 +45,7 @@ from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.processes import start_processes, stop_processes
 from rapidformer.dist.seeding import seed_everything
@@ -83,6 +85,7 @@ class RapidformerEngine:
         self.precision = choose_precision(self.args.mixed_precision, self.device)
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
         self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1)
+        self.batches = get_batch_schedule(self.args)
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
@@ -91,7 +94,9 @@ class RapidformerEngine:
         self._parallelized: Parallelized | None = None
         self._current_loader: DistributedLoader | None = None
         self._train_loader: DistributedLoader | None = None
-        set_context(args=self.args, timers=self.timers)
+        set_context(
+            args=self.args, timers=self.timers, build_tokenizer=lambda: load_tokenizer(self.args)
+        )
         atexit.register(self.close)
         _warn_about_settings_without_effect(self.args)
         seed_everything(self.args.seed, deterministic=self.args.deterministic)
@@ -168,11 +173,13 @@ class RapidformerEngine:
         shuffle: bool | None = None,
         batch_size: int | None = None,
         is_training: bool | None = None,
+        counts_ahead: bool = False,
     ) -> DistributedLoader:
         """A loader for this process's share of the data, with batches on the device.
 
         The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
+        ``counts_ahead`` makes ``loader.update_info`` known from an update's first micro-batch on.
         """
         if is_training is None:
             is_training = self._train_loader is None
@@ -191,6 +198,10 @@ class RapidformerEngine:
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self.device.type == "cuda"),
             device=self.device,
+            get_batch_size=(
+                self.batches.get_size if is_training and not self.batches.is_constant else None
+            ),
+            counts_ahead=counts_ahead,
         )
         return self._watch(loader, is_training=is_training)
 
@@ -378,7 +389,7 @@ class RapidformerEngine:
             optimizer,
             self.args,
             train_iters=train_iters,
-            global_batch_size=self.args.global_batch_size or 1,
+            count_samples=self.batches.count_samples,
         )
 
     def get_learning_rate(self) -> float:
@@ -392,8 +403,8 @@ class RapidformerEngine:
         args, loader = self.args, self._train_loader
         if args.train_iters is not None:
             return args.train_iters
-        if args.train_samples is not None and args.global_batch_size:
-            return -(-args.train_samples // args.global_batch_size)
+        if args.train_samples is not None:
+            return self.batches.count_updates(args.train_samples)
         if args.epochs is not None and loader is not None and not loader.is_stream:
             return args.epochs * loader.updates_per_epoch
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.tasks.registry import is_pretraining
 
 
 def run(argv: list[str]) -> None:
@@ -16,11 +17,14 @@ def run(argv: list[str]) -> None:
     args = choose_run_model(parse_arguments(argv))
     if args.task is None:
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
+    if is_pretraining(args.task):
+        from rapidformer.tasks.pretraining.runner import evaluate_pretraining as evaluate
+    else:
+        from rapidformer.tasks.runner import evaluate_task as evaluate
     from rapidformer.engine import RapidformerEngine
-    from rapidformer.tasks.runner import evaluate_task
 
     engine = RapidformerEngine(args=args)
-    metrics = evaluate_task(engine)
+    metrics = evaluate(engine)
     if engine.is_main:
         text = json.dumps({"split": args.eval_split, **metrics}, indent=1)
         if args.output is not None:

@@ -13,12 +13,16 @@ from importlib import import_module
 
 from rapidformer.errors import RapidformerError
 
+# Commands with flags of their own, and so with a help of their own.
+OWN_FLAGS = frozenset({"preprocess", "data"})
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
     "evaluate": ("rapidformer.cli.evaluate", True, "metrics of a model on a split of the data"),
     "predict": ("rapidformer.cli.predict", True, "a model's answers to texts or a file"),
     "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
+    "preprocess": ("rapidformer.cli.preprocess", False, "a corpus into pre-training files"),
+    "data": ("rapidformer.cli.data", False, "look into pre-training files, or merge them"),
     "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve as a picture"),
 }
 
@@ -52,7 +56,7 @@ def _dispatch(words: list[str]) -> int:
     if name not in COMMANDS:
         raise RapidformerError(_describe_unknown(name))
     rest = words[1:] if words and words[0] == name else words
-    if not words or "--help" in rest or "-h" in rest:
+    if not words or (name not in OWN_FLAGS and ("--help" in rest or "-h" in rest)):
         from rapidformer.cli.help import show_help
 
         show_help(name if words and words[0] == name else None)
@@ -87,6 +91,10 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     if is_launched():
         return False
     args = parse_arguments(drop_unknown_flags(words))
+    if name == "predict" and args.task is not None:
+        from rapidformer.tasks.registry import get_task
+
+        get_task(args.task)
     if args.user_script is None:
         # Said before any process is started; a script may have flags of its own and checks later.
         problems = find_problems(args := parse_arguments(words))

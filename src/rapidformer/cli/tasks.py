@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rapidformer.tasks.registry import list_tasks
+from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
 
 def run(argv: list[str]) -> None:
@@ -17,3 +17,4 @@ def run(argv: list[str]) -> None:
             sys.stdout.write(f"    {role.name:<14}{role.holds}{need}\n")
             sys.stdout.write(f"    {'':<14}looked for as: {', '.join(role.candidates)}\n")
         sys.stdout.write("\n")
+    sys.stdout.write(f"{PRETRAINING}\n    {PRETRAINING_DESCRIPTION}\n")

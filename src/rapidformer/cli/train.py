@@ -6,9 +6,11 @@ import runpy
 import sys
 from pathlib import Path
 
+from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.errors import ConfigurationError
+from rapidformer.tasks.registry import get_task, is_pretraining
 
 
 def run(argv: list[str]) -> None:
@@ -22,19 +24,15 @@ def run(argv: list[str]) -> None:
         raise ConfigurationError(
             "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE.py."
         )
-    if args.task == "pretraining":
-        raise ConfigurationError(
-            "--task pretraining is not in this version yet: write a PreTrainer and run it with "
-            "--user-script."
-        )
-    from rapidformer.tasks.registry import get_task
-
-    get_task(args.task)
+    if is_pretraining(args.task):
+        from rapidformer.tasks.pretraining.runner import pretrain as train
+    else:
+        get_task(args.task)
+        from rapidformer.tasks.runner import train_task as train
     from rapidformer.engine import RapidformerEngine
-    from rapidformer.tasks.runner import train_task
 
     engine = RapidformerEngine(args=args)
-    train_task(engine)
+    train(engine)
     engine.close()
 
 
@@ -44,4 +42,5 @@ def _run_script(script: str, argv: list[str]) -> None:
         raise ConfigurationError(f"--user-script {script} is not a file.")
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    provide_megatron_names()
     runpy.run_path(script, run_name="__main__")

@@ -16,6 +16,11 @@ from rapidformer.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer.tasks.sequence_classification import SequenceClassification
 from rapidformer.tasks.token_classification import TokenClassification
 
+PRETRAINING = "pretraining"
+PRETRAINING_DESCRIPTION = (
+    "Train a model from raw text in .bin/.idx files: a decoder on next tokens, an encoder on "
+    "hidden tokens, an encoder-decoder on hidden spans"
+)
 _TASKS: tuple[type[Task], ...] = (
     SequenceClassification,
     TokenClassification,
@@ -34,14 +39,24 @@ def list_tasks() -> tuple[Task, ...]:
     return tuple(task() for task in _TASKS)
 
 
+def is_pretraining(name: str | None) -> bool:
+    """Whether this is pre-training, whose data are a corpus's files and not rows of a table."""
+    return name is not None and name.lower().replace("-", "_") == PRETRAINING
+
+
 def get_task(name: str) -> Task:
     """The task of that name or alias."""
     normal = name.lower().replace("-", "_")
     for task in list_tasks():
         if normal == task.name or normal in task.aliases:
             return task
-    names = [known for task in list_tasks() for known in (task.name, *task.aliases)]
+    if normal == PRETRAINING:
+        raise ConfigurationError(
+            "--task pretraining only trains and evaluates: ask a pre-trained model with "
+            "`rapidformer predict --task causal_lm` or `--task masked_lm`."
+        )
+    names = [known for task in list_tasks() for known in (task.name, *task.aliases)] + [PRETRAINING]
     near = difflib.get_close_matches(normal, names, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    known = ", ".join(task.name for task in list_tasks())
+    known = ", ".join([*(task.name for task in list_tasks()), PRETRAINING])
     raise ConfigurationError(f"--task {name} is not a task: use one of {known}.{hint}")

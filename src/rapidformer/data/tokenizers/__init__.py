@@ -1,0 +1,6 @@
+"""Tokenizers under one surface: `build_tokenizer` makes one from the flags that name its files."""
+
+from rapidformer.data.tokenizers.base import Tokenizer
+from rapidformer.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer
+
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer"]

@@ -1,0 +1,179 @@
+"""What every tokenizer offers: ids for text, text for ids, and the ids of its special tokens.
+
+What a reader would get wrong: text is only ever text here. A special token that is spelt out in a
+corpus does not become that token, unless the kind of tokenizer says so: the sequence builders put
+special tokens in, nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from rapidformer.errors import DataError
+
+_MEANINGS = {
+    "eod": "end-of-document",
+    "cls": "classification (CLS)",
+    "sep": "separator (SEP)",
+    "pad": "padding",
+    "mask": "mask",
+    "bos": "beginning-of-sequence",
+    "eos": "end-of-sequence",
+}
+
+
+class Tokenizer(ABC):
+    """Text to ids and back, with Megatron's names for the special tokens."""
+
+    def __init__(
+        self,
+        name: str,
+        vocab: dict[str, int],
+        special: Mapping[str, int | None],
+        vocab_extra_ids: int = 0,
+    ) -> None:
+        """``special`` maps eod, cls, sep, pad, mask, bos, eos to ids; None where there is none.
+
+        ``vocab_extra_ids`` appends T5's sentinels ``<extra_id_0>`` ... that are not there yet.
+        """
+        self.name = name
+        self.vocab = vocab
+        self._special = {key: value for key, value in special.items() if value is not None}
+        self._sentinels = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
+        add_tokens(vocab, self._sentinels)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self._size
+
+    @property
+    def own_vocab_size(self) -> int:
+        """The same before this library added any token: what a published model has room for."""
+        return self.vocab_size
+
+    @cached_property
+    def _size(self) -> int:
+        return max(self.vocab.values(), default=-1) + 1
+
+    @cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """From ids to tokens."""
+        return {token_id: token for token, token_id in self.vocab.items()}
+
+    @cached_property
+    def word_starts(self) -> np.ndarray:
+        """For each id, whether its token begins a word: all but WordPiece's ``##`` pieces do."""
+        starts = np.ones(self.vocab_size, dtype=bool)
+        for token, token_id in self.vocab.items():
+            starts[token_id] = not token.startswith("##")
+        return starts
+
+    def is_word_start(self, token_id: int) -> bool:
+        """Whether a word may begin with this token."""
+        return bool(self.word_starts[token_id])
+
+    # --- special tokens --------------------------------------------------------------------------
+
+    @property
+    def eod(self) -> int:
+        """What ends a document."""
+        return self._get_special("eod")
+
+    @property
+    def cls(self) -> int:
+        return self._get_special("cls")
+
+    @property
+    def sep(self) -> int:
+        return self._get_special("sep")
+
+    @property
+    def pad(self) -> int:
+        return self._get_special("pad")
+
+    @property
+    def mask(self) -> int:
+        return self._get_special("mask")
+
+    @property
+    def bos(self) -> int:
+        return self._get_special("bos")
+
+    @property
+    def eos(self) -> int:
+        return self._get_special("eos")
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """The ids of T5's sentinels, ``<extra_id_0>`` first."""
+        return [self.vocab[token] for token in self._sentinels]
+
+    def has_special(self, name: str) -> bool:
+        """Whether there is such a token; ``name`` is eod, cls, sep, pad, mask, bos or eos."""
+        return name in self._special
+
+    def _get_special(self, name: str) -> int:
+        if name not in self._special:
+            has = ", ".join(self._special) or "none"
+            raise DataError(
+                f"The tokenizer {self.name} has no {_MEANINGS[name]} token ({name}); of the "
+                f"special tokens it has: {has}. Choose another tokenizer or another task."
+            )
+        return self._special[name]
+
+    # --- text and ids ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, without any special token added."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of one text, without any special token added."""
+        return self.tokenize_batch([text])[0]
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens stay visible."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers that give the same ids."""
+        return hash_parts([type(self).__name__, json.dumps(sorted(self.vocab.items()))])
+
+    def _get_tokens(self, ids: Sequence[int]) -> list[str]:
+        try:
+            return [self.inv_vocab[int(token_id)] for token_id in ids]
+        except KeyError as missing:
+            raise DataError(_describe_unknown_id(missing.args[0], self)) from None
+
+
+def add_tokens(vocab: dict[str, int], tokens: Iterable[str]) -> None:
+    """Give tokens that are not there yet the ids after the last one."""
+    following = max(vocab.values(), default=-1) + 1
+    for token in tokens:
+        if token not in vocab:
+            vocab[token] = following
+            following += 1
+
+
+def hash_parts(parts: Iterable[str | bytes]) -> str:
+    """One hash of several texts, which cannot run into each other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _describe_unknown_id(token_id: int, tokenizer: Tokenizer) -> str:
+    return (
+        f"The token id {token_id} is not in the vocabulary of {tokenizer.name} "
+        f"({tokenizer.vocab_size} tokens): these ids were made with another tokenizer."
+    )

@@ -1,0 +1,131 @@
+"""Any tokenizer that transformers can load: a folder here, or a name on the Hub.
+
+What a reader would get wrong: no special token is added to a text ([CLS], <s>, ...), although
+transformers would; in a corpus the sample builders and --append-eod put them in. A fast tokenizer
+is handed over to `tokenizers` itself, which a worker can have without importing transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rapidformer.data.tokenizers.base import Tokenizer, hash_parts
+from rapidformer.data.tokenizers.rust import RustTokenizer
+from rapidformer.errors import DataError
+from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
+
+_PARTS_OF_FILE_NAMES = (
+    "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
+)  # fmt: skip
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+def load_hugging_face(location: str, *, vocab_extra_ids: int = 0) -> Tokenizer:
+    """The tokenizer of a model folder or of a name on the Hub."""
+    path = Path(location).expanduser()
+    _check_location(location, path)
+    from transformers import AutoTokenizer
+
+    is_local = path.exists()
+    try:
+        with _quiet():
+            loaded: Any = AutoTokenizer.from_pretrained(
+                str(path) if is_local else location,
+                local_files_only=is_local or not is_hub_reachable(),
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+        raise DataError(_describe_failure(location, is_local, error)) from error
+    return adopt_hugging_face(loaded, vocab_extra_ids=vocab_extra_ids)
+
+
+def adopt_hugging_face(loaded: Any, *, vocab_extra_ids: int = 0) -> Tokenizer:
+    """A tokenizer of transformers under our surface."""
+    vocab = dict(loaded.get_vocab())
+    special = {
+        key: getattr(loaded, f"{key}_token_id", None)
+        for key in ("cls", "sep", "pad", "mask", "bos", "eos")
+    }
+    special["eod"] = special["eos"]
+    has = sum(1 for token in vocab if _SENTINEL.fullmatch(token))
+    extra = max(vocab_extra_ids, has)
+    if getattr(loaded, "is_fast", False):
+        from tokenizers import Tokenizer as Backend
+
+        # A copy: what we switch off in it must stay on in the user's own object.
+        backend = Backend.from_str(loaded.backend_tokenizer.to_str())
+        return RustTokenizer("HuggingFaceTokenizer", backend, vocab, special, extra)
+    return PythonTokenizer(loaded, vocab, special, extra)
+
+
+class PythonTokenizer(Tokenizer):
+    """A tokenizer that transformers runs in Python: right, but slow."""
+
+    def __init__(
+        self,
+        loaded: Any,
+        vocab: dict[str, int],
+        special: Mapping[str, int | None],
+        vocab_extra_ids: int,
+    ) -> None:
+        super().__init__("HuggingFaceTokenizer", vocab, special, vocab_extra_ids)
+        self._loaded = loaded
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._loaded(
+            texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        self._get_tokens(ids)
+        return str(self._loaded.decode([int(i) for i in ids]))
+
+    @property
+    def fingerprint(self) -> str:
+        return hash_parts([repr(self._loaded), super().fingerprint])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _check_location(location: str, path: Path) -> None:
+    flag = f"--tokenizer-name-or-path {location}"
+    if path.is_file():
+        raise DataError(f"{flag} is a file: give the folder that holds it.")
+    if path.is_dir():
+        names = list_names(path)
+        if not any(part in name for name in names for part in _PARTS_OF_FILE_NAMES):
+            held = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise DataError(
+                f"{flag} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
+                f"{held or 'nothing'}."
+            )
+    elif looks_like_path(location):
+        raise DataError(f"{flag}: there is no such folder.{suggest_path(path)}")
+
+
+def _describe_failure(location: str, is_local: bool, error: Exception) -> str:
+    if not is_local and isinstance(error, OSError):
+        reached = "not on the Hugging Face Hub (or private)"
+        if not is_hub_reachable():
+            reached = "not in the local cache, and the Hugging Face Hub cannot be reached"
+        return (
+            f"The tokenizer {location} is no folder here and {reached}: check the spelling of "
+            "--tokenizer-name-or-path, or give a local folder."
+        )
+    text = " ".join(str(error).split())
+    return f"The tokenizer of {location} cannot be loaded: {text[:300]}"

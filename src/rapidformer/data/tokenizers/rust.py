@@ -1,0 +1,152 @@
+"""WordPiece and byte-level BPE on the `tokenizers` library, from the files BERT and GPT-2 ship.
+
+What a reader would get wrong: none of the special tokens is known to the library's own object, so
+"[MASK]" or "<|endoftext|>" in a corpus is split like any other text, as Megatron does; transformers
+would make them special tokens. WordPiece words may have 200 characters as in Google's BERT and in
+Megatron; the library's own limit is 100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.data.tokenizers.base import Tokenizer, add_tokens, hash_parts
+from rapidformer.data.tokenizers.vocabulary import (
+    load_json_vocabulary,
+    load_merges,
+    load_wordpieces,
+)
+from rapidformer.data.tokenizers.words import build_word_memory
+from rapidformer.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_CHARACTERS_PER_WORD = 200
+_NEEDED_BY_BERT = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+_END_OF_TEXT = "<|endoftext|>"
+
+
+class RustTokenizer(Tokenizer):
+    """Any tokenizer of the `tokenizers` library."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        vocab: dict[str, int],
+        special: Mapping[str, int | None],
+        vocab_extra_ids: int = 0,
+    ) -> None:
+        super().__init__(name, vocab, special, vocab_extra_ids)
+        # What a tokenizer.json says about lengths is for a model's input, not for a corpus.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._memory = build_word_memory(backend)
+        # The backend does not know what was appended to the vocabulary here, and drops it.
+        self._appended = {i for i in self.vocab.values() if backend.id_to_token(i) is None}
+
+    @property
+    def own_vocab_size(self) -> int:
+        return min(self._appended, default=self.vocab_size)
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._memory is not None:
+            return [self._memory.tokenize(text) for text in texts]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        tokens = self._get_tokens(ids)
+        text, run = "", list[int]()
+        for token_id, token in zip(ids, tokens, strict=True):
+            if token_id in self._appended:
+                text += self._backend.decode(run, skip_special_tokens=False) + token
+                run = []
+            else:
+                run.append(int(token_id))
+        return text + self._backend.decode(run, skip_special_tokens=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._memory = build_word_memory(self._backend)
+
+    @property
+    def fingerprint(self) -> str:
+        special = sorted(self._special.items())
+        return hash_parts(["rust", self._backend.to_str(), repr(special), str(self.vocab_size)])
+
+
+class WordPieceTokenizer(RustTokenizer):
+    """BERT's: lower-cased or not; ``[BOS]`` and ``[EOS]`` are appended where they are missing."""
+
+    def __init__(self, vocab_file: Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import models, normalizers, pre_tokenizers
+
+        pieces = load_wordpieces(vocab_file)
+        _check_has(pieces, [*_NEEDED_BY_BERT.values(), "[UNK]"], vocab_file)
+        backend = Backend(
+            models.WordPiece(
+                pieces, unk_token="[UNK]", max_input_chars_per_word=_CHARACTERS_PER_WORD
+            )
+        )
+        backend.normalizer = normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=True,
+            strip_accents=lower_case,
+            lowercase=lower_case,
+        )
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        vocab = dict(pieces)
+        add_tokens(vocab, ["[BOS]", "[EOS]"])
+        special = {key: vocab[token] for key, token in _NEEDED_BY_BERT.items()}
+        special |= {"bos": vocab["[BOS]"], "eos": vocab["[EOS]"], "eod": vocab["[EOS]"]}
+        name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        super().__init__(name, backend, vocab, special, vocab_extra_ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(self._get_tokens(ids)).replace(" ##", "")
+
+
+class Gpt2BpeTokenizer(RustTokenizer):
+    """GPT-2's byte-level BPE; ``<|endoftext|>`` ends a document."""
+
+    def __init__(self, vocab_file: Path, merge_file: Path, *, vocab_extra_ids: int = 0) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers
+
+        vocab = load_json_vocabulary(vocab_file)
+        merges = load_merges(merge_file)
+        _check_has(vocab, [_END_OF_TEXT], vocab_file)
+        unknown = min(vocab, key=lambda token: vocab[token])
+        try:
+            # A byte that the vocabulary lacks becomes its first token, as in Megatron, rather
+            # than vanish.
+            model = models.BPE(dict(vocab), merges, unk_token=unknown)
+        except Exception as error:  # the library raises a bare Exception for any mismatch
+            raise DataError(
+                f"{merge_file} does not fit to {vocab_file}: {error}. Give the two files of one "
+                "tokenizer."
+            ) from error
+        backend = Backend(model)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        end = vocab[_END_OF_TEXT]
+        special = {"eod": end, "eos": end}
+        super().__init__("GPT2BPETokenizer", backend, vocab, special, vocab_extra_ids)
+
+
+def _check_has(vocab: Mapping[str, int], tokens: list[str], file: Path) -> None:
+    missing = [token for token in tokens if token not in vocab]
+    if missing:
+        raise DataError(
+            f"The vocabulary {file} ({len(vocab)} tokens) lacks {', '.join(missing)}: is it the "
+            "vocabulary of this --tokenizer-type?"
+        )

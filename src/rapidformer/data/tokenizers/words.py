@@ -1,0 +1,88 @@
+"""Words whose ids are remembered: several times the speed of asking the library for every text.
+
+What a reader would get wrong: this never decides what the ids are, only where a text may be cut
+without changing them. GPT-2's and BERT's rules cut ASCII text into words that a plain regular
+expression finds; words with other characters are cut out whole, at white space, and the library
+is asked for them. Every other tokenizer is left alone (`build_word_memory` gives None).
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# A worker's memory holds this many words (about 50 MB); the frequent ones come early.
+_REMEMBERED = 200_000
+_LONGEST = 48
+
+# What the library's regular expressions take for white space, which is not what Python takes.
+_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_GPT2_WORDS = re.compile(
+    r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
+)
+_GPT2_PIECES = re.compile(
+    # As many words of ASCII as follow each other, or a single word of anything, or what is left.
+    # White space goes with the word behind it: before it every rule of GPT-2 has a boundary.
+    rf"(?:[\t-\r ]*+[^{_SPACE}\x80-\U0010ffff]++(?=[{_SPACE}]|\Z))++"
+    rf"|[{_SPACE}]*+[^{_SPACE}]++|[{_SPACE}]++"
+)
+_BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
+_BERT_PIECES = re.compile(
+    r"(?:[\t\n\r ]*+[^\t\n\r \x80-\U0010ffff]++(?=[\t\n\r ]|\Z))++"
+    r"|[^\t\n\r ]++"
+)
+# BERT drops them and joins what stands around.
+_CONTROLS = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+class WordMemory(dict[str, list[int]]):
+    """From words to ids; a word that is not there yet is looked up in the library."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, is_bert: bool) -> None:
+        super().__init__()
+        self._backend = backend
+        self._words = _BERT_WORDS if is_bert else _GPT2_WORDS
+        self._pieces = _BERT_PIECES if is_bert else _GPT2_PIECES
+        self._is_bert = is_bert
+        added = [token.content for token in backend.get_added_tokens_decoder().values()]
+        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+
+    def __missing__(self, word: str) -> list[int]:
+        ids: list[int] = self._backend.encode(word, add_special_tokens=False).ids
+        if len(self) < _REMEMBERED and len(word) <= _LONGEST:
+            self[word] = ids
+        return ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids that the library would give."""
+        if self._added is not None and self._added.search(text):
+            return self._backend.encode(text, add_special_tokens=False).ids
+        if self._is_bert and _CONTROLS.search(text):
+            text = _CONTROLS.sub("", text)
+        if text.isascii():
+            words = self._words.findall(text)
+        else:
+            words = []
+            for piece in self._pieces.findall(text):
+                words += self._words.findall(piece) if piece.isascii() else [piece]
+        return list(chain.from_iterable(map(self.__getitem__, words)))
+
+
+def build_word_memory(backend: tokenizers.Tokenizer) -> WordMemory | None:
+    """A memory for a tokenizer whose rules are GPT-2's or BERT's; None for any other."""
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    cutter, model, normalizer = backend.pre_tokenizer, backend.model, backend.normalizer
+    if any(token.normalized for token in backend.get_added_tokens_decoder().values()):
+        return None
+    if type(cutter) is pre_tokenizers.ByteLevel and type(model) is models.BPE:
+        is_plain = cutter.use_regex and not cutter.add_prefix_space and not model.dropout
+        return WordMemory(backend, is_bert=False) if is_plain and normalizer is None else None
+    if type(cutter) is pre_tokenizers.BertPreTokenizer and type(model) is models.WordPiece:
+        is_bert = type(normalizer) is normalizers.BertNormalizer and normalizer.clean_text
+        return WordMemory(backend, is_bert=True) if is_bert else None
+    return None

@@ -1,0 +1,118 @@
+"""Which objective suits a model, and the model itself with a vocabulary that fits the tokenizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import ModelError
+from rapidformer.models.build import build_pretrained, load_tokenizer
+from rapidformer.models.configuration import load_config
+from rapidformer.models.location import get_model_location, is_from_scratch
+from rapidformer.tasks.pretraining.objectives import (
+    HiddenSpans,
+    HiddenTokens,
+    HiddenTokensAndOrder,
+    NextToken,
+    NextTokenInMegatronsForm,
+    Objective,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.config import TrainingArguments
+    from rapidformer.data.tokenizers import Tokenizer
+
+_GPT_NAMES = ("gpt", "rapidformer_gpt")
+_WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer")
+# Arguments of models whose head tells whether two pieces of text were swapped.
+_ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
+
+
+def choose_objective(args: TrainingArguments, tokenizer: Tokenizer) -> Objective:
+    """By the kind of model: decoder, encoder with or without an order head, encoder-decoder."""
+    if get_model_location(args) is None and args.model_type in _GPT_NAMES:
+        return NextTokenInMegatronsForm(args, tokenizer)
+    config = load_config(args)
+    return _choose_class(config)(args, tokenizer)
+
+
+def _choose_class(config: Any) -> type[Objective]:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_PRETRAINING_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    kind = config.model_type
+    if kind in _GPT_NAMES:
+        return NextTokenInMegatronsForm
+    if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
+        return HiddenSpans
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        model_class: Any = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
+        takes = inspect.signature(model_class.forward).parameters if model_class else {}
+        return HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return NextToken
+    raise ModelError(
+        f"--task pretraining does not know what a {kind} model learns from text: it needs a "
+        "causal, a masked or a sequence-to-sequence language model. Write a PreTrainer for it."
+    )
+
+
+def build_model(objective: Objective) -> nn.Module:
+    """The model in fp32: pretrained weights, or fresh ones with room for every token."""
+    args, tokenizer = objective.args, objective.tokenizer
+    if isinstance(objective, NextTokenInMegatronsForm):
+        return _build_gpt(args, tokenizer)
+    settings: dict[str, Any] = {}
+    if is_from_scratch(args):
+        own = load_config(args).vocab_size
+        is_from_sizes = get_model_location(args) is None
+        if own < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
+            settings["vocab_size"] = _pad_vocabulary(args, tokenizer)
+        if is_from_sizes:
+            settings |= objective.get_token_ids()
+    return build_pretrained(objective.auto_class, args, **settings)
+
+
+def _build_gpt(args: TrainingArguments, tokenizer: Tokenizer) -> nn.Module:
+    from rapidformer.models.gpt import GPTModel, config_from_arguments
+
+    location = get_model_location(args)
+    if location is not None and not args.from_scratch:
+        load_config(args)  # checks the size flags against the folder
+        return GPTModel.from_pretrained(location)
+    config = config_from_arguments(args, max(args.vocab_size or 0, tokenizer.vocab_size))
+    config.eos_token_id = tokenizer.eod if tokenizer.has_special("eod") else None
+    return GPTModel(config)
+
+
+def _pad_vocabulary(args: TrainingArguments, tokenizer: Tokenizer) -> int:
+    multiple = args.make_vocab_size_divisible_by
+    return -(-tokenizer.vocab_size // multiple) * multiple
+
+
+def load_processor(args: TrainingArguments, tokenizer: Tokenizer) -> Any:
+    """transformers' form of the tokenizer, to be saved beside the model; None where it has none.
+
+    Tokens that Megatron's form adds at the end (T5's sentinels, for one) are in it too.
+    """
+    if args.tokenizer_type in _WITHOUT_PROCESSOR:
+        return None
+    if args.tokenizer_name_or_path is not None:
+        args = args.replace(
+            "--tokenizer-name-or-path",
+            load=args.tokenizer_name_or_path,
+            pretrained_model_name_or_path=args.tokenizer_name_or_path,
+        )
+    processor = load_tokenizer(args)
+    own = {token_id: token for token, token_id in tokenizer.vocab.items()}
+    added = [
+        own[token_id] for token_id in range(len(processor), tokenizer.vocab_size) if token_id in own
+    ]
+    processor.add_tokens(added, special_tokens=True)
+    return processor

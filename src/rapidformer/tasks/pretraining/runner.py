@@ -1,0 +1,80 @@
+"""Pre-training as a black box: everything from the settings, on the same PreTrainer as scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rapidformer.context import get_tokenizer
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.pretraining import build_pretraining_datasets
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.tasks.pretraining.models import build_model, choose_objective, load_processor
+from rapidformer.training.forward import interpret_forward
+from rapidformer.training.loop import ForwardResult, Metrics, evaluate_model
+from rapidformer.training.pretrainer import PreTrainer
+
+_SPLITS = {"train": 0, "validation": 1, "valid": 1, "test": 2}
+
+
+class TaskPreTrainer(PreTrainer):
+    """A PreTrainer whose hooks are an objective's."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        super().__init__(engine)
+        self.tokenizer = get_tokenizer()
+        self.objective = choose_objective(self.args, self.tokenizer)
+        self.counts_ahead = self.objective.counts_ahead
+        self.processor = load_processor(self.args, self.tokenizer)
+
+    def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
+        return build_pretraining_datasets(
+            self.objective.name,
+            self.args,
+            train_val_test_num_samples,
+            tokenizer=self.tokenizer,
+            binary_head=self.objective.counts_ahead,
+        )
+
+    def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
+        return build_model(self.objective), None, None
+
+    def make_forward(self, loader: DistributedLoader, model: Any) -> Callable[[Any], ForwardResult]:
+        def forward(batch: Any) -> ForwardResult:
+            returned = self.objective.compute_loss(model, batch, loader.info, loader.update_info)
+            return interpret_forward(returned, loader.info, shifts_labels=False)
+
+        return forward
+
+
+def pretrain(engine: RapidformerEngine) -> Metrics:
+    """Pre-train what the settings describe."""
+    args = engine.args
+    problems = []
+    if args.train_iters is None and args.train_samples is None:
+        problems.append("how long to train? Give --train-iters, --train-samples or --train-tokens.")
+    if args.lr is None:
+        problems.append("--task pretraining needs --lr, the peak learning rate.")
+    if problems:
+        raise ConfigurationError(problems)
+    return TaskPreTrainer(engine).train()
+
+
+def evaluate_pretraining(engine: RapidformerEngine) -> Metrics:
+    """Loss and perplexity of a model on ``--eval-split`` of the corpus."""
+    args = engine.args
+    split = _SPLITS.get(args.eval_split)
+    if split is None:
+        raise DataError(f"--eval-split {args.eval_split}: use train, validation or test.")
+    trainer = TaskPreTrainer(engine)
+    counts = [0, 0, 0]
+    counts[split] = args.eval_iters * (args.global_batch_size or 1)
+    dataset = trainer.train_valid_test_datasets_provider(counts)[split]
+    loader = trainer.build_eval_loader(dataset, None)
+    if loader is None:
+        raise DataError(
+            f"the corpus has no {args.eval_split} data: --split {args.split!r} leaves none for it."
+        )
+    model = engine.compose_for_evaluation(build_model(trainer.objective))
+    return evaluate_model(engine, lambda: trainer.measure_loss(model, loader))

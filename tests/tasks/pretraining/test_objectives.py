@@ -1,0 +1,148 @@
+"""How losses are made: documents kept apart, what counts, two means brought to one weight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from rapidformer.data.batch import describe_batch
+from rapidformer.models.gpt import GPTConfig, GPTModel
+from rapidformer.tasks.pretraining.objectives import (
+    HiddenTokensAndOrder,
+    NextToken,
+    NextTokenInMegatronsForm,
+)
+
+END = 9
+TOKENIZER: Any = SimpleNamespace(eod=END)
+
+
+def make_args(**said: bool) -> Any:
+    names = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+    return SimpleNamespace(**{name: said.get(name, False) for name in names})
+
+
+def build_decoder(kind: str) -> Any:
+    torch.manual_seed(0)
+    family, _, attention = kind.partition("-")
+    if family == "gpt":
+        config = GPTConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=16,
+            max_position_embeddings=16, hidden_dropout=0.0, attention_dropout=0.0,
+        )  # fmt: skip
+        return GPTModel(config)
+    if family == "gpt2":
+        shape = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=16, n_positions=16)
+        return GPT2LMHeadModel._from_config(shape, attn_implementation=attention).eval()
+    shape = LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=16, max_position_embeddings=16,
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(shape, attn_implementation=attention)
+
+
+def make_objective(kind: str, **said: bool) -> NextToken:
+    chosen = NextTokenInMegatronsForm if kind == "gpt" else NextToken
+    return chosen(make_args(**said), TOKENIZER)
+
+
+def compute(kind: str, model: Any, text: torch.Tensor, **said: bool) -> tuple[Any, Any]:
+    batch = {"text": text}
+    returned = make_objective(kind, **said).compute_loss(model, batch, describe_batch(batch), None)
+    return returned[0], returned[1]
+
+
+def get_logits(kind: str, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens) if kind == "gpt" else model(tokens).logits
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2-eager", "gpt2-sdpa", "llama-eager", "llama-sdpa"])
+def test_documents_in_a_row_do_not_see_each_other(kind: str) -> None:
+    """Loss and every gradient are those of the documents alone."""
+    model = build_decoder(kind)
+    text = torch.tensor([[1, 2, 3, END, 4, 5, END, 6, 7], [8, 1, END, 2, 3, 4, 5, 6, 1]])
+    loss, _ = compute(kind, model, text, reset_attention_mask=True, reset_position_ids=True)
+    loss.backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    pieces = []
+    for row in text:
+        ends = [i + 1 for i in range(8) if row[i] == END]
+        for start, stop in zip([0, *ends], [*ends, 8], strict=True):
+            logits = get_logits(kind, model, row[None, start:stop])[0]
+            following = row[start + 1 : stop + 1]
+            pieces.append(functional.cross_entropy(logits, following, reduction="sum"))
+    alone = torch.stack(pieces).sum() / 16
+    alone.backward()
+    torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
+    scale = max(float(p.grad.norm()) for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        difference = float((parameter.grad - together[name]).norm())
+        assert difference < 2e-6 * scale, name
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2-sdpa"])
+def test_without_resets_a_row_is_one_text(kind: str) -> None:
+    model = build_decoder(kind)
+    text = torch.tensor([[1, 2, 3, END, 4, 5, END, 6, 7]])
+    loss, weight = compute(kind, model, text)
+    logits = get_logits(kind, model, text[:, :-1])
+    expected = functional.cross_entropy(logits[0], text[0, 1:])
+    torch.testing.assert_close(loss, expected)
+    assert weight == 1, "rows: each has as many tokens"
+
+
+@pytest.mark.parametrize("kind", ["gpt", "gpt2-sdpa"])
+def test_what_follows_an_end_need_not_count(kind: str) -> None:
+    model = build_decoder(kind)
+    text = torch.tensor([[1, 2, 3, END, 4, 5, END, 6, 7]])
+    loss, weight = compute(kind, model, text, eod_mask_loss=True)
+    logits = get_logits(kind, model, text[:, :-1])[0]
+    losses = functional.cross_entropy(logits, text[0, 1:], reduction="none")
+    counted = text[0, :-1] != END
+    torch.testing.assert_close(loss, losses[counted].mean())
+    assert float(weight) == 6
+
+
+def test_terms_of_bert_are_means_over_the_whole_update() -> None:
+    """Micro-batches with unequal numbers of hidden tokens: their weighted sum is the whole's."""
+    torch.manual_seed(0)
+    shape = BertConfig(
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32,
+        vocab_size=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model = BertForPreTraining(shape).eval()
+    ids = torch.randint(5, 16, (4, 8))
+    labels = torch.full((4, 8), -100)
+    for row, count in enumerate((1, 5, 2, 1)):
+        labels[row, :count] = ids[row, :count]
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.zeros_like(ids),
+        "labels": labels,
+        "next_sentence_label": torch.tensor([0, 1, 1, 0]),
+    }
+    objective = HiddenTokensAndOrder(make_args(), TOKENIZER)
+    whole_info = describe_batch(batch)
+    whole, total, parts = objective.compute_loss(model, batch, whole_info, whole_info)
+    torch.testing.assert_close(whole, model(**batch).loss)
+    torch.testing.assert_close(whole, parts["lm_loss"] + parts["sop_loss"])
+    summed = torch.zeros(())
+    for rows in (slice(0, 1), slice(1, 4)):
+        piece = {name: value[rows] for name, value in batch.items()}
+        loss, weight, _ = objective.compute_loss(model, piece, describe_batch(piece), whole_info)
+        summed = summed + loss * weight
+    torch.testing.assert_close(summed / total, whole)
