@@ -54,8 +54,15 @@ class RustTokenizer(Tokenizer):
         return min(self._appended, default=self.vocab_size)
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
-        if self._memory is not None:
-            return [self._memory.tokenize(text) for text in texts]
+        if self._memory is None:
+            return self._ask(texts)
+        known = [self._memory.tokenize(text) for text in texts]
+        asked = iter(
+            self._ask([text for text, ids in zip(texts, known, strict=True) if ids is None])
+        )
+        return [next(asked) if ids is None else ids for ids in known]
+
+    def _ask(self, texts: list[str]) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # A worker's memory holds this many words (about 50 MB); the frequent ones come early.
 _REMEMBERED = 200_000
 _LONGEST = 48
+# Longer ones seldom come again: scripts without blanks between words.
+_LONG = 16
 
 # What the library's regular expressions take for white space, which is not what Python takes.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -31,9 +33,11 @@ _GPT2_PIECES = re.compile(
     rf"|[{_SPACE}]*+[^{_SPACE}]++|[{_SPACE}]++"
 )
 _BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
+# BERT puts blanks around these characters: each is a word.
+_HAN = r"\u3400-\u4dbf\u4e00-\u9fff"
 _BERT_PIECES = re.compile(
-    r"(?:[\t\n\r ]*+[^\t\n\r \x80-\U0010ffff]++(?=[\t\n\r ]|\Z))++"
-    r"|[^\t\n\r ]++"
+    rf"(?:[\t\n\r ]*+[^\t\n\r \x80-\U0010ffff]++(?=[\t\n\r {_HAN}]|\Z))++"
+    rf"|[{_HAN}]|[^\t\n\r {_HAN}]++"
 )
 # BERT drops them and joins what stands around.
 _CONTROLS = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -57,19 +61,26 @@ class WordMemory(dict[str, list[int]]):
             self[word] = ids
         return ids
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids that the library would give."""
+    def tokenize(self, text: str) -> list[int] | None:
+        """The ids that the library would give; None where asking it would be faster."""
         if self._added is not None and self._added.search(text):
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return None
         if self._is_bert and _CONTROLS.search(text):
             text = _CONTROLS.sub("", text)
-        if text.isascii():
-            words = self._words.findall(text)
-        else:
-            words = []
-            for piece in self._pieces.findall(text):
-                words += self._words.findall(piece) if piece.isascii() else [piece]
-        return list(chain.from_iterable(map(self.__getitem__, words)))
+        words = self._words.findall(text) if text.isascii() else self._cut(text)
+        return None if words is None else list(chain.from_iterable(map(self.__getitem__, words)))
+
+    def _cut(self, text: str) -> list[str] | None:
+        """The words of a text that is not all ASCII, unless most of it is in long ones."""
+        words: list[str] = []
+        in_long_words = 0
+        for piece in self._pieces.findall(text):
+            if piece.isascii():
+                words += self._words.findall(piece)
+            else:
+                words.append(piece)
+                in_long_words += len(piece) if len(piece) > _LONG else 0
+        return words if 2 * in_long_words <= len(text) else None
 
 
 def build_word_memory(backend: tokenizers.Tokenizer) -> WordMemory | None:
@@ -83,6 +94,8 @@ def build_word_memory(backend: tokenizers.Tokenizer) -> WordMemory | None:
         is_plain = cutter.use_regex and not cutter.add_prefix_space and not model.dropout
         return WordMemory(backend, is_bert=False) if is_plain and normalizer is None else None
     if type(cutter) is pre_tokenizers.BertPreTokenizer and type(model) is models.WordPiece:
-        is_bert = type(normalizer) is normalizers.BertNormalizer and normalizer.clean_text
+        is_bert = type(normalizer) is normalizers.BertNormalizer and (
+            normalizer.clean_text and normalizer.handle_chinese_chars
+        )
         return WordMemory(backend, is_bert=True) if is_bert else None
     return None

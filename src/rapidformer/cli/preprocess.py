@@ -1,0 +1,254 @@
+"""``rapidformer preprocess``: a corpus into Megatron's mmap files.
+
+What a reader would get wrong: values are read as text and converted here, not by argparse, so that
+every problem of a command line is told at once. Help and errors in flags import neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rapidformer.errors import ConfigurationError, RapidformerError
+
+if TYPE_CHECKING:
+    from rapidformer.data.preprocess import PreprocessSettings
+    from rapidformer.data.tokenizers import Tokenizer
+
+_EXAMPLES = """\
+examples:
+  rapidformer preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
+      --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+  rapidformer preprocess --input 'books/*.jsonl.gz' --output-prefix books --split-sentences \\
+      --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
+  rapidformer preprocess --input texts/ --output-prefix texts --append-eod \\
+      --tokenizer-name-or-path my-model/
+
+A run that was stopped or killed goes on where it was when the same command is given again.
+"""
+_WITHOUT_VALUE = "\0"
+_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
+              "tokenizer_name_or_path", "vocab_size")  # fmt: skip
+_NOT_FIELDS = ("dataset_impl", "partitions", "part_megabytes", "help")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """A value is shown as `FILE`: that argparse may do without it is only for our own errors."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        metavar = str(action.metavar or default_metavar)
+        return f"{metavar} ..." if action.nargs == "*" else metavar
+
+
+def run(argv: list[str]) -> None:
+    """Preprocess, and write what was made to standard output."""
+    parser = _build_parser()
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(parser.format_help())
+        return
+    given, problems = _parse(parser, argv)
+    values = _convert(given, problems)
+    settings, tokenizer = _build(values, problems)
+    from rapidformer.data.preprocess import format_summary, preprocess
+    from rapidformer.log import configure_logging, warn_once
+
+    configure_logging()
+    if "partitions" in values:
+        warn_once("--partitions has no effect: the input is cut into parts by itself.")
+    summary = preprocess(settings, tokenizer)
+    sys.stdout.write(format_summary(summary))
+
+
+# --- the flags ------------------------------------------------------------------------------------
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rapidformer preprocess",
+        usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX --tokenizer-type ...",
+        description="Turn a corpus into the .bin/.idx files that pre-training reads.",
+        epilog=_EXAMPLES,
+        formatter_class=_Help,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+    )
+    _add_input(parser.add_argument_group("input"))
+    _add_tokenizer(parser.add_argument_group("tokenizer"))
+    _add_output(parser.add_argument_group("output"))
+    _add_course(parser.add_argument_group("course of the run"))
+    return parser
+
+
+def _add_input(group: Any) -> None:
+    _add_list(group, "--input", "FILE", "files, patterns and folders: JSON lines, plain text or "
+              "Parquet, also packed with gzip or zstd")  # fmt: skip
+    _add_list(group, "--json-keys", "KEY", "what to take from each JSON object or table row, each "
+              "into files of its own (default: text)")  # fmt: skip
+    _add_text(group, "--text-documents", "HOW", "what a document of a plain text file is: the "
+              "whole file, each of its lines, or what stands between blank lines "
+              "(file|lines|blank-line, default: file)")  # fmt: skip
+    _add_text(group, "--max-documents", "N", "only the first N lines (rows, files) of the input")
+    _add_switch(group, "--strict", "stop at the first line that cannot be used, instead of "
+                "counting and telling them")  # fmt: skip
+
+
+def _add_tokenizer(group: Any) -> None:
+    _add_text(group, "--tokenizer-type", "TYPE", "BertWordPieceLowerCase, BertWordPieceCase, "
+              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
+              "NullTokenizer or HuggingFaceTokenizer")  # fmt: skip
+    _add_text(group, "--vocab-file", "FILE", "BERT's vocab.txt or GPT-2's vocab.json", "--vocab")
+    _add_text(group, "--merge-file", "FILE", "GPT-2's merges.txt")
+    _add_text(group, "--tokenizer-model", "FILE", "a SentencePiece model")
+    _add_text(group, "--tokenizer-name-or-path", "NAME", "a folder with a Hugging Face tokenizer, "
+              "or its name on the Hub")  # fmt: skip
+    _add_text(group, "--vocab-size", "N", "of NullTokenizer, whose texts are numbers already")
+    _add_switch(group, "--append-eod", "end each document with the tokenizer's end-of-document")
+    _add_switch(group, "--split-sentences", "a sequence per sentence, as BERT needs it")
+    _add_switch(group, "--keep-newlines", "keep the white space behind each sentence")
+    _add_text(group, "--lang", "LANGUAGE", "of the sentences; english knows abbreviations, the "
+              "others share the rules without (default: english)")  # fmt: skip
+
+
+def _add_output(group: Any) -> None:
+    _add_text(group, "--output-prefix", "PREFIX", "how the files' names begin; `_KEY_document` or "
+              "`_KEY_sentence` follows")  # fmt: skip
+    _add_text(group, "--dataset-impl", "mmap", "the files' format; mmap is the one that is written")
+    _add_switch(group, "--overwrite", "replace files of the same names")
+
+
+def _add_course(group: Any) -> None:
+    _add_text(group, "--workers", "N", "processes that tokenize, one core each (default: every "
+              "core that may be used)")  # fmt: skip
+    _add_text(group, "--log-interval", "N", "documents between two lines of progress, where there "
+              "is no terminal for a bar (default: 1000)")  # fmt: skip
+    _add_text(group, "--part-megabytes", "X", "how much input a part holds: what a kill may cost "
+              "each worker (default: 1 to 32, by the size of the input)")  # fmt: skip
+    _add_text(group, "--partitions", "N", "accepted: the input is cut into parts by itself")
+    group.add_argument("-h", "--help", action="store_true", help="show this page")
+
+
+def _add_text(group: Any, flag: str, value: str, text: str, *more: str) -> None:
+    group.add_argument(flag, *more, nargs="?", const=_WITHOUT_VALUE, metavar=value, help=text)
+
+
+def _add_list(group: Any, flag: str, value: str, text: str) -> None:
+    group.add_argument(flag, nargs="*", action="extend", metavar=value, help=text)
+
+
+def _add_switch(group: Any, flag: str, text: str) -> None:
+    group.add_argument(flag, action="store_true", help=text)
+
+
+# --- their values ---------------------------------------------------------------------------------
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What was given, and what is wrong with the flags themselves."""
+    known = parser._option_string_actions
+    namespace, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    given = vars(namespace)
+    problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
+    if unknown and not problems:
+        problems.append(
+            f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front."
+        )
+    for name, value in given.items():
+        if value == _WITHOUT_VALUE or value == []:
+            problems.append(f"{_flag(name)} needs a value.")
+    return given, problems
+
+
+def _with_dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
+    name = word.partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = (
+        f"did you mean {near[0]}?" if near else "`rapidformer preprocess --help` lists all flags."
+    )
+    return f"unknown flag {name}: {hint}"
+
+
+def _convert(given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    values = {name: value for name, value in given.items() if value not in (_WITHOUT_VALUE, [])}
+    kinds: dict[str, tuple[Callable[[str], Any], str]] = {
+        **dict.fromkeys(
+            ("max_documents", "vocab_size", "workers", "log_interval", "partitions"),
+            (int, "a whole number"),
+        ),
+        "part_megabytes": (_read_size, "a positive number"),
+    }
+    for name, (convert, what) in kinds.items():
+        if name in values:
+            try:
+                values[name] = convert(values[name])
+            except ValueError:
+                problems.append(f"{_flag(name)} {values.pop(name)} is not {what}.")
+    kind = values.get("dataset_impl", "mmap")
+    if kind in ("lazy", "cached"):
+        problems.append(
+            f"--dataset-impl {kind} is an older format, which is read but not written: its tokens "
+            "always take 4 bytes. Use mmap; the samples are the same."
+        )
+    elif kind != "mmap":
+        problems.append(f"--dataset-impl {kind} is unknown: use mmap.")
+    return values
+
+
+def _read_size(text: str) -> float:
+    size = float(text)
+    if not 0 < size < math.inf:
+        raise ValueError
+    return size
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSettings, Tokenizer]:
+    """The settings and the tokenizer; whatever is wrong anywhere is told together."""
+    from rapidformer.data.preprocess import PreprocessSettings
+    from rapidformer.data.preprocess.checks import find_problems
+    from rapidformer.data.tokenizers import build_tokenizer
+
+    rest = {name: value for name, value in values.items() if name not in _NOT_FIELDS}
+    settings = PreprocessSettings(
+        inputs=tuple(rest.pop("input", ())),
+        output_prefix=rest.pop("output_prefix", ""),
+        json_keys=tuple(rest.pop("json_keys", ("text",))),
+        part_bytes=None if "part_megabytes" not in values else int(values["part_megabytes"] * 1e6),
+        **{name: value for name, value in rest.items() if name not in _TOKENIZER},
+    )
+    try:
+        tokenizer = build_tokenizer(**{name: rest[name] for name in _TOKENIZER if name in rest})
+    except ConfigurationError as error:
+        problems += error.problems
+    except RapidformerError as error:
+        problems.append(str(error))
+    told = {problem.split()[0] for problem in problems}  # a flag without its value
+    problems += [
+        problem
+        for problem in find_problems(settings)
+        if not (" is missing:" in problem and problem.split()[0] in told)
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+    return settings, tokenizer

@@ -1,0 +1,7 @@
+"""A corpus into Megatron's mmap files: `preprocess` reads, tokenizes and writes, and can go on."""
+
+from rapidformer.data.preprocess.run import preprocess
+from rapidformer.data.preprocess.settings import PreprocessSettings
+from rapidformer.data.preprocess.summary import Summary, format_summary
+
+__all__ = ["PreprocessSettings", "Summary", "format_summary", "preprocess"]

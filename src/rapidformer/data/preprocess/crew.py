@@ -1,0 +1,174 @@
+"""The workers of a run: parts go to whoever is free, reports come back as they are done.
+
+What a reader would get wrong: the processes are started by name (`python -m`), not forked and not
+by `multiprocessing`, which would run the user's script again in each of them. They belong to a
+process group of their own: Ctrl-C reaches this process only, which then ends them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rapidformer.data.preprocess.encoding import PartEncoder
+from rapidformer.data.preprocess.parts import PartReport
+from rapidformer.data.preprocess.reading import Part
+from rapidformer.data.preprocess.settings import PreprocessSettings
+from rapidformer.data.tokenizers import Tokenizer
+from rapidformer.errors import DataError
+
+_PARTS_AHEAD = 2  # one being done, one waiting, so that no worker waits for the disk
+_SECONDS_TO_END = 5.0
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+
+
+class Crew:
+    """Several worker processes, or this process alone where one is enough."""
+
+    def __init__(
+        self,
+        count: int,
+        tokenizer: Tokenizer,
+        settings: PreprocessSettings,
+        folder: Path,
+        dtype: str,
+    ) -> None:
+        self._setup = (tokenizer, settings, folder, dtype)
+        self._count = count
+        self._workers: dict[Connection[Any, Any], subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Crew:
+        if self._count > 1:
+            try:
+                for _ in range(self._count):
+                    self._start_worker()
+            except BaseException:
+                self._end_workers()
+                raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end_workers()
+
+    def encode(self, parts: Iterable[Part]) -> Iterator[PartReport]:
+        """Reports in the order in which the parts are done; none after a stop but those begun."""
+        if self._workers:
+            yield from self._distribute(iter(parts))
+            return
+        encoder = PartEncoder(*self._setup)
+        for part in parts:
+            with _on_one_core():
+                report = encoder.encode(part)
+            yield report
+            if report.is_stopped:
+                return
+
+    def _distribute(self, parts: Iterator[Part]) -> Iterator[PartReport]:
+        under_way = dict.fromkeys(self._workers, 0)
+        has_more = True
+        while True:
+            while has_more and min(under_way.values()) < _PARTS_AHEAD:
+                part = next(parts, None)
+                if part is None:
+                    has_more = False
+                    break
+                idlest = min(under_way, key=lambda connection: under_way[connection])
+                self._send(idlest, part)
+                under_way[idlest] += 1
+            busy = [connection for connection, count in under_way.items() if count]
+            if not busy:
+                return
+            for ready in wait(busy):
+                assert isinstance(ready, Connection)
+                report = self._receive(ready)
+                under_way[ready] -= 1
+                # Parts under way may hold an earlier bad line: they are waited for.
+                has_more &= not report.is_stopped
+                yield report
+
+    def _send(self, connection: Connection[Any, Any], message: Any) -> None:
+        try:
+            connection.send(message)
+        except OSError:
+            raise self._describe_death(connection) from None
+
+    def _receive(self, connection: Connection[Any, Any]) -> PartReport:
+        try:
+            answer = connection.recv()
+        except (EOFError, OSError):
+            raise self._describe_death(connection) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, PartReport)
+        return answer
+
+    def _describe_death(self, connection: Connection[Any, Any]) -> DataError:
+        worker = self._workers[connection]
+        try:
+            status = worker.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return DataError(f"The worker process {worker.pid} does not answer any more.")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        hint = ""
+        if status == -9:
+            hint = " So does the system when memory runs out: use fewer --workers."
+        return DataError(f"The worker process {worker.pid} {how}.{hint}")
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def _start_worker(self) -> None:
+        ours, theirs = Pipe()
+        try:
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "rapidformer.data.preprocess.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    _PARALLEL: "false",
+                },
+            )
+        finally:
+            theirs.close()
+        self._workers[ours] = worker
+        self._send(ours, self._setup)
+
+    def _end_workers(self) -> None:
+        for connection, worker in self._workers.items():
+            connection.close()
+            worker.terminate()
+        for worker in self._workers.values():
+            try:
+                worker.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self._workers.clear()
+
+
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """One worker is one core: `tokenizers` would take all of them."""
+    before = os.environ.get(_PARALLEL)
+    os.environ[_PARALLEL] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLEL]
+        else:
+            os.environ[_PARALLEL] = before

@@ -1,0 +1,139 @@
+"""Which files are read, in which order, and what kind each of them is.
+
+What a reader would get wrong: compression is told by a file's first bytes, not by its name, and so
+is a kind where the name says nothing. A folder gives its files with known names, sorted by path;
+what a user names one by one keeps the order that it was given in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rapidformer.data.preprocess.compressed import (
+    explain_damage,
+    get_compression,
+    open_decompressed,
+)
+from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.hub import suggest_path
+from rapidformer.log import get_logger
+
+_KINDS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_COMPRESSED = (".gz", ".zst")
+_SNIFFED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file. ``kind`` is json, json-array, text or parquet."""
+
+    path: Path
+    kind: str
+    compression: str | None
+    size: int
+    modified: int
+
+
+def find_sources(inputs: tuple[str, ...]) -> list[Source]:
+    """Every file that the inputs name: files, patterns and folders."""
+    problems: list[str] = []
+    paths = [path for given in inputs for path in _expand(given, problems)]
+    sources: list[Source] = []
+    for path in paths:
+        try:
+            sources.append(_describe_source(path))
+        except RapidformerError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"--input {path} cannot be read: {error.strerror}.")
+    if not inputs:
+        problems.append("--input is missing: name files, patterns or folders.")
+    if problems:
+        raise ConfigurationError(problems)
+    for path, count in Counter(paths).items():
+        if count > 1:
+            get_logger().warning("%s is given %d times: so are its documents.", path, count)
+    return sources
+
+
+def _expand(given: str, problems: list[str]) -> Iterator[Path]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        found = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
+        if not found:
+            problems.append(
+                f"--input {given}: the folder holds no file with a name such as *.jsonl, *.txt or "
+                "*.parquet (also with .gz or .zst behind it)."
+            )
+        yield from found
+    elif path.exists():
+        yield path
+    elif glob.has_magic(given):
+        # `Path.glob` wants a folder to start from; a user's pattern may be absolute or not.
+        matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
+        files = [match for match in matches if match.is_file()]
+        if not files:
+            problems.append(f"--input {given}: no file matches this pattern.")
+        yield from files
+    else:
+        problems.append(f"--input {given}: there is no such file or folder.{suggest_path(path)}")
+
+
+def _has_known_name(path: Path, folder: Path) -> bool:
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not is_hidden and _get_kind_by_name(path) is not None and path.is_file()
+
+
+def _get_kind_by_name(path: Path) -> str | None:
+    name = path.name.lower()
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    return _KINDS.get(Path(name).suffix)
+
+
+def _describe_source(path: Path) -> Source:
+    status = path.stat()
+    compression = get_compression(path)
+    start = _read_start(path, compression)
+    kind = "parquet" if start.startswith(b"PAR1") else _get_kind_by_name(path)
+    if kind == "parquet" and start and not start.startswith(b"PAR1"):
+        raise DataError(f"--input {path} is no Parquet file: its first bytes are {start[:4]!r}.")
+    if kind == "parquet" and compression is not None:
+        raise DataError(f"--input {path}: unpack it first; Parquet is compressed inside.")
+    if kind is None:
+        kind = _guess_kind(path, start)
+    if kind == "json" and start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        kind = "json-array"
+    return Source(path, kind, compression, status.st_size, status.st_mtime_ns)
+
+
+def _guess_kind(path: Path, start: bytes) -> str:
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text.startswith(b"{"):
+        return "json"
+    with contextlib.suppress(UnicodeDecodeError):
+        # The last character may be cut in the middle.
+        start[: max(len(start) - 3, 0) if len(start) == _SNIFFED_BYTES else len(start)].decode()
+        if b"\0" not in start:
+            return "text"
+    raise DataError(
+        f"--input {path} is neither JSON lines nor UTF-8 text nor Parquet, packed or not: it "
+        f"begins with {start[:8]!r}."
+    )
+
+
+def _read_start(path: Path, compression: str | None) -> bytes:
+    with path.open("rb") as raw, explain_damage(path):
+        return open_decompressed(raw, compression).read(_SNIFFED_BYTES)

@@ -1,0 +1,249 @@
+"""The whole run: check, cut the input, let the workers tokenize, join the parts, tell.
+
+What a reader would get wrong: parts are done in any order, but joined in the order of the input.
+Until the last part is there nothing has the output's name.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rapidformer.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
+from rapidformer.data.preprocess.checks import check_output_is_free, check_run
+from rapidformer.data.preprocess.crew import Crew
+from rapidformer.data.preprocess.inputs import Source
+from rapidformer.data.preprocess.parts import KeyCounts, PartReport, get_part_prefix
+from rapidformer.data.preprocess.problems import ProblemLog
+from rapidformer.data.preprocess.progress import Progress
+from rapidformer.data.preprocess.reading import Part, PartReader
+from rapidformer.data.preprocess.settings import PreprocessSettings, get_usable_cores
+from rapidformer.data.preprocess.summary import Summary, format_problems, name_place
+from rapidformer.data.preprocess.work_folder import WorkFolder, build_manifest, find_start
+from rapidformer.data.tokenizers import Tokenizer
+from rapidformer.errors import DataError, RapidformerError
+from rapidformer.log import get_logger
+
+_PACKED_GROWS = 4  # about how much text a packed byte holds, to reckon how many parts there will be
+
+
+def preprocess(
+    settings: PreprocessSettings, tokenizer: Tokenizer, *, show_bar: bool | None = None
+) -> Summary:
+    """Turn the input into ``{prefix}_{key}_{document|sentence}.bin/.idx``.
+
+    A killed run goes on where it was when it is started again with the same settings.
+    ``show_bar`` None: a bar where standard error is a terminal.
+    """
+    run = _Run(settings, tokenizer, check_run(settings, tokenizer))
+    begin = time.monotonic()
+    run.open_folder()
+    try:
+        run.encode(show_bar)
+        run.check_result()
+        run.join()
+    except BaseException as error:
+        explained = run.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
+    run.folder.remove()
+    return run.summarize(time.monotonic() - begin)
+
+
+class _Run:
+    """What the steps of a run share."""
+
+    def __init__(
+        self, settings: PreprocessSettings, tokenizer: Tokenizer, sources: list[Source]
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._sources = sources
+        self._dtype = choose_dtype(tokenizer.vocab_size).name
+        self._part_bytes = settings.get_part_bytes(sum(source.size for source in sources))
+        self._workers = self._choose_workers()
+        self._reports: dict[int, PartReport] = {}
+        self._reused = 0
+        self._reused_bytes = 0
+        self.folder = WorkFolder(settings.get_work_folder())
+
+    def _choose_workers(self) -> int:
+        """No more than there are parts."""
+        text = sum(
+            source.size * (1 if source.compression is None else _PACKED_GROWS)
+            for source in self._sources
+        )
+        wanted = self._settings.workers or get_usable_cores()
+        return max(1, min(wanted, text // self._part_bytes + 1))
+
+    def open_folder(self) -> None:
+        """Take the work folder and what is finished in it."""
+        manifest = build_manifest(
+            self._settings, self._sources, self._tokenizer, self._dtype, self._part_bytes
+        )
+        if not self._settings.overwrite and not self.folder.is_publishing(manifest):
+            check_output_is_free(self._settings)
+        try:
+            self._reports = self.folder.open(manifest)
+        except OSError as error:
+            raise DataError(f"{self.folder.path} cannot be written: {error.strerror}.") from error
+        self._reused = len(self._reports)
+        self._reused_bytes = sum(report.text_bytes for report in self._reports.values())
+        if self._reused:
+            get_logger().info(
+                "going on: %d finished parts (%.1f MB of input) are in %s already",
+                self._reused,
+                self._reused_bytes / 1e6,
+                self.folder.path,
+            )
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def encode(self, show_bar: bool | None) -> None:
+        """Make the parts that are missing."""
+        get_logger().info(
+            "%s, %.1f MB: %s (%s tokens, %s), %s",
+            _count(len(self._sources), "input file"),
+            sum(source.size for source in self._sources) / 1e6,
+            self._tokenizer.name,
+            f"{self._tokenizer.vocab_size:,}",
+            self._dtype,
+            _count(self._workers, "worker"),
+        )
+        start, number = find_start(self._reports)
+        progress = Progress(
+            sum(source.size for source in self._sources),
+            start.disk_bytes,
+            log_interval=self._settings.log_interval,
+            show_bar=show_bar,
+        )
+        reader = PartReader(
+            self._sources,
+            keys=self._settings.json_keys,
+            text_documents=self._settings.text_documents,
+            part_bytes=self._part_bytes,
+            max_documents=self._settings.max_documents,
+            start=start,
+            first_number=number,
+        )
+        crew = Crew(self._workers, self._tokenizer, self._settings, self.folder.path, self._dtype)
+        try:
+            with crew:
+                for report in crew.encode(self._iterate_missing(reader, progress)):
+                    self._reports[report.number] = report
+                    progress.add(report)
+        finally:
+            progress.close()
+
+    def _iterate_missing(self, reader: PartReader, progress: Progress) -> Iterator[Part]:
+        for part in reader:
+            progress.announce(part.number, part.end.disk_bytes)
+            if part.number in self._reports:
+                progress.skip(part.number)
+            else:
+                yield part
+
+    def check_result(self) -> None:
+        """Refuse bad lines where --strict was given, and an input without documents."""
+        problems = self._merge_problems()
+        first = problems.get_first()
+        if self._settings.strict and first is not None:
+            source, line, reason, detail = first
+            place = f"{self._sources[source].path}, {name_place(self._sources[source])} {line}"
+            raise _FinalError(
+                f"{place}: {reason}{f' ({detail})' if detail else ''}. Mend it, or leave out "
+                "--strict to have such lines counted and left out."
+            )
+        if not any(counts.documents for counts in self._merge_counts()):
+            told = "\n".join(format_problems(problems, self._sources))
+            empty = sum(counts.empty for counts in self._merge_counts())
+            raise _FinalError(
+                f"The input holds no document that can be written ({empty:,} empty): nothing was "
+                f"made.\n{told}"
+            )
+
+    # --- the output ------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Write the parts one behind the other under the output's names."""
+        self._check_space()
+        self.folder.start_publishing()
+        numbers = range(len(self._reports))
+        for index, target in enumerate(self._settings.get_targets().values()):
+            with IndexedWriter(target, self._dtype) as writer:
+                for number in numbers:
+                    # One at a time: a large run has more parts than a process may map files.
+                    prefix = get_part_prefix(self.folder.path, number, index)
+                    part = IndexedDataset(prefix)
+                    data = Path(f"{prefix}.bin")
+                    writer.append_file(data, part.sizes, part.doc_idx, None)
+
+    def _check_space(self) -> None:
+        needed = sum(size for report in self._reports.values() for size, _ in report.files.values())
+        free = shutil.disk_usage(self.folder.path).free
+        if free < needed:
+            raise DataError(
+                f"The output needs {needed:,} bytes, but only {free:,} are free beside "
+                f"{self._settings.output_prefix}: make room."
+            )
+
+    def summarize(self, seconds: float) -> Summary:
+        """What was made."""
+        text_bytes = sum(report.text_bytes for report in self._reports.values())
+        return Summary(
+            outputs=self._settings.get_targets(),
+            counts=dict(zip(self._settings.json_keys, self._merge_counts(), strict=True)),
+            problems=self._merge_problems(),
+            sources=self._sources,
+            dtype=self._dtype,
+            text_bytes=text_bytes,
+            made_bytes=text_bytes - self._reused_bytes,
+            seconds=seconds,
+            workers=self._workers,
+            parts=len(self._reports),
+            reused_parts=self._reused,
+        )
+
+    def _merge_counts(self) -> list[KeyCounts]:
+        merged = [KeyCounts() for _ in self._settings.json_keys]
+        for report in self._reports.values():
+            for total, counts in zip(merged, report.counts, strict=True):
+                total.add(counts)
+        return merged
+
+    def _merge_problems(self) -> ProblemLog:
+        log = ProblemLog()
+        log.merge(self._reports[number].problems for number in sorted(self._reports))
+        return log
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error with what is left to go on with; without anything left, no folder stays."""
+        finished = sum(1 for report in self._reports.values() if not report.is_stopped)
+        kept = ""
+        if isinstance(error, _FinalError) or not finished:
+            self.folder.remove()
+        else:
+            self.folder.close()
+            stay = "stays" if finished == 1 else "stay"
+            kept = (
+                f" {_count(finished, 'finished part')} {stay} in {self.folder.path}: the same "
+                "command goes on from there."
+            )
+        if isinstance(error, KeyboardInterrupt):
+            get_logger().warning("stopped;%s", kept or " nothing was finished.")
+        elif isinstance(error, OSError):
+            return DataError(f"{error.filename or 'A file'}: {error.strerror or error}.{kept}")
+        elif isinstance(error, RapidformerError):
+            return DataError(f"{error}{kept}")
+        return error
+
+
+class _FinalError(DataError):
+    """One after which the parts are of no more use."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

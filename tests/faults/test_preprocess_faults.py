@@ -1,0 +1,235 @@
+"""`preprocess` killed, interrupted, out of disk: it ends cleanly, and goes on to the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer.data.preprocess import run as run_module
+from rapidformer.errors import DataError
+from tests.data.preprocess.rig import read_bytes, run, write_json_lines
+from tests.data.vocabularies import get_library_sources, make_gpt2_files, write_lines
+
+KILLS = 20
+NAME = "out_text_document"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of some MB, a tokenizer, and what an undisturbed run makes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    make_gpt2_files(folder)
+    write_lines(folder / "in.jsonl", get_library_sources(60))
+    done = _finish(_start(folder, folder / "reference", workers=1))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _start(
+    corpus: Path, folder: Path, *, workers: int = 2, **options: Any
+) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "rapidformer.cli.main", "preprocess",
+            "--input", corpus / "in.jsonl", "--output-prefix", folder / "out",
+            "--vocab-file", corpus / "vocab.json", "--merge-file", corpus / "merges.txt",
+            "--append-eod", "--workers", str(workers), "--part-megabytes", "0.05",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _count_parts(folder: Path) -> int:
+    return len(list((folder / f"{NAME}.parts").glob("[0-9]*.json")))
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def _find_workers(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(word) for word in children.read_text().split()] if children.exists() else []
+
+
+def _get_state(number: int) -> str:
+    """The kernel's letter and the processor time used; a zombie has neither."""
+    try:
+        words = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if words[0] == "Z" else f"{words[0]} {words[11]} {words[12]}"
+
+
+def _is_alive(number: int) -> bool:
+    return _get_state(number) != ""
+
+
+def _is_waiting(number: int) -> bool:
+    before = _get_state(number)
+    time.sleep(0.1)
+    return before.startswith("S") and before == _get_state(number)
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
+    corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    reference = read_bytes(corpus / "reference" / NAME)
+    dice = random.Random(time.time_ns())
+    went_on = 0
+    for _ in range(KILLS):
+        before = _count_parts(tmp_path)
+        process = _start(corpus, tmp_path, workers=dice.choice([1, 2]))
+        started.append(process)
+        wanted = before + dice.randrange(0, 20)
+        _wait_for(lambda: process.poll() is not None or _count_parts(tmp_path) >= wanted)  # noqa: B023
+        time.sleep(dice.random() * 0.05)
+        process.kill()
+        done = _finish(process)
+        went_on += "going on: " in done.stderr
+        if done.returncode != -signal.SIGKILL:
+            # It was faster than the kill: whole, and the next one begins anew.
+            assert done.returncode == 0, done.stderr
+            assert read_bytes(tmp_path / NAME) == reference
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"{NAME}{ending}").unlink(missing_ok=True)
+    done = _finish(_start(corpus, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert read_bytes(tmp_path / NAME) == reference
+    assert went_on
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.bin", f"{NAME}.idx"]
+
+
+def test_workers_of_a_killed_run_end(
+    corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = _start(corpus, tmp_path)
+    started.append(process)
+    _wait_for(lambda: _count_parts(tmp_path) > 0)
+    workers = _find_workers(process)
+    assert len(workers) == 2
+    # Nobody feeds them any more: they have done what they were given and wait for ever.
+    process.send_signal(signal.SIGSTOP)
+    _wait_for(lambda: all(map(_is_waiting, workers)))
+    assert all(map(_is_alive, workers))
+    process.kill()
+    process.communicate()
+    _wait_for(lambda: not any(map(_is_alive, workers)))
+
+
+def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
+    corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = _start(corpus, tmp_path, start_new_session=True)
+    started.append(process)
+    _wait_for(lambda: _count_parts(tmp_path) > 2)
+    workers = _find_workers(process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    done = _finish(process)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert "stopped; " in done.stderr
+    assert "the same command goes on from there" in done.stderr
+    assert not any(map(_is_alive, workers))
+    done = _finish(_start(corpus, tmp_path))
+    assert "going on: " in done.stderr
+    assert read_bytes(tmp_path / NAME) == read_bytes(corpus / "reference" / NAME)
+
+
+def test_a_worker_that_is_killed_is_told(
+    corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = _start(corpus, tmp_path)
+    started.append(process)
+    _wait_for(lambda: _count_parts(tmp_path) > 0)
+    os.kill(_find_workers(process)[0], signal.SIGKILL)
+    done = _finish(process)
+    assert done.returncode == 1
+    assert "was killed by signal 9. So does the system when memory runs out" in done.stderr
+    assert "the same command goes on from there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("where", ["part", "output"])
+def test_a_file_that_cannot_grow_leaves_no_half_output(
+    where: str, workers: int, corpus: Path, tmp_path: Path
+) -> None:
+    """The kernel's own limit on a file's size: it strikes in the middle of a write."""
+    limit = 8_000 if where == "part" else 300_000
+
+    def restrict() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    done = _finish(_start(corpus, tmp_path, workers=workers, preexec_fn=restrict))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "cannot be written: the file may not grow further" in done.stderr
+    assert not list(tmp_path.glob("*.bin"))
+    assert not list(tmp_path.glob("*.idx"))
+    if where == "output":
+        assert "the same command goes on from there" in done.stderr
+        done = _finish(_start(corpus, tmp_path))
+        assert "going on: " in done.stderr
+        assert read_bytes(tmp_path / NAME) == read_bytes(corpus / "reference" / NAME)
+
+
+def test_too_little_room_for_the_output_is_told_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 50)
+    usage = run_module.shutil._ntuple_diskusage(1000, 990, 10)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(DataError, match=r"needs 1,\d+ bytes, but only 10 are free .*goes on"):
+            run(tmp_path, path)
+    assert run(tmp_path, path).reused_parts == 1
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/out_text_document.parts cannot be written"):
+        run(tmp_path / "file", path)
+
+
+def test_an_input_that_vanishes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
+    opened = run_module.PartReader
+
+    def vanish(*args: Any, **options: Any) -> Any:
+        path.unlink()
+        return opened(*args, **options)
+
+    monkeypatch.setattr(run_module, "PartReader", vanish)
+    with pytest.raises(DataError, match=r"in.jsonl: No such file"):
+        run(tmp_path, path)
