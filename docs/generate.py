@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rapidformer.config import get_settings
 from rapidformer.config.dialects import ALIASES
-from rapidformer.tasks.registry import list_tasks
+from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
 FOLDER = Path(__file__).parent
 
@@ -65,6 +65,8 @@ def render_tasks() -> str:
             need = "" if role.required else " (optional)"
             names = ", ".join(f"`{name}`" for name in role.candidates)
             lines.append(f"| {role.name}{need} | {role.holds} | {names} | `{role.flag}` |")
+    lines += ["", f"## {PRETRAINING}", "", f"{PRETRAINING_DESCRIPTION}."]
+    lines += ["Data, flags and examples: [pre-training](pretraining.md)."]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 from pathlib import Path
@@ -32,10 +33,21 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags = flags.union(*map(_list_flags, action.choices.values()))
+    return flags
+
+
 def test_flags_in_the_docs_exist() -> None:
+    from rapidformer.cli import data, preprocess
     from rapidformer.config import build_parser
 
-    known = {*build_parser()._option_string_actions, "--help", "--print-config", "--version"}
+    known = {"--help", "--print-config", "--version"}
+    for parser in (build_parser(), data._build_parser(), preprocess._build_parser()):
+        known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node"}
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):

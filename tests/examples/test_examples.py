@@ -118,3 +118,16 @@ def test_engine_loop_under_torchs_own_launchers(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1: loss") == 1
+
+
+def test_pretraining_from_the_standard_library(tmp_path: Path) -> None:
+    """Corpus, tokenizer, files, black box and script in miniature: the same losses from both."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "pretraining" / "run.py"), "--small", "--steps", "12",
+         "--output", str(tmp_path)],
+        capture_output=True, text=True, timeout=280, check=False, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "$ rapidformer preprocess" in done.stdout
+    assert "largest difference of the script's run  0.00e+00" in done.stdout
+    assert "unigram entropy of the held-out part" in done.stdout
