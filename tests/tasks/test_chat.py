@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,16 @@ MARKED = (
 THINKING = CHATML.replace(
     "m.role + '\\n' + m.content",
     "m.role + '\\n' + ('<t></t>' if loop.last and m.role == 'assistant' else '') + m.content",
+)
+# What ends the whole conversation stands behind the last answer alone.
+CLOSED = CHATML.replace(
+    "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ eos_token }}{% else %}"
+)
+# Only the last answer has an end.
+OPEN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 # The system message moves to the last turn of the user (as Mistral has it).
 MOVING = (
@@ -162,10 +172,40 @@ def test_every_answer_is_learnt_with_its_end_and_nothing_else(
     assert text == prepared.processor.apply_chat_template(TURNS, tokenize=False)
 
 
-def test_an_answer_may_speak_of_its_own_end(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "trained"),
+    [
+        (CLOSED, "blue<|im_end|> green\nor grey<|im_end|>\n<|endoftext|>"),
+        (OPEN, " blue  green\nor grey<|endoftext|>"),
+    ],
+)
+def test_an_earlier_answer_may_end_otherwise_than_the_last(
+    template: str, trained: str, folder: Path
+) -> None:
+    prepared = prepare(folder, [{"messages": TURNS}], chat_template=template)
+    assert read_trained(prepared) == trained
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_an_answer_may_speak_of_its_own_end(template: str, folder: Path) -> None:
     turns = [*TURNS[1:2], {"role": "assistant", "content": "<|im_end|> ends"}, *TURNS[1:3]]
-    prepared = prepare(folder, [{"messages": turns}])
-    assert read_trained(prepared) == "<|im_end|> ends<|im_end|>blue<|im_end|>"
+    prepared = prepare(folder, [{"messages": turns}], chat_template=template)
+    assert read_trained(prepared).replace("<t></t>", "") == (
+        "<|im_end|> ends<|im_end|>blue<|im_end|>"
+    )
+
+
+def test_an_empty_answer_between_others_is_not_learnt(folder: Path) -> None:
+    turns = [*TURNS[:2], {"role": "assistant", "content": ""}, *TURNS[3:]]
+    for template in (CHATML, MARKED):
+        prepared = prepare(folder, [{"messages": turns}], chat_template=template)
+        assert read_trained(prepared) == " green\nor grey<|im_end|>"
+
+
+def test_generation_stops_at_the_first_special_token_after_an_answer(folder: Path) -> None:
+    for template in (CHATML, CLOSED, CHATML.replace("<|im_end|>", " <|im_end|>")):
+        prepared = prepare(folder, [{"messages": TURNS}], chat_template=template)
+        assert prepared.extras["stop_id"] == prepared.processor.encode("<|im_end|>")[0]
 
 
 def test_a_token_that_begins_before_the_answer_is_learnt(folder: Path) -> None:
@@ -226,6 +266,18 @@ def test_without_a_template_prompt_and_answer_are_tokenized_apart(
     assert whole["labels"] == [-100, *whole["input_ids"][1:]]
 
 
+def test_answers_without_an_end_are_told(
+    plain_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    shutil.copytree(plain_folder, tmp_path / "m")
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "m")
+    row = prepare(tmp_path / "m", [{"prompt": "what", "response": "blue"}]).train[0]
+    assert row["labels"][-1] == tokenizer.encode("blue")[-1]
+    assert any("the tokenizer has no end-of-text token: the model does not" in s for s in said)
+
+
 def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
     plain_folder: Path, tmp_path: Path, said: list[str]
 ) -> None:
@@ -239,9 +291,7 @@ def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
         backend["model"]["vocab"][entry["content"].replace("|", "")] = entry["id"]
         del backend["model"]["vocab"][entry["content"]]
     backend["added_tokens"] = backend["added_tokens"][:1]
-    (tmp_path / "m").mkdir()
-    for file in plain_folder.iterdir():
-        (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(plain_folder, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(backend))
     settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
     settings.pop("added_tokens_decoder", None)
@@ -363,6 +413,8 @@ def test_the_kind_of_data_is_chosen_by_its_columns(folder: Path, said: list[str]
         prepare(folder, [row], prompt_column="instrucion")
     with pytest.raises(DataError, match=r"--text-column .*Conversations are named with --messages"):
         prepare(folder, [{"body": "x"}])
+    capital = prepare(folder, [{"Question": "what", "Answer": "blue"}])
+    assert read_trained(capital) == "blue<|im_end|>"
     # A column of that name that holds no turns is none.
     assert "labels" not in prepare(folder, [{"chat": "hello", "text": "what is"}]).train[0]
 
@@ -373,6 +425,9 @@ def test_a_test_split_may_have_no_answers(folder: Path) -> None:
     for test in ([{"prompt": "what"}], [{"prompt": "what", "response": ""}]):
         prepared = TASK.prepare(args, {"train": rows, "test": test})
         assert prepared.test is None and not prepared.is_labelled("test")
+    long = [{"prompt": "what is the sky ? " * 40, "response": "blue"}]
+    with pytest.raises(DataError, match=r"test: there is nothing to learn from: nothing of the"):
+        TASK.prepare(args, {"train": rows, "test": long})
 
 
 # ---- prediction --------------------------------------------------------------------------------
@@ -535,7 +590,7 @@ def build_small(family: str, **values: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **values))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SMALL, **values}))
 
 
 @pytest.mark.parametrize(
@@ -567,6 +622,13 @@ def test_each_family_is_packed_in_the_way_that_is_right_for_it(
         packed = model(**get_inputs(model, {**batch, **mask})).logits[0]
         alone = torch.cat([model(input_ids=e[None]).logits[0] for e in examples])
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_round_off_of_a_deep_mixture_of_experts_is_no_leak() -> None:
+    """Other tokens in one example go to other experts, and the rest is rounded otherwise."""
+    model = build_small("mixtral", **GROUPED, num_hidden_layers=16, initializer_range=0.5)
+    apply_packed_attention(model, 64)
+    assert model.packed_attention == "positions"
 
 
 def test_a_model_that_lets_examples_read_each_other_is_refused() -> None:
@@ -601,17 +663,15 @@ def test_the_example_trains_on_packed_conversations_that_predict_answers(
     rows = [{"messages": TURNS[: 3 + 2 * (n % 2)]} for n in range(16)]
     write_jsonl(tmp_path / "data" / "train.jsonl", rows)
     write_jsonl(tmp_path / "data" / "validation.jsonl", rows[:4])
-    done = subprocess.run(
-        ["bash", str(EXAMPLE), "--seq-length", "128", "--save", str(tmp_path / "run"),
-         "--log-interval", "1", "--device", "cpu"],
-        env={
-            **os.environ,
-            "MODEL": str(folder),
-            "DATA": str(tmp_path / "data"),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-        capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False,
-    )  # fmt: skip
+    # The script's words, run in this process: no seconds of importing.
+    words = subprocess.run(
+        ["bash", "-c", 'rapidformer() { printf "%s\\n" "$@"; }; source "$0" "$@"', str(EXAMPLE),
+         "--seq-length", "128", "--save", str(tmp_path / "run"), "--log-interval", "1",
+         "--device", "cpu"],
+        env={**os.environ, "MODEL": str(folder), "DATA": str(tmp_path / "data")},
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    done = command(*words)
     assert done.returncode == 0, done.stderr
     assert "chat      train: 16 conversations (chat template, answers end with" in done.stderr
     assert "packing   train: 16 examples in " in done.stderr

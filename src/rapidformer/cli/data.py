@@ -227,7 +227,7 @@ def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
 def _merge(options: argparse.Namespace) -> None:
     from rapidformer.data.indexed import has_indexed, list_prefixes, merge_indexed
     from rapidformer.data.indexed.describe import describe_indexed
-    from rapidformer.data.indexed.layout import get_data_path, get_index_path, name_target
+    from rapidformer.data.indexed.layout import get_data_path, get_index_path, is_file, name_target
 
     prefixes: list[str] = []
     for given in options.input:
@@ -240,7 +240,8 @@ def _merge(options: argparse.Namespace) -> None:
         else:
             prefixes.append(given)
     output = name_target(options.output_prefix)
-    existing = [p for p in (get_data_path(output), get_index_path(output)) if p.exists()]
+    paths = get_data_path(output), get_index_path(output)
+    existing = [path for path in paths if is_file(path)]
     if existing and not options.overwrite:
         raise DataError(
             f"{existing[0]} exists already: choose another --output-prefix, or replace it with "

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import warn_once
+from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.base import PreparedData, Record
-from rapidformer.tasks.columns import find_column
-from rapidformer.tasks.conversations import (
+from rapidformer.tasks.chat_columns import (
     CONTEXT,
     MESSAGES,
     PROMPT,
@@ -25,6 +24,7 @@ from rapidformer.tasks.conversations import (
     as_optional,
     find_chat_columns,
 )
+from rapidformer.tasks.columns import find_column
 from rapidformer.tasks.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
 
 if TYPE_CHECKING:
@@ -210,13 +210,20 @@ class CausalLM(LanguageModel):
 
 def _pack(rows: Any, split: str, length: int) -> Any:
     from rapidformer.data.packing import PackedRows, pack_lengths
-    from rapidformer.tasks.chat_report import tell_packing
 
     if rows is None:
         return None
     lengths = _get_lengths(rows)
     packed = pack_lengths(lengths, length)
-    tell_packing(lengths, packed, split)
+    tokens, longest = sum(lengths), max(lengths)
+    filled = max(sum(lengths[number] for number in row) for row in packed)
+    get_logger().info(
+        "packing   %s: %s examples in %s rows, %.1f%% padding (%.1f%% unpacked, if all rows are "
+        "padded to the longest)",
+        split, f"{len(lengths):,}", f"{len(packed):,}",
+        100 * (1 - tokens / (filled * len(packed))),
+        100 * (1 - tokens / (longest * len(lengths))),
+    )  # fmt: skip
     return PackedRows(rows, packed)
 
 

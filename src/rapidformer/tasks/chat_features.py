@@ -8,25 +8,30 @@ that no token spans both and the prompt is cut exactly as it will be when an ans
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rapidformer.data.packing import IGNORED_LABEL
 from rapidformer.errors import DataError, ModelError
-from rapidformer.tasks.chat_report import tell_left_out, tell_share
-from rapidformer.tasks.chat_rows import read_optional, read_prompts, read_turns
-from rapidformer.tasks.chat_template import ChatTemplate, Span
-from rapidformer.tasks.conversations import (
+from rapidformer.log import get_logger, warn_once
+from rapidformer.tasks.chat_columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat_template import ChatTemplate, Span, choose_template
+from rapidformer.tasks.chat_turns import (
     BadRowError,
-    ChatColumns,
-    ChatSettings,
     Message,
     is_empty,
+    name_rows,
+    read_optional,
+    read_prompts,
+    read_turns,
 )
+from rapidformer.tasks.rows import RowList, drop_columns, get_column, get_column_names, map_rows
 
-IGNORED_LABEL = -100
 _NO_ANSWER = "there is no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
 _CUT_OFF = "nothing of the answer lies within --seq-length"
@@ -61,12 +66,7 @@ def build_encoder(
     tokenizer: Any, columns: ChatColumns, settings: ChatSettings, length: int
 ) -> ChatEncoder:
     """Choose the template and check that the tokenizer can do what it needs."""
-    from rapidformer.tasks.chat_template import choose_template
-    from rapidformer.tasks.text import check_is_fast
-
     template = choose_template(tokenizer, settings.chat_template, needs_one=not columns.is_pair)
-    if template is not None:
-        check_is_fast(tokenizer, "chat data")
     return ChatEncoder(
         tokenizer=tokenizer,
         columns=columns,
@@ -91,8 +91,8 @@ class _Encoded(NamedTuple):
 
 def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
     """Features with labels; None where a test split has no answers. Tells what was left out."""
-    from rapidformer.tasks.rows import drop_columns, get_column, get_column_names, map_rows
-
+    if encoder.template is None and encoder.tokenizer.eos_token_id is None:
+        warn_once("the tokenizer has no end-of-text token: the model does not learn to stop.")
     available = get_column_names(rows)
     missing = [name for name in encoder.columns.get_names() if name not in available]
     if missing and split == "test":
@@ -108,12 +108,12 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
     reasons: list[str] = get_column(features, "left_out")
     kept = [number for number, reason in enumerate(reasons) if not reason]
-    if not kept and split == "test":
+    if split == "test" and set(reasons) == {_NO_ANSWER}:
         return None
-    tell_left_out(reasons, split)
+    _tell_left_out(reasons, split)
     if len(kept) < len(reasons):
         features = _select(features, kept)
-    tell_share(features, split, encoder)
+    _tell_share(features, split, encoder)
     return drop_columns(features, ["left_out", "trained", "is_cut"])
 
 
@@ -207,6 +207,47 @@ def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
     return result
 
 
+# ---- what is said before training --------------------------------------------------------------
+
+
+def _tell_left_out(reasons: Sequence[str], split: str) -> None:
+    """Which examples are left out and why; an error where that is all of them."""
+    by_reason: dict[str, list[int]] = defaultdict(list)
+    for number, reason in enumerate(reasons, start=1):
+        if reason:
+            by_reason[reason].append(number)
+    told = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
+    if all(reasons):
+        raise DataError(f"{split}: there is nothing to learn from: {'; '.join(told)}.")
+    for reason, rows in by_reason.items():
+        get_logger().warning(
+            "%s: %d of %d examples left out: %s (%s)",
+            split, len(rows), len(reasons), reason, name_rows(rows),
+        )  # fmt: skip
+
+
+def _tell_share(features: Any, split: str, encoder: ChatEncoder) -> None:
+    """How much there is, and how much of it the loss looks at."""
+    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
+    cut = sum(get_column(features, "is_cut"))
+    what = "prompts with answers" if encoder.columns.is_pair else "conversations"
+    which = "everything" if encoder.trains_on_prompts else "the answers"
+    if encoder.template is None:
+        how = "no chat template"
+    else:
+        end = encoder.template.end_of_turn
+        how = f"chat template, answers end with {end!r}" if end else "chat template"
+    get_logger().info(
+        "chat      %s: %s %s (%s), %s tokens, %.1f%% trained on: %s",
+        split, f"{len(features):,}", what, how, f"{tokens:,}", 100 * trained / tokens, which,
+    )  # fmt: skip
+    if cut:
+        get_logger().warning(
+            "%s: %d of %d examples are longer than %d tokens and end there (--seq-length)",
+            split, cut, len(features), encoder.length,
+        )  # fmt: skip
+
+
 # ---- tokens ------------------------------------------------------------------------------------
 
 
@@ -250,4 +291,4 @@ def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
 def _select(features: Any, numbers: list[int]) -> Any:
     if hasattr(features, "select"):
         return features.select(numbers)
-    return type(features)(features[number] for number in numbers)
+    return RowList(features[number] for number in numbers)

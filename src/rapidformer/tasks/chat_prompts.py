@@ -11,15 +11,21 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
+from rapidformer.tasks.chat_columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat_features import (
     ChatEncoder,
     build_encoder,
     tokenize,
     tokenize_prompts,
 )
-from rapidformer.tasks.chat_rows import name_rows, read_prompts, read_turns
+from rapidformer.tasks.chat_turns import (
+    BadRowError,
+    Message,
+    name_rows,
+    read_prompts,
+    read_turns,
+)
 from rapidformer.tasks.columns import find_column
-from rapidformer.tasks.conversations import BadRowError, ChatColumns, ChatSettings, Message
 from rapidformer.tasks.language_model import TEXT
 from rapidformer.tasks.rows import get_column, get_column_names, map_rows
 

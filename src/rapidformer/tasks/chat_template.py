@@ -3,19 +3,21 @@
 What a reader would get wrong: a template is a program and may do anything, so nothing is assumed of
 it. Answers are where its own ``{% generation %}`` marks say. Without marks, an answer begins where
 the conversation before it ends when the template is asked to let the assistant speak, and that text
-must really be the beginning of the whole; it ends with what the template puts after an answer.
+must really be the beginning of the whole. It ends where the conversation up to it ends; but many
+templates write their last answer, or what follows it, otherwise than those before.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
-from rapidformer.tasks.conversations import BadRowError, Message, is_empty
+from rapidformer.tasks.chat_turns import BadRowError, Message, is_empty
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
@@ -40,13 +42,17 @@ _ANSWER = "The-answer-stands-here"
 
 
 class ChatTemplate:
-    """A tokenizer's template, and what it puts after an answer."""
+    """A tokenizer's template, and what it puts after an answer.
+
+    ``end_of_turn`` is what follows the last answer.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template()
         self.has_marks = _MARKED.search(self.text) is not None
         self.end_of_turn = self._find_end_of_turn()
+        self._end_between_turns = self._find_end_between_turns()
 
     def render(self, messages: Sequence[Message], *, lets_answer: bool = False) -> str:
         """The conversation as text; ``lets_answer`` ends where the assistant begins to speak."""
@@ -77,11 +83,9 @@ class ChatTemplate:
 
     def get_stop_id(self) -> int | None:
         """The token that ends an answer, where it is one that ordinary text cannot hold."""
-        if not self.end_of_turn:
-            return None
         ids = self._tokenizer(self.end_of_turn, add_special_tokens=False)["input_ids"]
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
-        return int(ids[0]) if ids and ids[0] in special else None
+        return next((int(token) for token in ids if token in special), None)
 
     def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateError
@@ -99,11 +103,11 @@ class ChatTemplate:
             raise BadRowError(f"is refused by the chat template: {reason}") from None
         (text,), (marks,) = rendered
         # Marks that stop short of the end of the turn would leave a model that never stops.
-        more = len(self.end_of_turn)
-        return text, [(start, end + more * self._is_at_end(text, end)) for start, end in marks]
+        return text, [(start, self._pass_end(text, end)) for start, end in marks if end > start]
 
-    def _is_at_end(self, text: str, place: int) -> bool:
-        return bool(self.end_of_turn) and text.startswith(self.end_of_turn, place)
+    def _pass_end(self, text: str, place: int) -> int:
+        ends = (self.end_of_turn, self._end_between_turns)
+        return place + next((len(end) for end in ends if text.startswith(end, place)), 0)
 
     def _check_is_prefix(self, before: str, text: str) -> None:
         if text.startswith(before):
@@ -120,18 +124,22 @@ class ChatTemplate:
         )
 
     def _find_end(self, text: str, start: int, messages: Sequence[Message], number: int) -> int:
-        if self.end_of_turn:
-            stop = text.find(self.end_of_turn, start)
-            content = messages[number]["content"].strip()
-            said = text.find(content, start) if content else -1
-            if start <= said <= stop:
-                # An answer may speak of the very token that ends it.
-                stop = text.find(self.end_of_turn, said + len(content))
-            if stop >= 0:
-                return stop + len(self.end_of_turn)
+        if number == len(messages) - 1:
+            return len(text.rstrip())
         upto = self.render(messages[: number + 1])
-        self._check_is_prefix(upto, text)
-        return len(upto.rstrip())
+        if text.startswith(upto):
+            return len(upto.rstrip())
+        # Alone it is the last answer, which this template writes otherwise than an earlier one.
+        content, end = messages[number]["content"].strip(), self._end_between_turns
+        said = text.find(content, start)
+        after = said + len(content) if said >= 0 else start
+        stop = text.find(end, after) if end else -1
+        later = (message["content"].strip() for message in messages[number + 1 :])
+        if stop >= 0 and not any(turn in text[after:stop] for turn in later if turn):
+            return stop + len(end)
+        shown = upto.rstrip().removesuffix(self.end_of_turn).rstrip()
+        self._check_is_prefix(shown, text)
+        return len(shown)
 
     def _find_end_of_turn(self) -> str:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
@@ -151,12 +159,32 @@ class ChatTemplate:
         # The line break after the end is part of no answer: nobody waits for it.
         return rest.rstrip()
 
+    def _find_end_between_turns(self) -> str:
+        """What follows an earlier answer: how that begins which follows the last one, or nothing.
+
+        In whole tokens, since ``<|im_end|>`` and ``<|im_start|>`` have their first letters in
+        common.
+        """
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, *rests = self.render(turns * 2).split(_ANSWER)
+        except BadRowError:
+            return ""
+        if len(rests) != 2:
+            return ""
+        encoded = self._tokenizer(rests, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = zip(*encoded["input_ids"], encoded["offset_mapping"][0], strict=False)
+        alike = takewhile(lambda token: token[0] == token[1], tokens)
+        return rests[0][: max((end for _, _, (_, end) in alike), default=0)].rstrip()
+
 
 def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> ChatTemplate | None:
     """--chat-template, the tokenizer's own, or the default for data that ``needs_one``.
 
     The choice is kept in the tokenizer, so that it is saved with it.
     """
+    from rapidformer.tasks.text import check_is_fast
+
     if given == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(
@@ -175,6 +203,7 @@ def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> Ch
             "--chat-template FILE sets another",
             _show(tokenizer),
         )
+    check_is_fast(tokenizer, "chat data")
     return ChatTemplate(tokenizer)
 
 

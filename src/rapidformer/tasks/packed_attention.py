@@ -22,10 +22,12 @@ _MARK = "packed_attention"
 _SIZES: tuple[int, ...] = (5, 7, 4)
 # Longer windows than this would make the proof a long run of its own.
 _LONGEST_PROVED_WINDOW = 256
-# Of the largest result. Round-off of deep models stays below the first; what one example does to
-# the next, seen by changing it, is nothing at all where they are apart.
+# Of the largest result. Round-off of deep models stays below the first. What one example does to
+# the next, seen by changing it, is nothing at all where they are apart, but with a mixture of
+# experts: other tokens take other experts, and the rows of the rest are rounded in another company
+# (by 2e-6 in 48 layers). What recurrent layers carry over was never seen below 5e-4.
 _LARGEST_DIFFERENCE = 1e-3
-_LARGEST_EFFECT = 1e-6
+_LARGEST_EFFECT = 3e-5
 _LEAST_EFFECT = 1e-4
 
 

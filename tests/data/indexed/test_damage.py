@@ -169,7 +169,7 @@ def test_a_missing_half_is_named(tmp_path: Path) -> None:
         open_indexed(tmp_path / "half")
     (tmp_path / "half.bin").rename(tmp_path / "half.idx")
     with pytest.raises(IndexedDataError, match=r"half.bin is missing, though its .idx is there"):
-        open_indexed(tmp_path / "half", warmup=True)
+        open_indexed(tmp_path / "half")
 
 
 def test_a_wrong_prefix_names_near_ones(tmp_path: Path) -> None:
@@ -190,6 +190,11 @@ def test_a_wrong_prefix_names_near_ones(tmp_path: Path) -> None:
         open_indexed(tmp_path / "bare" / "corpus")
 
 
+def test_a_path_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+    with pytest.raises(IndexedDataError, match=r"x.idx cannot be reached: File name too long"):
+        open_indexed(tmp_path / ("x" * 300))
+
+
 def test_a_file_that_may_not_be_opened_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,5 +206,6 @@ def test_a_file_that_may_not_be_opened_is_named(
 
     prefix = save(tmp_path / "golden", GOLDEN_BIN, GOLDEN_IDX)
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(IndexedDataError, match=r"golden.bin cannot be opened: .*ulimit -n"):
-        open_indexed(prefix)
+    for warmup in (False, True):
+        with pytest.raises(IndexedDataError, match=r"golden.bin cannot be opened: .*ulimit -n"):
+            open_indexed(prefix, warmup=warmup)

@@ -45,6 +45,8 @@ def test_modes_of_some_only_are_refused(tmp_path: Path) -> None:
     message = "different multimodal mode bytes .*: without: .*plain; with: .*modes"
     with pytest.raises(IndexedDataError, match=message):
         merge_indexed([plain, modes], tmp_path / "merged")
+    merge_indexed([write(tmp_path / "empty", []), modes], tmp_path / "merged")
+    assert read(tmp_path / "merged") == read(modes)
 
 
 def test_every_damaged_part_is_named(tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
     assert list_names(tmp_path) == ["data.bin", "data.idx"]
 
 
+def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    first = IndexedWriter(tmp_path / "data", np.uint16)
+    first.add_document([1, 2, 3], [3])
+    with pytest.raises(IndexedDataError, match=r"data.bin is being written by this process alrea"):
+        IndexedWriter(f"{tmp_path}/./data.idx", np.uint16)
+    first.finalize()
+    assert read(tmp_path / "data") == encode([[[1, 2, 3]]], np.uint16)
+    second = IndexedWriter(tmp_path / "data", np.uint16)
+    second.discard()
+    assert read(write(tmp_path / "data", GOLDEN)) == (GOLDEN_BIN, GOLDEN_IDX)
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

@@ -136,6 +136,8 @@ def test_problems_are_told_together() -> None:
     ("options", "message"),
     [
         ({"num_layers": 0, "vocab_size": 0}, "num_layers, vocab_size must be at least 1."),
+        ({"num_experts": []}, r"num_experts is \[\]: give numbers of at least 1"),
+        ({"num_experts": [1, 1, 1]}, "num_experts has 3 numbers, but there are 12 mixture"),
         ({"num_experts": 8, "moe_layer_freq": 13}, "13 leaves no mixture-of-experts layer in 12"),
         (
             {"position_embedding_type": "rope", "rotary_percent": 0.05},

@@ -79,6 +79,8 @@ def test_greedy_text_is_the_likeliest_token_each_time(kind: str) -> None:
     options = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), expected)
     assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
+    assisted = model.generate(prompt[:1], prompt_lookup_num_tokens=2, **options)
+    assert torch.equal(assisted, expected[:1])
 
 
 @pytest.mark.parametrize("kind", ["megatron", "modern"])

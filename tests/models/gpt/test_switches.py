@@ -103,8 +103,10 @@ def check(traces: list[Trace], shape: str) -> None:
         assert max(difference.values()) < TOLERANCE, difference
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+# The dense one has tied weights; ties and dense blocks of other models are the parity suite's.
+@pytest.mark.parametrize(
+    ("shape", "stage"), [("dense", 3), ("experts", 0), ("experts", 1), ("experts", 3)]
+)
 def test_two_processes_equal_one(shape: str, stage: int) -> None:
     settings = {f"zero_{stage}_memory_optimization": True} if stage else {}
     check(run_in_processes(run_switched, 2, shape, settings), shape)

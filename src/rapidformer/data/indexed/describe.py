@@ -11,6 +11,7 @@ from rapidformer.data.indexed.layout import (
     IndexedDataError,
     get_data_path,
     get_index_path,
+    is_file,
     strip_ending,
 )
 from rapidformer.data.indexed.reader import IndexedDataset
@@ -64,4 +65,4 @@ def _describe_lengths(lengths: np.ndarray) -> dict[str, float] | None:
 
 
 def _get_bytes(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    return path.stat().st_size if is_file(path) else None

@@ -86,7 +86,7 @@ def get_index_path(prefix: str | Path) -> Path:
 def strip_ending(prefix: str | Path) -> str:
     """The prefix of a pair, also where one of its two files was named."""
     text = os.fspath(prefix)
-    is_named_so = get_index_path(text).exists()
+    is_named_so = is_file(get_index_path(text))
     return text[:-4] if text.endswith((".bin", ".idx")) and not is_named_so else text
 
 
@@ -102,10 +102,18 @@ def name_target(prefix: str | Path) -> str:
     return stem
 
 
+def is_file(path: Path) -> bool:
+    """Is the file there? A folder that may not be entered is an error, not a no."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise IndexedDataError(f"{path} cannot be reached: {error.strerror}.") from error
+
+
 def has_indexed(prefix: str | Path) -> bool:
     """Are both files there?"""
     stem = strip_ending(prefix)
-    return get_data_path(stem).is_file() and get_index_path(stem).is_file()
+    return is_file(get_data_path(stem)) and is_file(get_index_path(stem))
 
 
 def list_prefixes(folder: Path) -> list[str]:
@@ -119,7 +127,7 @@ def list_prefixes(folder: Path) -> list[str]:
 
 def check_files_exist(prefix: str) -> None:
     """Refuse a prefix that lacks a file, naming what lies near it."""
-    missing = [p for p in (get_data_path(prefix), get_index_path(prefix)) if not p.is_file()]
+    missing = [p for p in (get_data_path(prefix), get_index_path(prefix)) if not is_file(p)]
     if len(missing) == 2:
         names = f"{missing[0]} and {missing[1].name}"
         raise IndexedDataError(f"{names} are missing: {_describe_near(prefix)}", prefix)

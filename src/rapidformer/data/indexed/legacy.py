@@ -77,7 +77,7 @@ def _lay_views(prefix: str, mapped: mmap.mmap | bytes, data_bytes: int) -> Index
     if element_bytes not in (1, 2, 4, 8) or dtype.itemsize % element_bytes:
         problem = f"says {element_bytes} bytes per token, but {dtype.name} has {dtype.itemsize}."
         raise IndexedDataError(f"{name} {problem}", prefix)
-    if offsets[-1] * element_bytes != data_bytes:
+    if int(offsets[-1]) * element_bytes != data_bytes:
         raise IndexedDataError(
             f"{Path(name).stem}.bin has {data_bytes} bytes, but its index describes "
             f"{int(offsets[-1]) * element_bytes}.",

@@ -11,6 +11,7 @@ from rapidformer.data.indexed.layout import (
     IndexedDataError,
     get_data_path,
     get_index_path,
+    is_file,
     name_target,
     strip_ending,
 )
@@ -54,11 +55,11 @@ def _check_together(parts: list[IndexedDataset], output: str) -> None:
     problems = []
     if len({part.dtype for part in parts}) > 1:
         problems.append(_describe_difference("dtypes", {p.prefix: p.dtype.name for p in parts}))
-    if len({part.modes is None for part in parts}) > 1:
-        has_modes = {p.prefix: "without" if p.modes is None else "with" for p in parts}
+    if len({part.modes is None for part in parts if len(part)}) > 1:
+        has_modes = {p.prefix: "without" if p.modes is None else "with" for p in parts if len(p)}
         problems.append(_describe_difference("multimodal mode bytes", has_modes))
     target = get_index_path(output)
-    if target.exists():
+    if is_file(target):
         for part in parts:
             if target.samefile(get_index_path(part.prefix)):
                 problems.append(f"{output} is one of the inputs: choose another output prefix.")

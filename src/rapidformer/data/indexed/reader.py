@@ -165,11 +165,11 @@ def open_indexed(
     prefix: str | Path, impl: str = "infer", *, warmup: bool = False
 ) -> IndexedDataset:
     """Open a pair by its prefix; ``warmup`` reads both files once, so that they are in memory."""
+    dataset = IndexedDataset(prefix, impl)
     if warmup:
-        check_files_exist(stem := strip_ending(prefix))
-        for path in (get_index_path(stem), get_data_path(stem)):
+        for path in (get_index_path(dataset.prefix), get_data_path(dataset.prefix)):
             _read_through(path)
-    return IndexedDataset(prefix, impl)
+    return dataset
 
 
 def _load_index(prefix: str, impl: str, data_bytes: int) -> Index:

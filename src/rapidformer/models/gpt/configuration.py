@@ -135,7 +135,10 @@ class GPTConfig(PreTrainedConfig):
 
     def _find_expert_problems(self) -> Iterator[str]:
         counts = self._get_expert_counts()
-        if max(counts, default=1) <= 1:
+        if min(counts, default=0) < 1:
+            yield f"num_experts is {counts}: give numbers of at least 1, which is a dense layer."
+            return
+        if counts == [1]:
             return
         num_mixtures = self.num_layers // self.moe_layer_freq
         if num_mixtures == 0:

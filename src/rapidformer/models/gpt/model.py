@@ -102,7 +102,8 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             input_ids, position_ids, attention_mask, past_key_values
         )
         logits = self.output(hidden[:, -logits_to_keep:])
-        if return_dict:
+        if return_dict or past_key_values is not None:
+            # `generate` alone has a cache; some of its ways of decoding ask for no object.
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         if labels is None:
             return logits

@@ -1,15 +1,12 @@
-"""Which columns hold a conversation or a prompt and its answer, and the turns they stand for.
+"""Which columns hold a conversation, or a prompt and its answer.
 
-`messages` as OpenAI and Hugging Face write them, ShareGPT's `conversations`, Alpaca's
-instruction/input/output, prompt/response and question/answer all become one list of turns with the
-roles system, user, assistant and tool. What a reader would get wrong: a table with a column of
-running text stays running text even where it has a prompt and an answer too (Alpaca's files carry
-both); only a column of turns, or a flag, is stronger.
+What a reader would get wrong: a table with a column of running text stays running text even where
+it has a prompt and an answer too (Alpaca's files carry both); only a column of turns, or a flag, is
+stronger.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,8 +14,6 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
-
-Message = dict[str, Any]
 
 # Looked for in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -66,12 +61,6 @@ SYSTEM = ColumnRole(
     setting="system_column",
     required=False,
 )
-_ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +107,6 @@ def as_optional(role: ColumnRole) -> ColumnRole:
     return replace(role, required=False)
 
 
-class BadRowError(Exception):
-    """A row that is no conversation; the row's number is known further out."""
-
-
 def find_chat_columns(
     rows: Any, settings: ChatSettings, text: ColumnRole, *, has_answers: bool
 ) -> ChatColumns | None:
@@ -136,7 +121,9 @@ def find_chat_columns(
         return ChatColumns(messages=check_given(settings.messages_column, MESSAGES.flag, available))
     if settings.prompt_column is not None or settings.response_column is not None:
         return _find_pair(available, settings, has_answers)
-    turns = next((name for name in MESSAGES.candidates if _holds_turns(rows, name)), None)
+    by_lower = {name.lower(): name for name in available}
+    likely = [by_lower[name] for name in MESSAGES.candidates if name in by_lower]
+    turns = next((name for name in likely if _holds_turns(rows, name)), None)
     if turns is not None:
         if "tools" in available:
             warn_once("the column tools is not used: chat templates are given the turns alone.")
@@ -154,67 +141,6 @@ def find_chat_columns(
     if pair is None:
         _refuse(text, available, settings)
     return pair
-
-
-def read_messages(value: Any) -> list[Message]:
-    """The turns of a conversation with our roles; raises BadRowError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRowError("holds a text where a list of messages is needed") from None
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise BadRowError(f"holds {found} where a list of messages is needed")
-    return [_read_message(item) for item in value]
-
-
-def build_messages(
-    prompt: str, *, response: str | None = None, context: str = "", system: str = ""
-) -> list[Message]:
-    """A prompt and its answer as turns."""
-    turns = [{"role": "system", "content": system}] if system.strip() else []
-    turns.append({"role": "user", "content": join_prompt(prompt, context)})
-    if response is not None:
-        turns.append({"role": "assistant", "content": response})
-    return turns
-
-
-def join_prompt(*parts: str) -> str:
-    """The parts of a prompt that hold something, with an empty line between."""
-    return "\n\n".join(part for part in parts if part.strip())
-
-
-def is_empty(message: Message) -> bool:
-    """Whether a turn says nothing; a call of a tool says something."""
-    return not message["content"].strip() and not message.get("tool_calls")
-
-
-def _read_message(item: Any) -> Message:
-    if not isinstance(item, Mapping):
-        raise BadRowError(f"has a {type(item).__name__} where a message (role, content) is needed")
-    # Tables on disk give every message all the keys that any of them has.
-    given = {key: value for key, value in item.items() if value is not None}
-    role = given.pop("role", None) or given.pop("from", None)
-    if role is None:
-        raise BadRowError(f"has a message without a role (its keys: {', '.join(item)})")
-    known = _ROLES.get(str(role).lower())
-    if known is None:
-        raise BadRowError(
-            f"has a message of the unknown role {role!r} (known: {', '.join(_ROLES)})"
-        )
-    content = next((given.pop(key) for key in ("content", "value") if key in given), "")
-    return {**given, "role": known, "content": _read_content(content)}
-
-
-def _read_content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise BadRowError("has a message whose content is not text")
 
 
 def _check_one_kind(settings: ChatSettings) -> None:
@@ -251,9 +177,10 @@ def _find_pair(
 def _find_known_pair(
     available: Sequence[str], settings: ChatSettings, has_answers: bool
 ) -> ChatColumns | None:
+    by_lower = {name.lower(): name for name in available}
     for prompt, response in PAIRS:
-        if prompt in available and response in available:
-            return _with_extras(prompt, response, available, settings)
+        if prompt in by_lower and response in by_lower:
+            return _with_extras(by_lower[prompt], by_lower[response], available, settings)
     if not has_answers:
         found = find_column(as_optional(PROMPT), available, settings)
         if found is not None:
@@ -274,10 +201,6 @@ def _with_extras(
 
 
 def _holds_turns(rows: Any, name: str) -> bool:
-    from rapidformer.tasks.rows import get_column_names
-
-    if name not in get_column_names(rows):
-        return False
     first = next((row[name] for row in rows if row.get(name)), None)
     if isinstance(first, str):
         return first.lstrip().startswith("[{")

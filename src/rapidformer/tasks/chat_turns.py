@@ -1,0 +1,153 @@
+"""Rows of a table as conversations or prompts: turns with the roles system, user, assistant, tool.
+
+`messages` as OpenAI and Hugging Face write them, ShareGPT's `conversations` and prompts with their
+answers all become one list of turns; what is wrong with a row is told by its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import check_row_texts
+from rapidformer.tasks.chat_columns import ChatColumns
+
+Message = dict[str, Any]
+
+_SHOWN_ROWS = 5
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+}
+
+
+class BadRowError(Exception):
+    """A row that is no conversation; the row's number is known further out."""
+
+
+def read_turns(
+    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
+) -> list[list[Message]]:
+    """The turns of each row; every row that has none is named, with the reason."""
+    if names.messages is None:
+        prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
+        extra = [
+            read_optional(columns, indices, split, name)
+            for name in (names.response, names.context, names.system)
+        ]
+        return [
+            build_messages(p, response=r if names.response else None, context=c, system=s)
+            for p, r, c, s in zip(prompts, *extra, strict=True)
+        ]
+    turns: list[list[Message]] = []
+    problems: dict[str, list[int]] = defaultdict(list)
+    for number, value in zip(indices, columns[names.messages], strict=True):
+        try:
+            turns.append(read_messages(value))
+        except BadRowError as reason:
+            problems[str(reason)].append(number + 1)
+    if problems:
+        told = [
+            f"{split}, {name_rows(rows)}: the column {names.messages} {reason}."
+            for reason, rows in problems.items()
+        ]
+        raise DataError(" ".join(told))
+    return turns
+
+
+def read_prompts(
+    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
+) -> list[str]:
+    """Prompts without a template: system message, prompt and context, one under the other."""
+    prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
+    if names.context is None and names.system is None:
+        return prompts
+    contexts = read_optional(columns, indices, split, names.context)
+    systems = read_optional(columns, indices, split, names.system)
+    return [join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
+
+
+def read_optional(
+    columns: dict[str, list[Any]], indices: Sequence[int], split: str, name: str | None
+) -> list[str]:
+    if name is None:
+        return [""] * len(indices)
+    values = ["" if value is None else value for value in columns[name]]
+    return check_row_texts(values, name, split, indices[0])
+
+
+def name_rows(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"row {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:_SHOWN_ROWS]))
+    more = f" and {len(numbers) - _SHOWN_ROWS} more" if len(numbers) > _SHOWN_ROWS else ""
+    return f"rows {shown}{more}"
+
+
+# ---- one conversation --------------------------------------------------------------------------
+
+
+def read_messages(value: Any) -> list[Message]:
+    """The turns of a conversation with our roles; raises BadRowError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRowError("holds a text where a list of messages is needed") from None
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise BadRowError(f"holds {found} where a list of messages is needed")
+    return [_read_message(item) for item in value]
+
+
+def build_messages(
+    prompt: str, *, response: str | None = None, context: str = "", system: str = ""
+) -> list[Message]:
+    """A prompt and its answer as turns."""
+    turns = [{"role": "system", "content": system}] if system.strip() else []
+    turns.append({"role": "user", "content": join_prompt(prompt, context)})
+    if response is not None:
+        turns.append({"role": "assistant", "content": response})
+    return turns
+
+
+def join_prompt(*parts: str) -> str:
+    """The parts of a prompt that hold something, with an empty line between."""
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a turn says nothing; a call of a tool says something."""
+    return not message["content"].strip() and not message.get("tool_calls")
+
+
+def _read_message(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadRowError(f"has a {type(item).__name__} where a message (role, content) is needed")
+    # Tables on disk give every message all the keys that any of them has.
+    given = {key: value for key, value in item.items() if value is not None}
+    role = given.pop("role", None) or given.pop("from", None)
+    if role is None:
+        raise BadRowError(f"has a message without a role (its keys: {', '.join(item)})")
+    known = _ROLES.get(str(role).lower())
+    if known is None:
+        raise BadRowError(
+            f"has a message of the unknown role {role!r} (known: {', '.join(_ROLES)})"
+        )
+    content = next((given.pop(key) for key in ("content", "value") if key in given), "")
+    return {**given, "role": known, "content": _read_content(content)}
+
+
+def _read_content(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise BadRowError("has a message whose content is not text")
