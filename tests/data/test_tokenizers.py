@@ -8,13 +8,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rapidformer.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
-from tests.data.vocabularies import (
+from tests.data.preprocess.vocabularies import (
     TEXTS,
     get_library_sources,
     make_bert_file,
@@ -91,6 +92,19 @@ def test_remembered_words_never_change_the_ids(
     assert tokenizer._memory is not None  # type: ignore[attr-defined]
     assert tokenizer.tokenize_batch(texts) == expected
     assert tokenizer.tokenize_batch(texts) == expected, "the second time from memory"
+    # The ids alone do not show every wrong cut: where no merge crosses it, they are the same.
+    for text in texts:
+        words = tokenizer._memory.find_words(text)  # type: ignore[attr-defined]
+        if words is not None:
+            assert _pre_tokenize(backend, *words) == _pre_tokenize(backend, text), repr(text)
+
+
+def _pre_tokenize(backend: Any, *texts: str) -> list[str]:
+    pieces: list[str] = []
+    for text in texts:
+        normal = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+        pieces += [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
+    return pieces
 
 
 def test_other_rules_than_those_of_gpt2_and_bert_are_left_to_the_library() -> None:

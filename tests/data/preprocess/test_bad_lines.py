@@ -10,7 +10,7 @@ from rapidformer.data.preprocess import format_summary
 from rapidformer.data.tokenizers import build_tokenizer
 from rapidformer.errors import DataError
 from tests.data.preprocess.rig import read, run, write_json_lines
-from tests.data.vocabularies import make_gpt2_files
+from tests.data.preprocess.vocabularies import make_gpt2_files
 
 BAD: dict[str, tuple[object, str]] = {
     "not valid JSON": ('{"text": "1', "Unterminated string"),

@@ -14,7 +14,7 @@ import pytest
 from rapidformer.data.indexed import open_indexed
 from rapidformer.log import warn_once
 from tests.data.preprocess.rig import read, write_json_lines
-from tests.data.vocabularies import (
+from tests.data.preprocess.vocabularies import (
     get_library_sources,
     make_bert_file,
     make_gpt2_files,

@@ -13,7 +13,7 @@ from rapidformer.data.preprocess import format_summary
 from rapidformer.data.tokenizers import build_tokenizer
 from rapidformer.errors import ConfigurationError, DataError
 from tests.data.preprocess.rig import build_numbers, read, read_bytes, run, write_json_lines
-from tests.data.vocabularies import get_library_sources, make_gpt2_files, write_lines
+from tests.data.preprocess.vocabularies import get_library_sources, make_gpt2_files, write_lines
 
 
 def test_each_line_is_a_document(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rapidformer.data.preprocess.sentences import build_splitter
-from tests.data.vocabularies import get_library_sources, make_random_text
+from tests.data.preprocess.vocabularies import get_library_sources, make_random_text
 
 
 @pytest.mark.parametrize(

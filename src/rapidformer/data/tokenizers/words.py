@@ -63,12 +63,16 @@ class WordMemory(dict[str, list[int]]):
 
     def tokenize(self, text: str) -> list[int] | None:
         """The ids that the library would give; None where asking it would be faster."""
+        words = self.find_words(text)
+        return None if words is None else list(chain.from_iterable(map(self.__getitem__, words)))
+
+    def find_words(self, text: str) -> list[str] | None:
+        """The text cut where the library would cut it too; None where it is better not cut."""
         if self._added is not None and self._added.search(text):
             return None
         if self._is_bert and _CONTROLS.search(text):
             text = _CONTROLS.sub("", text)
-        words = self._words.findall(text) if text.isascii() else self._cut(text)
-        return None if words is None else list(chain.from_iterable(map(self.__getitem__, words)))
+        return self._words.findall(text) if text.isascii() else self._cut(text)
 
     def _cut(self, text: str) -> list[str] | None:
         """The words of a text that is not all ASCII, unless most of it is in long ones."""
