@@ -55,6 +55,8 @@ def show_help(command: str | None) -> None:
 def _format_setting(setting: Setting, width: int) -> str:
     left = "  " + setting.flag + _format_value(setting)
     text = setting.help
+    if _has_many_choices(setting):
+        text += f": {', '.join(setting.choices)}"
     if setting.is_switch and setting.default is True:
         left, text = "  " + setting.flag.replace("--", "--no-", 1), f"do not: {text}"
     elif setting.default not in (None, False) and "default" not in text:
@@ -64,10 +66,15 @@ def _format_setting(setting: Setting, width: int) -> str:
     return "\n".join([first, *(f"{'':<39} {line}" for line in lines[1:])]) + "\n"
 
 
+def _has_many_choices(setting: Setting) -> bool:
+    """More than stand well beside the flag."""
+    return len(" ".join(setting.choices)) > 60
+
+
 def _format_value(setting: Setting) -> str:
     if setting.is_switch:
         return ""
-    if setting.choices:
+    if setting.choices and not _has_many_choices(setting):
         joined = "|".join(choice for choice in setting.choices if choice != "auto")
         return f" [{joined}]" if "auto" in setting.choices else f" {joined}"
     name = {int: "N", float: "X", str: "TEXT"}[setting.kind]
