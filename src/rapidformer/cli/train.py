@@ -17,7 +17,7 @@ def run(argv: list[str]) -> None:
     """Train in this process."""
     script = parse_arguments(drop_unknown_flags(argv)).user_script
     if script is not None:
-        _run_script(script, argv)
+        run_script(script, argv)
         return
     args = parse_arguments(argv)
     if args.task is None:
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> None:
     engine.close()
 
 
-def _run_script(script: str, argv: list[str]) -> None:
+def run_script(script: str, argv: list[str]) -> None:
     """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
     if not Path(script).is_file():
         raise ConfigurationError(f"--user-script {script} is not a file.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from rapidformer.errors import ConfigurationError
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 COMMAND_LINE = "command line"
+# A file in place of --config; `rapidformer launch` hands its own to the script in this way.
+CONFIG_VARIABLE = "RAPIDFORMER_CONFIG"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +79,8 @@ def parse_arguments(
     if not problems and unknown:
         problems = [f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front"]
     given = vars(namespace)
+    if os.environ.get(CONFIG_VARIABLE):
+        given.setdefault("config", os.environ[CONFIG_VARIABLE])
     settings = get_settings()
     file_values = _read_yaml(given.get("config"), problems)
     from_file = f"{given['config']}" if "config" in given else ""
