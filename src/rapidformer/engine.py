@@ -372,6 +372,7 @@ class RapidformerEngine:
 
     def close(self) -> None:
         """Leave the other processes; the last call of a script."""
+        beat("end")
         stop_processes()
 
     # ---- inside --------------------------------------------------------------------------------

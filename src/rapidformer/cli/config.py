@@ -45,9 +45,7 @@ class _Questions:
         self._given = given
         self._is_asking = is_asking
 
-    def ask(
-        self, name: str, question: str, default: str, check: Callable[[str], str] = str
-    ) -> str:
+    def ask(self, name: str, question: str, default: str, check: Callable[[str], str] = str) -> str:
         """An answer that passes the check; a wrong one is asked for again."""
         answer = self._given.get(name)
         if answer is not None:
@@ -119,7 +117,10 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     )  # fmt: skip
     values |= _SHARDING[stage]
     precision = questions.ask(
-        "mixed_precision", "Mixed precision? (no, fp16, bf16)", "no", _one_of(("no", "fp16", "bf16"))
+        "mixed_precision",
+        "Mixed precision? (no, fp16, bf16)",
+        "no",
+        _one_of(("no", "fp16", "bf16")),
     )
     if precision != "no":
         values["mixed_precision"] = precision
@@ -138,7 +139,9 @@ def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dic
         notes.append(f"{nodes} nodes: srun --ntasks-per-node=1 says how many and which.")
         return {}
     if way == "hostfile":
-        file = questions.ask("hostfile", "Where is the hostfile (lines `host slots=N`)?", "hostfile")
+        file = questions.ask(
+            "hostfile", "Where is the hostfile (lines `host slots=N`)?", "hostfile"
+        )
         return {"hostfile": file}
     address = questions.ask(
         "master_addr", "Which address has the first machine?", "127.0.0.1", _no_spaces

@@ -7,12 +7,13 @@ Launch flags behind it are obeyed too, since a script of ours would take them wi
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from rapidformer.config import TrainingArguments, get_settings, parse_arguments
 from rapidformer.config.dialects import ALIASES
-from rapidformer.config.parse import CONFIG_VARIABLE
+from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError
 
@@ -63,26 +64,33 @@ def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def read_launch_settings(words: list[str]) -> TrainingArguments:
-    """The launcher's settings; its ``--config`` is handed on to the script's engine."""
+    """The launcher's settings; its flags are handed on to the script's engine."""
     own, _, rest = split_words(words)
     args = parse_arguments([*_find_launch_flags(rest), *own])
     problems = find_problems(args)
     if problems:
         raise ConfigurationError(problems)
-    if args.config is not None:
-        os.environ[CONFIG_VARIABLE] = str(Path(args.config).resolve())
+    os.environ[FLAGS_VARIABLE] = f"{os.environ.get(FLAGS_VARIABLE, '')} {shlex.join(own)}".strip()
     return args
 
 
 def _get_flags() -> set[str]:
     launch = {name for name, setting in get_settings().items() if setting.section == "Launch"}
-    names = launch | {alias for alias, name in ALIASES.items() if name in launch} | {"config"}
-    return {"--" + name.replace("_", "-") for name in names}
+    return _spell(launch | {"config"})
+
+
+def _spell(names: set[str]) -> set[str]:
+    """The flags of these settings, in every dialect."""
+    spelt = names | {alias for alias, name in ALIASES.items() if name in names}
+    return {"--" + name.replace("_", "-") for name in spelt}
 
 
 def _find_launch_flags(rest: list[str]) -> list[str]:
-    """Launch flags among the script's, where their values can be meant so."""
-    known, found = _get_flags() - {"--config"}, []
+    """Launch flags among the script's, where their values can be meant so.
+
+    ``--save`` too: the ranks' logs lie there.
+    """
+    known, found = (_get_flags() - {"--config"}) | _spell({"save"}), []
     for index, word in enumerate(rest):
         name, equals, value = word.partition("=")
         if _dashed(name) not in known:

@@ -17,8 +17,8 @@ _AT_LEAST_ONE = (
     "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
-    "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by", "num_query_groups",
-    "moe_layer_freq", "moe_router_topk",
+    "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
+    "num_query_groups", "moe_layer_freq", "moe_router_topk",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",

@@ -52,7 +52,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failure = None
-        ids = super()._start_workers(worker_group)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
         self._watch.begin_round(
             self._rounds.round,
             {worker.global_rank: ids[worker.local_rank] for worker in worker_group.workers},
@@ -66,7 +66,7 @@ class Agent(LocalElasticAgent):
         worker_env["LOCAL_RANK"] = str(local_rank + self._rounds.plan.local_rank_offset)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self.failure = choose_first(self._read_failures(result))
             self._rounds.publish_failure(self.failure)

@@ -82,12 +82,13 @@ class Failure:
         return line if self.message is None else f"rank {self.rank}: {line}"
 
     def _describe_end(self) -> str:
-        where = f"its output is in {self.log}" if self.log else "its own message stands above"
+        where = f"; its output is in {self.log}" if self.log else ""
         if self.status >= 0:
-            return f"ended with status {self.status}; {where}."
+            where = where or "; its own message stands above"
+            return f"ended with status {self.status}{where}."
         name = signal.Signals(-self.status).name
         hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
-        return f"was ended by signal {name}{hint}; {where}."
+        return f"was ended by signal {name}{hint}{where}."
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

@@ -78,7 +78,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
                 f"--hostfile {path}, line {number}: {content!r} is not `host slots=N`, N from 1."
             )
         elif found["name"] in hosts:
-            problems.append(f"--hostfile {path}, line {number}: {found['name']} stands there twice.")
+            problems.append(f"--hostfile {path}, line {number}: {content.split()[0]} comes twice.")
         else:
             slots = None if found["slots"] is None else int(found["slots"])
             hosts[found["name"]] = Host(found["name"], slots)
@@ -188,9 +188,7 @@ def launch_hosts(
         raise WorkerError("stopped by signal SIGINT.", 128 + signal.SIGINT) from None
     except _Signal as caught:
         _stop(nodes, caught.signal)
-        raise WorkerError(
-            f"stopped by signal {caught.signal.name}.", 128 + caught.signal
-        ) from None
+        raise WorkerError(f"stopped by signal {caught.signal.name}.", 128 + caught.signal) from None
     finally:
         _stop(nodes, signal.SIGTERM)
         for name, action in before.items():
@@ -303,4 +301,3 @@ def _stop(nodes: list[_Node], number: signal.Signals) -> None:
     finally:
         for name, action in before.items():
             signal.signal(name, action)
-

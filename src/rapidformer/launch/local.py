@@ -74,9 +74,9 @@ def launch(
             if rounds is not None:
                 who = f"node {plan.node_rank} was " if plan.nodes > 1 else ""
                 rounds.close(who + message, code)
-            error = WorkerError(message, code)
-            error.is_told = plan.has_lifeline
-            raise error from None
+            stopped = WorkerError(message, code)
+            stopped.is_told = plan.has_lifeline
+            raise stopped from None
 
 
 def _run_agent(
@@ -124,9 +124,7 @@ def _run_agent(
 
 def _get_stall_seconds(settings: LaunchArguments) -> float:
     """Always before the collective itself gives up, and takes the answer with it."""
-    return 60 * min(
-        settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes
-    )
+    return 60 * min(settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from rapidformer.launch.rendezvous import ALIVE_SECONDS, Rounds
 from rapidformer.launch.worker import STACK_SIGNAL, get_beat_path, get_stack_path
 
 _STACK_SECONDS = 5.0
+_LINES = 40
+_DULL = ("<frozen ", "rapidformer/cli/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +197,13 @@ def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
 
 def is_stalled(beats: Iterable[Beat], seconds: float) -> bool:
     """Whether nobody has moved for so long; ranks that have ended cannot."""
+    beats = list(beats)
     waiting = [beat for beat in beats if not beat.has_ended]
-    return bool(waiting) and all(beat.age > seconds for beat in waiting)
+    if not waiting or any(beat.age <= seconds for beat in waiting):
+        return False
+    # Before and after training, all may be busy for long with work of their own.
+    is_outside = all(beat.phase in ("start", "end") for beat in beats)
+    return not (is_outside and len({beat.position for beat in beats}) == 1)
 
 
 def find_missing(beats: list[Beat]) -> list[Beat]:
@@ -210,7 +217,7 @@ def describe_stall(
 ) -> str:
     """The report that a person reads."""
     seconds = min(beat.age for beat in beats if not beat.has_ended)
-    lines = [f"stalled: no rank has moved for {seconds:.0f} s"]
+    lines = [f"stalled: no rank has moved for {seconds:.0f} s; the run goes on waiting"]
     if len(missing) == len(beats):
         lines.append(
             f"  all {len(beats)} ranks are at {_join_places(beats)}: nobody is behind. They may "
@@ -254,4 +261,10 @@ def dump_stack(path: Path, pid: int) -> str:
             if now and now == text:
                 break  # no longer growing
             text = now
-    return text.strip()
+    return _shorten(text)
+
+
+def _shorten(stack: str) -> str:
+    """Without the frames that started everything: they are the same everywhere."""
+    lines = [line for line in stack.strip().splitlines() if not any(p in line for p in _DULL)]
+    return "\n".join(lines[:_LINES] + ["  ..."] * (len(lines) > _LINES))
