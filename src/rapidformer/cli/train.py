@@ -10,7 +10,6 @@ from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.registry import get_task, is_pretraining
 
 
 def run(argv: list[str]) -> None:
@@ -24,6 +23,9 @@ def run(argv: list[str]) -> None:
         raise ConfigurationError(
             "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE.py."
         )
+    # Here, and not above: a script decides itself what it imports, and may need no torch.
+    from rapidformer.tasks.registry import get_task, is_pretraining
+
     if is_pretraining(args.task):
         from rapidformer.tasks.pretraining.runner import pretrain as train
     else:

@@ -119,7 +119,10 @@ def _run_agent(
     if result.is_failed():
         assert agent.failure is not None
         first = rounds.find_first_failure(agent.failure)
-        raise WorkerError(first.describe(), first.exit_code)
+        message = first.describe()
+        if first.is_consequence and watch.stall:
+            message += f"\nBefore, the run had stalled: {watch.stall}."
+        raise WorkerError(message, first.exit_code)
 
 
 def _get_stall_seconds(settings: LaunchArguments) -> float:

@@ -64,7 +64,9 @@ class Watch(threading.Thread):
         self._say = say
         self._pids: dict[int, int] = {}
         self._round = -1
-        self._told: tuple[int, int] | None = None
+        self._has_told = False
+        self.stall = ""
+        """Who was missing in a stall that is not over, in a few words."""
         self._answered = ""
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
@@ -72,7 +74,7 @@ class Watch(threading.Thread):
 
     def begin_round(self, number: int, pids: dict[int, int]) -> None:
         with self._lock:
-            self._round, self._pids, self._told = number, pids, None
+            self._round, self._pids, self._has_told, self.stall = number, pids, False, ""
 
     def end_round(self) -> None:
         with self._lock:
@@ -105,10 +107,11 @@ class Watch(threading.Thread):
             return
         beats = own + self._read_others(number)
         if not is_stalled(beats, self._stall_seconds):
-            self._told = None
-        elif self._told is None:
-            self._told = max(beat.position for beat in beats)
+            self._has_told, self.stall = False, ""
+        elif not self._has_told:
+            self._has_told = True
             missing = find_missing(beats)
+            self.stall = f"rank {missing[0].rank} was missing at {missing[0].describe()}"
             stacks = self._collect_stacks([beat.rank for beat in missing], pids)
             self._say(describe_stall(beats, missing, stacks, self._rounds.plan.nodes))
 
