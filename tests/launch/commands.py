@@ -67,7 +67,9 @@ class Command:
 
     @property
     def err(self) -> str:
-        return self._files[1].read_text()
+        """Standard error, without what torch's C++ side says of sockets without names."""
+        lines = self._files[1].read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("[W"))
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

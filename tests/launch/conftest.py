@@ -10,6 +10,12 @@ import pytest
 from tests.launch.commands import Command
 
 
+@pytest.fixture(autouse=True)
+def _without_stand_in(tmp_path: Path) -> None:
+    """Scripts in this folder find a package of Megatron's name, and so need not import torch."""
+    (tmp_path / "megatron.py").write_text("")
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     started: list[Command] = []

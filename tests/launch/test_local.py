@@ -164,7 +164,9 @@ def test_restarts_end_after_as_many_as_were_given_and_logs_lie_in_the_save_folde
 
 
 def test_mistake_of_the_users_is_not_tried_again(run: Run) -> None:
-    code = "from rapidformer.errors import DataError; print('once'); raise DataError('no such file')"
+    code = (
+        "from rapidformer.errors import DataError; print('once'); raise DataError('no such file')"
+    )
     status, out, err = run(code, *TWO, "--max-restarts", "3")
     assert status == 1
     assert err in ("error: no such file\n", "error: rank 1: no such file\n"), "whoever was first"
@@ -173,9 +175,10 @@ def test_mistake_of_the_users_is_not_tried_again(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_signal_to_the_launcher_ends_all_within_seconds(
-    name: str, start: Start, tmp_path: Path
+    name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Children that stop their ears and grandchildren included."""
+    monkeypatch.setattr("rapidformer.launch.agent._STOP_SECONDS", 1)
     script = tmp_path / "script.py"
     script.write_text(
         RANK

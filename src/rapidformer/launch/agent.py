@@ -49,6 +49,10 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         self._remaining_restarts = worker_group.spec.max_restarts - self._rounds.round
+        if self._rounds.round > 0 and self._rounds.plan.node_rank == 0:
+            failures = self._rounds.read_failures(self._rounds.round - 1)
+            why = choose_first(failures).summarize() if failures else "a node was lost"
+            self._say(f"{why}\nrestart {self._rounds.round} of {self._rounds.max_restarts}")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failure = None
@@ -72,11 +76,6 @@ class Agent(LocalElasticAgent):
             self._rounds.publish_failure(self.failure)
             if self._rounds.find_first_failure(self.failure).is_mistake:
                 self._remaining_restarts = 0
-            if self._remaining_restarts > 0 and not self.failure.is_consequence:
-                number = self._rounds.round + 1
-                self._say(
-                    f"{self.failure.summarize()}\nrestart {number} of {self._rounds.max_restarts}"
-                )
         return result
 
     def _read_failures(self, result: RunResult) -> Iterator[Failure]:

@@ -38,10 +38,10 @@ def launch(
 
     ``say`` shows what a person should know while the run goes on.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    # torch's C++ side would talk of sockets whose names it cannot find. The workers may.
+    with _variables(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        from torch.distributed.elastic.multiprocessing import SignalException
 
-    # What torch's agent would log about a failure, we say ourselves and better.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     threads = max(len(os.sched_getaffinity(0)) // plan.processes, 1)
     with (
         tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
@@ -53,7 +53,7 @@ def launch(
     ):
         if plan.has_lifeline:
             _hold_lifeline()
-        from rapidformer.launch.rendezvous import Rounds
+        from rapidformer.launch.rendezvous import RefusedError, Rounds
 
         rounds: Rounds | None = None
         try:
@@ -64,7 +64,7 @@ def launch(
             )
             _run_agent(rounds, argv, settings, Path(folder), log_dir, say)
         except WorkerError as error:
-            if rounds is not None:
+            if rounds is not None and not isinstance(error, RefusedError):
                 rounds.close(str(error), error.exit_code)
             # The hostfile's launcher shows every node's output: once is enough.
             error.is_told = plan.has_lifeline and plan.node_rank > 0 and rounds is not None
@@ -93,6 +93,7 @@ def _run_agent(
     from rapidformer.launch.logs import RankLogs
     from rapidformer.launch.watch import Watch
 
+    _silence_torch()
     plan: LaunchPlan = rounds.plan
     try:
         logs = RankLogs(scratch, log_dir, has_terminal=plan.node_rank == 0)
@@ -123,6 +124,13 @@ def _run_agent(
         if first.is_consequence and watch.stall:
             message += f"\nBefore, the run had stalled: {watch.stall}."
         raise WorkerError(message, first.exit_code)
+
+
+def _silence_torch() -> None:
+    """What torch's agent would log about a failure, we say ourselves and better."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
 
 
 def _get_stall_seconds(settings: LaunchArguments) -> float:

@@ -41,6 +41,10 @@ class RunClosedError(WorkerError):
     """Another node has ended the run; carries that node's word."""
 
 
+class RefusedError(WorkerError):
+    """This node may not take part; the run itself goes on."""
+
+
 class Rounds(RendezvousHandler):
     """This node's view of the rounds."""
 
@@ -53,6 +57,7 @@ class Rounds(RendezvousHandler):
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._worker_store: TCPStore | None = None
         self._is_closed = False
+        self._token = uuid.uuid4().hex
         self.store = self._open_store()
         with self._losing_node_0():
             if plan.node_rank == 0:
@@ -120,15 +125,20 @@ class Rounds(RendezvousHandler):
     # ---- failures and the end ------------------------------------------------------------------
 
     def publish_failure(self, failure: Failure) -> None:
-        if self.plan.nodes > 1:
-            with self._losing_node_0():
-                self.store.set(f"failure/{self.round}/{self.plan.node_rank}", failure.to_text())
+        with self._losing_node_0():
+            self.store.set(f"failure/{self.round}/{self.plan.node_rank}", failure.to_text())
+
+    def read_failures(self, round_: int) -> list[Failure]:
+        """What the nodes have published about a round."""
+        with self._losing_node_0():
+            keys = [f"failure/{round_}/{node}" for node in range(self.plan.nodes)]
+            return [Failure.from_text(self.store.get(k)) for k in keys if self.store.check([k])]
 
     def find_first_failure(self, own: Failure) -> Failure:
         """The failure of this round that came first, on whichever node."""
         deadline = time.monotonic() + (2.0 if own.is_consequence and self.plan.nodes > 1 else 0.0)
         while True:
-            found = [own, *self._read_failures()]
+            found = [own, *self.read_failures(self.round)]
             first = choose_first(found)
             if not first.is_consequence or time.monotonic() > deadline:
                 return first
@@ -171,7 +181,7 @@ class Rounds(RendezvousHandler):
 
     def say_alive(self, store: TCPStore, beat: int) -> None:
         """Called now and then by the watching thread, on a connection of its own."""
-        store.set(f"alive/{self.plan.node_rank}", str(beat))
+        store.set(f"alive/{self.plan.node_rank}", f"{self._token} {beat}")
 
     def open_client(self) -> TCPStore:
         """Another connection: one that waits must not hold up another thread."""
@@ -208,7 +218,10 @@ class Rounds(RendezvousHandler):
             return current
         self._refuse_double()
         self.round = current
-        return self._ask_for_round()
+        try:
+            return self._ask_for_round()
+        except WorkerError as error:
+            raise RefusedError(str(error), error.exit_code) from None
 
     def _refuse_double(self) -> None:
         """Two nodes of one number would throw each other out for ever."""
@@ -217,8 +230,9 @@ class Rounds(RendezvousHandler):
         deadline = time.monotonic() + 2.5 * ALIVE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            if self.store.check([key]) and self.store.get(key) != before:
-                raise WorkerError(
+            now = self.store.get(key) if self.store.check([key]) else b""
+            if now != before and not now.decode().startswith(self._token):
+                raise RefusedError(
                     f"{self.describe_node(self.plan.node_rank)} is taking part already: every "
                     "node needs a NODE_RANK of its own.",
                     1,
@@ -283,13 +297,6 @@ class Rounds(RendezvousHandler):
             self._is_closed = True
             self.leave()
             raise RunClosedError(word["message"], word["exit_code"])
-
-    def _read_failures(self) -> list[Failure]:
-        if self.plan.nodes == 1:
-            return []
-        with self._losing_node_0():
-            keys = [f"failure/{self.round}/{node}" for node in range(self.plan.nodes)]
-            return [Failure.from_text(self.store.get(k)) for k in keys if self.store.check([k])]
 
     def _find_lost_nodes(self) -> list[int]:
         """Nodes whose agent no longer says that it is there."""
