@@ -1,13 +1,15 @@
-"""A command that does not outlive its test."""
+"""Commands that do not outlive their test, alone and as nodes of one run."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.commands import Command
+from tests.launch.nodes import TestNode, make_two_nodes
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +29,32 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     yield begin
     for command in started:
         command.end()
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[TestNode]]:
+    with make_two_nodes() as made:
+        yield made
+
+
+@pytest.fixture
+def begin(start: Callable[..., Command], nodes: list[TestNode]) -> Callable[..., Command]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def begin_node(rank: int, *words: object, **variables: str) -> Command:
+        return start(
+            "launch",
+            *("--device", "cpu", "--nproc-per-node", "1"),
+            *words,
+            namespace=nodes[rank].namespace,
+            NNODES="2",
+            NODE_RANK=str(rank),
+            MASTER_ADDR=nodes[0].address,
+            MASTER_PORT=str(port),
+            OMP_NUM_THREADS="1",
+            **nodes[rank].variables,
+            **variables,
+        )
+
+    return begin_node

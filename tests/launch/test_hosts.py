@@ -1,4 +1,4 @@
-"""Hostfiles: what they may hold, the ssh commands made of them, and runs over a stand-in for ssh."""
+"""Hostfiles: what they hold, the ssh commands made of them, runs over a stand-in for ssh."""
 
 from __future__ import annotations
 

@@ -6,46 +6,13 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.launch.commands import Command, wait_until
-from tests.launch.nodes import TestNode, make_two_nodes
 
-Start = Callable[..., Command]
 SCRIPT = Path(__file__).parent / "training.py"
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[TestNode]]:
-    with make_two_nodes() as made:
-        yield made
-
-
-@pytest.fixture
-def begin(start: Start, nodes: list[TestNode]) -> Callable[..., Command]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def begin_node(rank: int, *words: object, **variables: str) -> Command:
-        return start(
-            "launch",
-            *("--device", "cpu", "--nproc-per-node", "1"),
-            *words,
-            namespace=nodes[rank].namespace,
-            NNODES="2",
-            NODE_RANK=str(rank),
-            MASTER_ADDR=nodes[0].address,
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            **nodes[rank].variables,
-            **variables,
-        )
-
-    return begin_node
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import pytest
 from rapidformer.dist import heartbeat
 from rapidformer.launch.watch import Beat, describe_stall, find_missing, is_stalled, read_beat
 from tests.launch.commands import Command
-from tests.launch.test_nodes import begin, nodes  # noqa: F401 (fixtures)
 
 Start = Callable[..., Command]
 STALL = """
@@ -101,8 +100,8 @@ def test_beats_are_read_as_they_were_written(beating: Path) -> None:
 
 def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each phase of an update, in its order, with the number of the update in progress."""
-    from rapidformer import engine as engine_module
     from rapidformer import RapidformerEngine
+    from rapidformer import engine as engine_module
     from rapidformer.data import loader as loader_module
     from tests.launch.training import LineTrainer
 
@@ -136,7 +135,7 @@ def test_missing_rank_is_told_with_its_stack(start: Start, tmp_path: Path) -> No
 
 def test_missing_rank_of_another_node_is_told_by_node_0(
     begin: Callable[..., Command],
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(STALL.replace("seconds = 1.5", "seconds = 4"))
