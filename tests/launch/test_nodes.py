@@ -97,9 +97,10 @@ def test_node_that_nobody_comes_to_says_who_is_missing(
 
 def test_two_nodes_of_one_number_are_refused(begin: Callable[..., Command], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text(f"import time; open({str(tmp_path / 'here')!r}, 'w').close(); time.sleep(60)")
     started = [begin(rank, script) for rank in (0, 1)]
-    wait_until(lambda: "node" not in started[0].err and started[0].is_running())
+    wait_until((tmp_path / "here").exists, describe=started[1].describe)
     double = begin(1, script)
     assert double.wait(30) == 1
     assert "is taking part already: every node needs a NODE_RANK of its own" in double.err
+    assert all(command.is_running() for command in started), "the run itself goes on"

@@ -20,7 +20,7 @@ import threading
 import time
 import tty
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
@@ -68,16 +68,17 @@ class RankLogs(LogsSpecs):
     def _open_streams(self, variables: dict[str, str]) -> tuple[str, str]:
         if self._pump is None:
             return "", ""  # the agent's own
-        path = self.get_path(int(variables["RANK"]))
-        assert path is not None
-        file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (the pump closes it)
+        name = self.get_path(int(variables["RANK"]))
+        assert name is not None
+        path = Path(name)
         attempt, host = variables["TORCHELASTIC_RESTART_COUNT"], socket.gethostname()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"=== {now}, host {host}, attempt {attempt} ===\n".encode())
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"=== {now}, host {host}, attempt {attempt} ===\n")
         is_shown = self._has_terminal and variables["RANK"] == "0"
         return (
-            self._pump.add(file, sys.stdout, wants_terminal=is_shown),
-            self._pump.add(file, sys.stderr, wants_terminal=is_shown),
+            self._pump.add(path, sys.stdout, wants_terminal=is_shown),
+            self._pump.add(path, sys.stderr, wants_terminal=is_shown),
         )
 
     def finish(self) -> None:
@@ -87,6 +88,31 @@ class RankLogs(LogsSpecs):
             self._pump = None
 
 
+class _LineLog:
+    """Whole lines of one stream; of a line that is written again and again, the last form."""
+
+    def __init__(self, path: Path) -> None:
+        # Both streams of a rank append to its file, each write whole.
+        self._file = path.open("ab", buffering=0)
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        *lines, rest = (self._rest + data).split(b"\n")
+        # A carriage return at the end may be the first half of a line's end.
+        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+        if lines:
+            self._file.write(b"".join(_clean(line) + b"\n" for line in lines))
+
+    def close(self) -> None:
+        if _clean(self._rest):
+            self._file.write(_clean(self._rest) + b"\n")
+        self._file.close()
+
+
+def _clean(line: bytes) -> bytes:
+    return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+
+
 class _Pump(threading.Thread):
     """Carries bytes from the workers to the terminal and to their files."""
 
@@ -94,10 +120,10 @@ class _Pump(threading.Thread):
         super().__init__(name="rapidformer-logs", daemon=True)
         self._selector = selectors.DefaultSelector()
         self._ends: list[int] = []
-        self._files: list[BinaryIO] = []
+        self._logs: list[_LineLog] = []
         self._is_stopping = threading.Event()
 
-    def add(self, file: Any, shown_on: Any, *, wants_terminal: bool) -> str:
+    def add(self, log_path: Path, shown_on: Any, *, wants_terminal: bool) -> str:
         """A new stream; returns the path under which the worker's end is opened."""
         if wants_terminal and shown_on.isatty():
             source, end = pty.openpty()
@@ -111,8 +137,9 @@ class _Pump(threading.Thread):
             path = f"/proc/self/fd/{end}"
         os.set_blocking(source, False)
         self._ends += [source, end]
-        self._files.append(file)
-        self._selector.register(source, selectors.EVENT_READ, (file, shown_on))
+        log = _LineLog(log_path)
+        self._logs.append(log)
+        self._selector.register(source, selectors.EVENT_READ, (log, shown_on))
         return path
 
     def run(self) -> None:
@@ -127,14 +154,14 @@ class _Pump(threading.Thread):
             self.join(timeout=10)
         for end in self._ends:
             os.close(end)
-        for file in self._files:
-            file.close()
+        for log in self._logs:
+            log.close()
         self._selector.close()
 
     def _carry(self, timeout: float) -> bool:
         has_read = False
         for key, _ in self._selector.select(timeout):
-            file, shown_on = key.data
+            log, shown_on = key.data
             try:
                 data = os.read(key.fd, 65536)
             except (BlockingIOError, OSError):
@@ -142,7 +169,7 @@ class _Pump(threading.Thread):
             if not data:
                 continue
             has_read = True
-            file.write(_CONTROL.sub(b"", data))
+            log.write(data)
             with contextlib.suppress(OSError, ValueError):
                 shown_on.buffer.write(data) if hasattr(shown_on, "buffer") else shown_on.write(
                     data.decode(errors="replace")

@@ -227,16 +227,19 @@ class Rounds(RendezvousHandler):
         """Two nodes of one number would throw each other out for ever."""
         key = f"alive/{self.plan.node_rank}"
         before = self.store.get(key) if self.store.check([key]) else b""
-        deadline = time.monotonic() + 2.5 * ALIVE_SECONDS
+        deadline = time.monotonic() + 3.5 * ALIVE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             now = self.store.get(key) if self.store.check([key]) else b""
-            if now != before and not now.decode().startswith(self._token):
-                raise RefusedError(
-                    f"{self.describe_node(self.plan.node_rank)} is taking part already: every "
-                    "node needs a NODE_RANK of its own.",
-                    1,
-                )
+            if now != before:
+                raise self._build_double_error()
+
+    def _build_double_error(self) -> RefusedError:
+        return RefusedError(
+            f"{self.describe_node(self.plan.node_rank)} is taking part already: every node needs "
+            "a NODE_RANK of its own.",
+            1,
+        )
 
     def _ask_for_round(self) -> int:
         wanted = self.round + 1
@@ -252,8 +255,9 @@ class Rounds(RendezvousHandler):
         """Be in the newest round; returns the nodes that are not there yet."""
         self._raise_if_closed()
         self.round = max(self.round, self._get_round())
-        if not self._has_joined(self.round):
-            self.store.set(f"joined/{self.round}/{self.plan.node_rank}", "1")
+        key = f"joined/{self.round}/{self.plan.node_rank}"
+        if self.store.compare_set(key, "", self._token).decode() != self._token:
+            raise self._build_double_error()
         nodes = range(self.plan.nodes)
         if self.store.check([f"joined/{self.round}/{node}" for node in nodes]):
             return []

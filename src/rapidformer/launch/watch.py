@@ -89,15 +89,19 @@ class Watch(threading.Thread):
         if self._stall_seconds:
             interval = min(interval, self._stall_seconds / 4)
         beat = 0
-        while not self._is_stopping.wait(interval):
+        while True:
             beat += 1
             # The store is gone when node 0 is: that is told elsewhere.
             with contextlib.suppress(RuntimeError):
                 self._look(beat)
+            if self._is_stopping.wait(interval):
+                return
 
     def _look(self, beat: int) -> None:
         with self._lock:
             pids, number = dict(self._pids), self._round
+        if number < 0:
+            return  # not yet one of the run: another node may still be it
         own = self._read_beats(pids)
         if self._store is not None:
             self._rounds.say_alive(self._store, beat)
