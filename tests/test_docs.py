@@ -36,7 +36,7 @@ def test_flags_in_the_docs_exist() -> None:
     from rapidformer.config import build_parser
 
     known = {*build_parser()._option_string_actions, "--help", "--print-config", "--version"}
-    others = {"--constraint", "--nproc_per_node"}
+    others = {"--constraint", "--nproc_per_node", "--yes"}
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):
             assert flag in known | others, f"{page.name} shows {flag}"

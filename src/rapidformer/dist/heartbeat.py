@@ -1,6 +1,6 @@
 """Where this process is in the run, for the launcher to see: step and phase, in a shared file.
 
-A beat costs about a microsecond (bytes into a mapped page) and nothing at all without our
+A beat costs a few microseconds (bytes into a mapped page) and nothing at all without our
 launcher. Every rank must beat equally often, since the launcher takes the one with fewer beats for
 the one that is missing: so beats stand where all ranks come by, never inside a condition on rank.
 """
