@@ -29,6 +29,8 @@ class Command:
         self, folder: Path, *words: object, namespace: str | None = None, **variables: str
     ) -> None:
         self._files = [folder / f"{id(self)}.out", folder / f"{id(self)}.err"]
+        for path in self._files:
+            path.touch()
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:

@@ -194,7 +194,7 @@ def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
                     count=int(count),
                     step=int(step),
                     phase=phase,
-                    age=time.monotonic() - float(since),
+                    age=max(time.monotonic() - float(since), 0.0),
                     has_ended=not Path(f"/proc/{pid}").exists(),
                 )
         except (OSError, ValueError):
