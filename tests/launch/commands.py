@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,8 @@ class Command:
             for name in FOREIGN:
                 os.environ.pop(name, None)
             os.environ.update(variables)
+            # A launcher that is killed outright leaves its scratch folder.
+            tempfile.tempdir = os.environ["TMPDIR"] = str(self._files[0].parent)
             if namespace is not None:
                 with Path(f"/run/netns/{namespace}").open() as file:
                     assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0

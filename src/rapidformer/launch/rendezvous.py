@@ -160,7 +160,9 @@ class Rounds(RendezvousHandler):
         """Say goodbye; node 0 holds the store and so goes last."""
         self.store.set(f"left/{self.plan.node_rank}", "1")
         if self.plan.node_rank == 0:
-            self._wait_until_all("left", time.monotonic() + _FAREWELL_SECONDS)
+            here = [n for n in range(self.plan.nodes) if self.store.check([f"host/{n}"])]
+            keys = [f"left/{node}" for node in here]
+            self._wait_for_keys(keys, time.monotonic() + _FAREWELL_SECONDS)
 
     def finish(self) -> None:
         """Wait until the workers of every node have come to their end."""
@@ -168,7 +170,8 @@ class Rounds(RendezvousHandler):
             return
         with self._losing_node_0():
             self.store.set(f"done/{self.round}/{self.plan.node_rank}", "1")
-            while not self._wait_until_all(f"done/{self.round}", time.monotonic() + _LOOK_SECONDS):
+            keys = [f"done/{self.round}/{node}" for node in range(self.plan.nodes)]
+            while not self._wait_for_keys(keys, time.monotonic() + _LOOK_SECONDS):
                 self._raise_if_closed()
                 if self._get_round() != self.round:
                     raise WorkerError("another node broke when this one had finished.", 1)
@@ -287,8 +290,7 @@ class Rounds(RendezvousHandler):
             time.sleep(_POLL_SECONDS / 5)
         return bytes(self.store.get(key))
 
-    def _wait_until_all(self, key: str, deadline: float) -> bool:
-        keys = [f"{key}/{node}" for node in range(self.plan.nodes)]
+    def _wait_for_keys(self, keys: list[str], deadline: float) -> bool:
         while not self.store.check(keys):
             if time.monotonic() > deadline:
                 return False
