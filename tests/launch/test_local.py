@@ -139,7 +139,7 @@ if rank == "1" and attempt == "0":
     assert status == 0, err
     assert "rank 1: ValueError: a passing trouble\nrestart 1 of 2\n" in err
     assert "restart 2" not in err
-    assert {"out 0 1", "out 1 1"} <= set(out.splitlines()), "the terminal shows them still"
+    assert {"out 0 1", "out 1 1"} <= set(out.splitlines()), f"not on the terminal:\n{out}\n{err}"
     for rank in "01":
         lines = (tmp_path / "logs" / f"rank_{rank}.log").read_text().splitlines()
         kept = [line for line in lines if not line.startswith("===")]

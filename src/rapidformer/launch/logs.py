@@ -113,6 +113,31 @@ def _clean(line: bytes) -> bytes:
     return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
+class _Shown:
+    """A rank's stream on the command's own. Lines stay whole, for several ranks share it."""
+
+    def __init__(self, stream: Any, *, holds_lines: bool) -> None:
+        self._stream = stream
+        self._holds_lines = holds_lines
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        data = self._rest + data
+        # A bar ends its line with a carriage return, again and again.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if self._holds_lines else len(data)
+        self._rest = data[end:]
+        self._show(data[:end])
+
+    def close(self) -> None:
+        self._show(self._rest)
+
+    def _show(self, data: bytes) -> None:
+        if data:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                self._stream.buffer.write(data)
+                self._stream.flush()
+
+
 class _Pump(threading.Thread):
     """Carries bytes from the workers to the terminal and to their files."""
 
@@ -121,11 +146,13 @@ class _Pump(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._ends: list[int] = []
         self._logs: list[_LineLog] = []
+        self._shown: list[_Shown] = []
         self._is_stopping = threading.Event()
 
     def add(self, log_path: Path, shown_on: Any, *, wants_terminal: bool) -> str:
         """A new stream; returns the path under which the worker's end is opened."""
-        if wants_terminal and shown_on.isatty():
+        is_terminal = wants_terminal and shown_on.isatty()
+        if is_terminal:
             source, end = pty.openpty()
             tty.setraw(end)  # or line ends would be changed twice
             with contextlib.suppress(OSError):
@@ -139,7 +166,9 @@ class _Pump(threading.Thread):
         self._ends += [source, end]
         log = _LineLog(log_path)
         self._logs.append(log)
-        self._selector.register(source, selectors.EVENT_READ, (log, shown_on))
+        shown = _Shown(shown_on, holds_lines=not is_terminal)
+        self._shown.append(shown)
+        self._selector.register(source, selectors.EVENT_READ, (log, shown))
         return path
 
     def run(self) -> None:
@@ -156,12 +185,14 @@ class _Pump(threading.Thread):
             os.close(end)
         for log in self._logs:
             log.close()
+        for shown in self._shown:
+            shown.close()
         self._selector.close()
 
     def _carry(self, timeout: float) -> bool:
         has_read = False
         for key, _ in self._selector.select(timeout):
-            log, shown_on = key.data
+            log, shown = key.data
             try:
                 data = os.read(key.fd, 65536)
             except (BlockingIOError, OSError):
@@ -170,9 +201,5 @@ class _Pump(threading.Thread):
                 continue
             has_read = True
             log.write(data)
-            with contextlib.suppress(OSError, ValueError):
-                shown_on.buffer.write(data) if hasattr(shown_on, "buffer") else shown_on.write(
-                    data.decode(errors="replace")
-                )
-                shown_on.flush()
+            shown.write(data)
         return has_read
