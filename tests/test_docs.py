@@ -48,7 +48,7 @@ def test_flags_in_the_docs_exist() -> None:
     known = {"--help", "--print-config", "--version"}
     for parser in (build_parser(), data._build_parser(), preprocess._build_parser()):
         known |= _list_flags(parser)
-    others = {"--constraint", "--nproc_per_node"}
+    others = {"--constraint", "--nproc_per_node", "--yes"}
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):
             assert flag in known | others, f"{page.name} shows {flag}"

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.export import export_model
+from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config import (
     TrainingArguments,
@@ -47,6 +48,7 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
+from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import start_processes, stop_processes
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -77,6 +79,7 @@ class RapidformerEngine:
         processes = start_processes(
             device=given.device, timeout_minutes=given.distributed_timeout_minutes
         )
+        given = continue_after_restart(given)
         self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
         self.device = processes.device
         self.mesh = processes.mesh
@@ -256,10 +259,12 @@ class RapidformerEngine:
         share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
+        beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
         scale_loss(loss, share, scale).backward()
         synchronizer.after_backward()
         if is_last:
+            beat("update")
             self.clock.finish_gradients(self._trainable, self.scaler)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
@@ -328,14 +333,18 @@ class RapidformerEngine:
             raise RapidformerError(
                 "save after optimizer.step(): the gradients of this update are only partly there."
             )
-        self.parallelized.settle()
-        return CheckpointStore(Path(target)).save(
-            self._get_state(),
-            extra or {},
-            keep=self.args.save_total_limit,
-            with_optimizer=self.args.save_optim,
-            with_random_states=self.args.save_rng,
-        )
+        with in_phase("save"):
+            self.parallelized.settle()
+            saved = CheckpointStore(Path(target)).save(
+                self._get_state(),
+                extra or {},
+                keep=self.args.save_total_limit,
+                with_optimizer=self.args.save_optim,
+                with_random_states=self.args.save_rng,
+            )
+            if self.is_main:
+                claim_folder(Path(target))
+            return saved
 
     def load_checkpoint(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Go on from a checkpoint (or from a run's newest); returns what was saved as extra."""
@@ -357,11 +366,13 @@ class RapidformerEngine:
 
     def export(self, folder: str | Path, processor: Any = None) -> Path:
         """Save the model alone, as a folder that ``transformers`` loads."""
-        self.parallelized.settle()
-        return export_model(self.parallelized.model, Path(folder), processor=processor)
+        with in_phase("save"):
+            self.parallelized.settle()
+            return export_model(self.parallelized.model, Path(folder), processor=processor)
 
     def close(self) -> None:
         """Leave the other processes; the last call of a script."""
+        beat("end")
         stop_processes()
 
     # ---- inside --------------------------------------------------------------------------------
@@ -374,6 +385,8 @@ class RapidformerEngine:
 
     def _note_loader(self, loader: DistributedLoader) -> None:
         self._current_loader = loader
+        is_training = loader is self._train_loader
+        beat("forward" if is_training else "evaluate", self.clock.updates + is_training)
 
     def _make_scheduler(
         self, optimizer: Optimizer, function: Callable[..., Any] | None, ready_made: Any

@@ -1,4 +1,4 @@
-"""Runs of two processes started by the command: failures and signals."""
+"""Processes started by the command on one node: failures, restarts, logs and signals."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.launch.commands import Command, is_alive, wait_until
+
+Start = Callable[..., Command]
+
 RANK = "import os; rank = os.environ.get('RANK', '0')\n"
 WAIT = "import time; time.sleep(120)\n"
+TWO = ("--device", "cpu", "--nproc-per-node", "2")
 
 
-def start(script: Path, *flags: str) -> subprocess.Popen[str]:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
-    command = [sys.executable, "-m", "rapidformer.cli.main", "--user-script", str(script)]
-    return subprocess.Popen(
-        [*command, "--device", "cpu", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+@pytest.fixture
+def run(start: Start, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    def begin(code: str, *flags: object, is_launch: bool = False) -> tuple[int, str, str]:
+        script = tmp_path / "script.py"
+        script.write_text(RANK + code)
+        words = ["launch", *flags, script] if is_launch else ["--user-script", script, *flags]
+        command = start(*words)
+        return command.wait(), command.out, command.err
+
+    return begin
 
 
-def run(tmp_path: Path, code: str, *flags: str) -> tuple[int, str, str]:
-    script = tmp_path / "script.py"
-    script.write_text(RANK + code)
-    process = start(script, *flags)
-    out, err = process.communicate(timeout=100)
-    return process.returncode, out, err
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_two_processes_run_the_script_with_its_flags(tmp_path: Path) -> None:
+def test_two_processes_run_the_script_with_its_flags(run: Run, tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
@@ -47,11 +44,11 @@ names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 text = " ".join([*(os.environ.get(n, "-") for n in names), *sys.argv[3:]])
 Path({str(tmp_path)!r}, "rank" + rank).write_text(text)
 """
-    status, _, err = run(tmp_path, code, "--nproc_per_node", "2", "--own_flag", "x")
+    flags = ("--device", "cpu", "--nproc_per_node", "2", "--own_flag", "x")
+    status, _, err = run(code, *flags)
     assert status == 0, err
-    flags = "--device cpu --nproc_per_node 2 --own_flag x"
-    assert (tmp_path / "rank0").read_text() == f"0 0 2 {flags}"
-    assert (tmp_path / "rank1").read_text() == f"1 1 2 {flags}"
+    assert (tmp_path / "rank0").read_text() == f"0 0 2 {' '.join(flags)}"
+    assert (tmp_path / "rank1").read_text() == f"1 1 2 {' '.join(flags)}"
 
 
 @pytest.mark.parametrize(
@@ -63,36 +60,37 @@ Path({str(tmp_path)!r}, "rank" + rank).write_text(text)
     ids=["same value twice", "switch"],
 )
 def test_flags_of_the_scripts_own_do_not_disturb_the_launch(
-    flags: tuple[str, ...], tmp_path: Path
+    flags: tuple[str, ...], run: Run
 ) -> None:
-    status, out, err = run(tmp_path, "import sys; print(' '.join(sys.argv[5:]))", *flags)
+    code = "import sys; print(' '.join(sys.argv[5:]))"
+    status, out, err = run(code, "--device", "cpu", *flags)
     assert status == 0, err
     assert out.strip() == " ".join(flags)
 
 
-def test_user_script_may_be_spelt_with_an_underscore(tmp_path: Path) -> None:
+def test_user_script_may_be_spelt_with_an_underscore(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
-    command = [sys.executable, "-m", "rapidformer.cli.main", f"--user_script={script}"]
-    done = subprocess.run(
-        [*command, "--own-flag", "3", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "here\n"
+    command = start(f"--user_script={script}", "--own-flag", "3", "--device", "cpu")
+    assert command.wait() == 0, command.err
+    assert command.out == "here\n"
 
 
-def test_message_of_the_process_that_failed_is_shown_once(tmp_path: Path) -> None:
+def test_launch_leaves_the_scripts_command_line_alone(run: Run, start: Start) -> None:
+    code = "import sys; print(rank, sys.argv[1:])"
+    status, out, err = run(code, *TWO, is_launch=True)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["0 []", "1 []"]
+
+
+def test_message_of_the_process_that_failed_is_shown_once(run: Run) -> None:
     code = f"""
 from rapidformer.errors import RapidformerError
 if rank == "1":
     raise RapidformerError("the second one is unwell")
 {WAIT}"""
     started = time.monotonic()
-    status, out, err = run(tmp_path, code, "--nproc-per-node", "2")
+    status, out, err = run(code, *TWO)
     assert status == 1
     assert err == "error: rank 1: the second one is unwell\n", (
         "nothing of the launcher's own around it"
@@ -110,50 +108,165 @@ if rank == "1":
             1,
             "ValueError: a defect",
         ),
+        (
+            "if rank == '1': os.kill(os.getpid(), 9)\n" + WAIT,
+            137,
+            "rank 1 was ended by signal SIGKILL",
+        ),
     ],
-    ids=["exit status", "traceback"],
+    ids=["exit status", "traceback", "killed"],
 )
 def test_exit_status_is_that_of_the_process_that_failed(
-    code: str, status: int, text: str, tmp_path: Path
+    code: str, status: int, text: str, run: Run
 ) -> None:
-    found, _, err = run(tmp_path, code, "--nproc-per-node", "2")
+    found, _, err = run(code, *TWO)
     assert found == status
     assert err.count(text) == 1
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_signal_to_the_parent_ends_all_within_seconds(name: str, tmp_path: Path) -> None:
+def test_run_that_breaks_is_started_again_and_every_output_is_kept(
+    run: Run, tmp_path: Path
+) -> None:
+    code = """
+import sys
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("out", rank, attempt, flush=True)
+os.write(2, f"err {rank} {attempt}\\n".encode())
+if rank == "1" and attempt == "0":
+    raise ValueError("a passing trouble")
+"""
+    status, out, err = run(code, *TWO, "--max-restarts", "2", "--log-dir", tmp_path / "logs")
+    assert status == 0, err
+    assert "rank 1: ValueError: a passing trouble\nrestart 1 of 2\n" in err
+    assert "restart 2" not in err
+    assert {"out 0 1", "out 1 1"} <= set(out.splitlines()), f"not on the terminal:\n{out}\n{err}"
+    for rank in "01":
+        lines = (tmp_path / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        kept = [line for line in lines if not line.startswith("===")]
+        assert kept[-2:] == [f"out {rank} 1", f"err {rank} 1"], "both streams, in their order"
+        assert [line.rpartition(", ")[2] for line in lines if line.startswith("===")] == [
+            "attempt 0 ===",
+            "attempt 1 ===",
+        ]
+
+
+def test_restarts_end_after_as_many_as_were_given_and_logs_lie_in_the_save_folder(
+    run: Run, tmp_path: Path
+) -> None:
+    code = "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); raise SystemExit(5)"
+    save = tmp_path / "save"
+    status, out, err = run(code, "--device", "cpu", "--max-restarts", "1", "--save", save)
+    assert status == 5
+    assert out == "attempt 0\nattempt 1\n"
+    log = save / "logs" / "rank_0.log"
+    assert err.endswith(f"error: rank 0 ended with status 5; its output is in {log}.\n")
+    assert log.read_text().count("attempt") == 4
+
+
+def test_mistake_of_the_users_is_not_tried_again(run: Run) -> None:
+    code = (
+        "from rapidformer.errors import DataError; print('once'); raise DataError('no such file')"
+    )
+    status, out, err = run(code, *TWO, "--max-restarts", "3")
+    assert status == 1
+    assert err in ("error: no such file\n", "error: rank 1: no such file\n"), "whoever was first"
+    assert out.count("once") <= 2, "by each process"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_signal_to_the_launcher_ends_all_within_seconds(
+    name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children that stop their ears and grandchildren included."""
+    monkeypatch.setattr("rapidformer.launch.agent._STOP_SECONDS", 1)
     script = tmp_path / "script.py"
     script.write_text(
         RANK
-        + f"from pathlib import Path\nPath({str(tmp_path)!r}, 'pid' + rank)"
-        + f".write_text(str(os.getpid()))\n{WAIT}"
+        + f"""
+import signal, subprocess, sys, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}} .")
+{WAIT}"""
     )
-    process = start(script, "--nproc-per-node", "2")
+    command = start("launch", *TWO, script)
     files = [tmp_path / "pid0", tmp_path / "pid1"]
-    deadline = time.monotonic() + 60
-    while not all(f.exists() and f.read_text() for f in files):
-        assert time.monotonic() < deadline and process.poll() is None, "the run did not start"
-        time.sleep(0.05)
-    children = [int(file.read_text()) for file in files]
-    process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + getattr(signal, name)
-    assert f"stopped by signal {name}" in err
-    assert "Traceback" not in err
-    for child in children:
-        with pytest.raises(ProcessLookupError):
-            os.kill(child, 0)
-
-
-def test_error_in_the_flags_is_told_before_any_process_is_started() -> None:
-    command = [sys.executable, "-m", "rapidformer.cli.main", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "--task", "masked_lm", "--epochs", "-1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    wait_until(
+        lambda: all(f.exists() and f.read_text().endswith(".") for f in files),
+        describe=command.describe,
     )
-    assert done.returncode == 1
-    assert done.stderr == "error: --epochs must not be negative, got -1.\n"
+    workers, children = zip(*(map(int, f.read_text().split()[:2]) for f in files), strict=True)
+    number = getattr(signal, name)
+    command.send(number)
+    if name == "SIGKILL":
+        # Nobody is left to clear up; the kernel ends the workers.
+        command.wait(20)
+        wait_until(lambda: not any(map(is_alive, workers)), 10)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        return
+    assert command.wait(20) == 128 + number
+    assert f"stopped by signal {name}" in command.err
+    assert "Traceback" not in command.err
+    wait_until(lambda: not any(map(is_alive, workers + children)), 2)
+
+
+def test_error_in_the_flags_is_told_before_any_process_is_started(start: Start) -> None:
+    command = start("--nproc-per-node", "2", "--task", "masked_lm", "--epochs", "-1")
+    assert command.wait() == 1
+    assert command.err == "error: --epochs must not be negative, got -1.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launch", "--nproc-per-node", "2"], "which script? rapidformer launch"),
+        (["launch", "none.py"], "none.py is not a file"),
+        (["launch", "--epochs", "3", "none.py"], "--epochs is not a flag of the launcher"),
+        (["launch", "--max-restarts", "-1", __file__], "--max-restarts must not be negative"),
+        (["launch", "--hostfile", "none", __file__], "--hostfile none cannot be read"),
+    ],
+)
+def test_launch_flags_that_cannot_be(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rapidformer.cli.main import main
+
+    monkeypatch.delenv("RAPIDFORMER_FLAGS", raising=False)
+    assert main(words) == 1
+    assert capsys.readouterr().err.startswith(f"error: {text}")
+
+
+def test_launch_flags_reach_the_scripts_engine_and_may_stand_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rapidformer.cli.launch import read_launch_settings
+    from rapidformer.config import parse_arguments
+
+    monkeypatch.setenv("RAPIDFORMER_FLAGS", "")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    config = tmp_path / "a b.yaml"
+    config.write_text("mixed_precision: bf16\nnproc_per_node: 3\n")
+    own = ["--config", str(config), "--distributed-timeout-minutes=2"]
+    behind = ["--num_gpus", "5", "--device", "cuda:1", "--save", "there", "--lr", "x"]
+    found = read_launch_settings([*own, str(script), *behind])
+    assert (found.nproc_per_node, found.device, found.save) == (5, "auto", "there")
+    in_script = parse_arguments(["--lr", "0.1", "--distributed-timeout-minutes", "3"])
+    assert in_script.mixed_precision == "bf16"
+    assert in_script.distributed_timeout_minutes == 3, "the script's own word wins"
+
+
+def test_help_of_launch_needs_no_torch() -> None:
+    code = """
+import sys
+from rapidformer.cli.main import main
+assert main(["launch", "--help"]) == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "--max-restarts" in done.stdout
+    assert "SCRIPT" in done.stdout

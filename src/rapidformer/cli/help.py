@@ -44,7 +44,7 @@ def show_help(command: str | None) -> None:
     for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
         write(f"\n{section.lower()}\n")
         for setting in settings:
-            write(_format_setting(setting, width))
+            write(format_setting(setting, width))
     write(
         "\nEvery switch has a --no- form. Names of Hugging Face, Megatron, FlagAI and MindFormers\n"
         "are understood too (--learning-rate, --per-device-train-batch-size, ...), as are\n"
@@ -52,7 +52,7 @@ def show_help(command: str | None) -> None:
     )
 
 
-def _format_setting(setting: Setting, width: int) -> str:
+def format_setting(setting: Setting, width: int) -> str:
     left = "  " + setting.flag + _format_value(setting)
     text = setting.help
     if _has_many_choices(setting):

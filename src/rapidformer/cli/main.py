@@ -10,16 +10,23 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rapidformer.errors import RapidformerError
 
+if TYPE_CHECKING:
+    from rapidformer.config import TrainingArguments
+
 # Commands with flags of their own, and so with a help of their own.
-OWN_FLAGS = frozenset({"preprocess", "data"})
+OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config"})
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
     "evaluate": ("rapidformer.cli.evaluate", True, "metrics of a model on a split of the data"),
     "predict": ("rapidformer.cli.predict", True, "a model's answers to texts or a file"),
+    "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
+    "config": ("rapidformer.cli.config", False, "ask a few questions, write a file for --config"),
     "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
     "preprocess": ("rapidformer.cli.preprocess", False, "a corpus into pre-training files"),
     "data": ("rapidformer.cli.data", False, "look into pre-training files, or merge them"),
@@ -29,11 +36,15 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    from rapidformer.launch.worker import attach_to_launcher
+
     words = list(sys.argv[1:] if argv is None else argv)
+    attach_to_launcher()
     try:
         return _dispatch(words)
     except RapidformerError as error:
-        _show(error)
+        if not getattr(error, "is_told", False):
+            _show(error)
         return int(getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
         return 130
@@ -44,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         # A defect, ours or the script's. Under our launcher only the process that failed first
         # is shown: the others fail because of it.
-        from rapidformer.launch.local import report_failure
+        from rapidformer.launch.failures import report_failure
 
         if not report_failure(traceback.format_exc()):
             raise
@@ -61,14 +72,14 @@ def _dispatch(words: list[str]) -> int:
 
         show_help(name if words and words[0] == name else None)
         return 0
-    if "--version" in rest:
+    if "--version" in rest and name != "launch":
         from importlib.metadata import version
 
         sys.stdout.write(f"rapidformer {version('rapidformer')}\n")
         return 0
     module, is_distributed, _ = COMMANDS[name]
     if is_distributed:
-        if "--print-config" in rest:
+        if "--print-config" in rest and name != "launch":
             from rapidformer.cli.help import print_config
 
             print_config([word for word in rest if word != "--print-config"])
@@ -86,10 +97,16 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     from rapidformer.config.parse import drop_unknown_flags
     from rapidformer.config.validate import find_problems
     from rapidformer.errors import ConfigurationError
-    from rapidformer.launch.environment import is_launched, plan_launch
+    from rapidformer.launch.environment import is_launched
 
     if is_launched():
         return False
+    if name == "launch":
+        from rapidformer.cli.launch import read_launch_settings, wants_help
+
+        if wants_help(words):
+            return False
+        return _start(read_launch_settings(words), [name, *words])
     args = parse_arguments(drop_unknown_flags(words))
     if name == "predict" and args.task is not None:
         from rapidformer.tasks.registry import get_task
@@ -100,12 +117,29 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         problems = find_problems(args := parse_arguments(words))
         if problems:
             raise ConfigurationError(problems)
+    return _start(args, [name, *words])
+
+
+def _start(args: TrainingArguments, words: list[str]) -> bool:
+    """Hand over to the launcher; False where this process is enough."""
+    from rapidformer.launch.environment import is_started_node, needs_agent, plan_launch
+
+    def say(text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    if args.hostfile is not None and not is_started_node():
+        from rapidformer.launch.hosts import launch_hosts
+
+        launch_hosts(words, args, say)
+        return True
     plan = plan_launch(args)
-    if plan.world_size == 1:
+    if not needs_agent(plan, args):
         return False
     from rapidformer.launch.local import launch
 
-    launch(plan, [name, *words])
+    folder = args.log_dir or (args.save and str(Path(args.save) / "logs"))
+    launch(plan, words, args, log_dir=Path(folder).expanduser() if folder else None, say=say)
     return True
 
 
@@ -118,9 +152,9 @@ def _describe_unknown(name: str) -> str:
 
 
 def _show(error: RapidformerError) -> None:
-    from rapidformer.launch.local import report_failure
+    from rapidformer.launch.failures import report_failure
 
-    if not report_failure(str(error)):
+    if not report_failure(str(error), is_mistake=True):
         sys.stderr.write(f"error: {error}\n")
 
 

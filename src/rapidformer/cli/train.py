@@ -10,20 +10,22 @@ from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.registry import get_task, is_pretraining
 
 
 def run(argv: list[str]) -> None:
     """Train in this process."""
     script = parse_arguments(drop_unknown_flags(argv)).user_script
     if script is not None:
-        _run_script(script, argv)
+        run_script(script, argv)
         return
     args = parse_arguments(argv)
     if args.task is None:
         raise ConfigurationError(
             "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE.py."
         )
+    # Here, and not above: a script decides itself what it imports, and may need no torch.
+    from rapidformer.tasks.registry import get_task, is_pretraining
+
     if is_pretraining(args.task):
         from rapidformer.tasks.pretraining.runner import pretrain as train
     else:
@@ -36,7 +38,7 @@ def run(argv: list[str]) -> None:
     engine.close()
 
 
-def _run_script(script: str, argv: list[str]) -> None:
+def run_script(script: str, argv: list[str]) -> None:
     """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
     if not Path(script).is_file():
         raise ConfigurationError(f"--user-script {script} is not a file.")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +22,9 @@ from rapidformer.errors import ConfigurationError
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 COMMAND_LINE = "command line"
+# Flags that stand before those of any command line, which win. `rapidformer launch` hands its own
+# flags to a script's engine in this way: the script's command line is not ours to change.
+FLAGS_VARIABLE = "RAPIDFORMER_FLAGS"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,7 +76,8 @@ def parse_arguments(
     """Read a command line; every problem of it is in the one ConfigurationError."""
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
-    namespace, unknown = parser.parse_known_args([_normalize(word, known) for word in argv])
+    words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
+    namespace, unknown = parser.parse_known_args([_normalize(word, known) for word in words])
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
         problems = [f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front"]

@@ -422,6 +422,20 @@ class LaunchArguments:
     """port of node 0 (default: the environment variable MASTER_PORT, or a free one)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
+    hostfile: str | None = None
+    """start the nodes of this file (lines `host slots=N`) over ssh; the first one is node 0"""
+    ssh_port: int | None = None
+    """port of the hosts' ssh (default: what ssh itself takes)"""
+    ssh_user: str | None = None
+    """user on the hosts (default: what ssh itself takes)"""
+    ssh_command: str = "ssh"
+    """what to call in place of ssh, with flags of its own if need be"""
+    max_restarts: int = 0
+    """how often a run that broke is started again, from its last checkpoint in --save"""
+    log_dir: str | None = None
+    """folder for each rank's output (default: SAVE/logs; without --save the terminal alone)"""
+    stall_timeout_minutes: float = 5.0
+    """tell which rank is missing when no rank has moved for so long; 0: never"""
     distributed_timeout_minutes: float = 10.0
     """how long processes wait for each other before the run fails"""
 

@@ -17,14 +17,16 @@ _AT_LEAST_ONE = (
     "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
-    "preprocessing_workers", "train_tokens", "make_vocab_size_divisible_by", "num_query_groups",
-    "moe_layer_freq", "moe_router_topk",
+    "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
+    "num_query_groups", "moe_layer_freq", "moe_router_topk",
 )  # fmt: skip
-_POSITIVE = ("loss_scale", "initial_loss_scale", "min_loss_scale")
+_POSITIVE = (
+    "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
+)  # fmt: skip
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
-    "moe_loss_coeff", "moe_z_loss_coeff",
+    "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes",
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",

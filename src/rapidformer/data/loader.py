@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.dist.collectives import sum_over_processes
+from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -132,6 +133,7 @@ class DistributedLoader:
         if self._counts_ahead:
             rounds = self._count_ahead(rounds)
         rounds_left = 0
+        beat("data")
         for batch, info, is_last in rounds:
             rounds_left = (rounds_left or self._count_rounds()) - 1
             self._position += 1
@@ -142,6 +144,7 @@ class DistributedLoader:
             if self.on_batch is not None:
                 self.on_batch(self)
             yield batch
+            beat("data")
         self.is_filler = False
         was_over = self._position == resumed_at > 0
         self.epoch, self._position = self.epoch + 1, 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rapidformer.dist.heartbeat import start_heartbeat
 from rapidformer.errors import ConfigurationError
 
 
@@ -43,6 +44,7 @@ def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> P
     rank = int(os.environ["RANK"]) if _is_launched() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     world_size = get_world_size_from_environment()
+    start_heartbeat(rank)
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -5,6 +5,8 @@ No torch here: a run of one process on a CPU should not pay for the launcher.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +14,10 @@ from dataclasses import dataclass
 
 from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_slurm_step
+
+# A node that the hostfile's launcher has started: its plan, which wins over flags and variables.
+NODE_VARIABLE = "RAPIDFORMER_NODE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,10 @@ class LaunchPlan:
     node_rank: int
     master_addr: str
     master_port: int
+    local_rank_offset: int = 0
+    """The first process's LOCAL_RANK: not 0 where Slurm starts one task per GPU."""
+    has_lifeline: bool = False
+    """Whether this node ends when its standard input does: a launcher elsewhere holds it."""
 
     @property
     def endpoint(self) -> str:
@@ -30,7 +40,12 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
+        """Processes in all, if every node has as many as this one."""
         return self.processes * self.nodes
+
+    def to_text(self) -> str:
+        """For ``NODE_VARIABLE``."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 def is_launched() -> bool:
@@ -38,30 +53,73 @@ def is_launched() -> bool:
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
+def is_started_node() -> bool:
+    """Whether the launcher of a hostfile has started this node: the file is not read again."""
+    return NODE_VARIABLE in os.environ
+
+
+def needs_agent(plan: LaunchPlan, settings: LaunchArguments) -> bool:
+    """Whether processes are to be watched; one without wishes runs right here."""
+    return plan.world_size > 1 or settings.max_restarts > 0 or settings.log_dir is not None
+
+
 def plan_launch(settings: LaunchArguments) -> LaunchPlan:
-    """Flags first, then NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, then this machine alone."""
-    nodes = settings.nnodes if settings.nnodes is not None else _read_int("NNODES", 1)
-    node_rank = settings.node_rank if settings.node_rank is not None else _read_int("NODE_RANK", 0)
-    port = settings.master_port if settings.master_port is not None else _read_int("MASTER_PORT", 0)
-    address = settings.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    if not 0 <= node_rank < nodes:
+    """Flags first, then NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, then Slurm's variables."""
+    if is_started_node():
+        return _fill_processes(settings, LaunchPlan(**json.loads(os.environ[NODE_VARIABLE])))
+    step = None
+    if settings.nnodes is None and not os.environ.get("NNODES", "").strip():
+        step = read_slurm_step(os.environ)
+        if idle := count_idle_nodes(os.environ):
+            raise ConfigurationError(
+                f"this Slurm job has {idle + 1} nodes, and without srun {idle} of them would stay "
+                "idle: put srun in front of the command, or say --nnodes 1."
+            )
+    plan = _plan_from_variables(settings) if step is None else _plan_from_step(settings, step)
+    if not 0 <= plan.node_rank < plan.nodes:
         raise ConfigurationError(
-            f"NODE_RANK is {node_rank}, but with NNODES {nodes} it must be 0 to {nodes - 1}."
+            f"NODE_RANK is {plan.node_rank}, but with NNODES {plan.nodes} it must be "
+            f"0 to {plan.nodes - 1}."
         )
-    if nodes > 1 and not port:
+    if plan.nodes > 1 and not plan.master_port:
         raise ConfigurationError(
-            f"{nodes} nodes must meet at one port: set MASTER_PORT (and MASTER_ADDR) on each."
+            f"{plan.nodes} nodes must meet at one port: set MASTER_PORT (and MASTER_ADDR) on each."
         )
+    return _fill_processes(settings, plan)
+
+
+def _plan_from_variables(settings: LaunchArguments) -> LaunchPlan:
+    rank, port = settings.node_rank, settings.master_port
+    return LaunchPlan(
+        processes=0,
+        nodes=settings.nnodes if settings.nnodes is not None else _read_int("NNODES", 1),
+        node_rank=rank if rank is not None else _read_int("NODE_RANK", 0),
+        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1",
+        master_port=port if port is not None else _read_int("MASTER_PORT", 0),
+    )
+
+
+def _plan_from_step(settings: LaunchArguments, step: SlurmStep) -> LaunchPlan:
+    port = settings.master_port
+    # A task that Slurm has given a GPU of its own sees only that one, as its first.
+    offset = step.local_rank if step.is_task_per_gpu and count_gpus() > 1 else 0
+    return LaunchPlan(
+        processes=1 if step.is_task_per_gpu else 0,
+        nodes=step.nodes,
+        node_rank=step.node_rank,
+        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or step.master_addr,
+        master_port=port if port is not None else _read_int("MASTER_PORT", step.master_port),
+        local_rank_offset=offset,
+    )
+
+
+def _fill_processes(settings: LaunchArguments, plan: LaunchPlan) -> LaunchPlan:
+    if plan.processes:
+        return plan
     processes = settings.nproc_per_node
     if processes is None:
         processes = 1 if settings.device == "cpu" else max(count_gpus(), 1)
-    return LaunchPlan(
-        processes=processes,
-        nodes=nodes,
-        node_rank=node_rank,
-        master_addr=address,
-        master_port=port,
-    )
+    return dataclasses.replace(plan, processes=processes)
 
 
 def count_gpus() -> int:

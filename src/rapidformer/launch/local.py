@@ -5,85 +5,187 @@ When one fails, the agent ends the others; the first failure's own message is wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
-import time
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from rapidformer.errors import RapidformerError
+from rapidformer.config.sections import LaunchArguments
+from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import LaunchPlan
+from rapidformer.launch.failures import QUIET_VARIABLE, WorkerError
+from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
-_QUIET = "RAPIDFORMER_ERRORS_TO_PARENT"
-
-
-class WorkerError(RapidformerError):
-    """A process of the run has failed; carries its exit status."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(plan: LaunchPlan, argv: list[str]) -> None:
-    """Run ``rapidformer <argv>`` in every process of this node and wait for all of them."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def launch(
+    plan: LaunchPlan,
+    argv: list[str],
+    settings: LaunchArguments,
+    *,
+    log_dir: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Run ``rapidformer <argv>`` in every process of this node and wait for all of them.
 
-    # What the agent would log about a failure, we say ourselves and better.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    ``say`` shows what a person should know while the run goes on.
+    """
+    # torch's C++ side would talk of sockets whose names it cannot find. The workers may.
+    with _variables(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        from torch.distributed.elastic.multiprocessing import SignalException
+
     threads = max(len(os.sched_getaffinity(0)) // plan.processes, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[_QUIET] = "1"
-    with tempfile.TemporaryDirectory(prefix="rapidformer-") as folder:
-        config = LaunchConfig(
-            min_nodes=plan.nodes,
-            max_nodes=plan.nodes,
-            nproc_per_node=plan.processes,
-            run_id=f"rapidformer-{plan.master_port}",
-            # On one node any free port will do; several nodes must know theirs beforehand.
-            rdzv_backend="c10d" if plan.nodes == 1 else "static",
-            rdzv_endpoint="localhost:0" if plan.nodes == 1 else plan.endpoint,
-            rdzv_configs={"rank": plan.node_rank, "timeout": 900},
-            max_restarts=0,
-            monitor_interval=0.1,
-            # Where each process leaves its error; removed when the run is over.
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+    with (
+        tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
+        _variables(
+            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(threads)),
+            **{QUIET_VARIABLE: "1", HEARTBEAT_VARIABLE: folder},
+        ),
+        _signals_as_exceptions(),
+    ):
+        if plan.has_lifeline:
+            _hold_lifeline()
+        from rapidformer.launch.rendezvous import RefusedError, Rounds
+
+        rounds: Rounds | None = None
         try:
-            elastic_launch(config, sys.executable)("-m", "rapidformer.cli.main", *argv)
-        except ChildFailedError as failure:
-            rank, first = failure.get_first_failure()
-            message = _read_message(first.error_file) or (
-                f"rank {rank} ended with status {first.exitcode}; its own message stands above."
+            rounds = Rounds(
+                plan,
+                max_restarts=settings.max_restarts,
+                timeout_seconds=60 * settings.distributed_timeout_minutes,
             )
-            code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-            raise WorkerError(message, code) from None
-        except SignalException as signal:
-            name = signal.sigval.name
-            raise WorkerError(f"stopped by signal {name}.", 128 + signal.sigval) from None
+            _run_agent(rounds, argv, settings, Path(folder), log_dir, say)
+        except WorkerError as error:
+            if rounds is not None and not isinstance(error, RefusedError):
+                rounds.close(str(error), error.exit_code)
+            # The hostfile's launcher shows every node's output: once is enough.
+            error.is_told = plan.has_lifeline and plan.node_rank > 0 and rounds is not None
+            raise
+        except SignalException as caught:
+            message, code = f"stopped by signal {caught.sigval.name}.", 128 + caught.sigval
+            if rounds is not None:
+                who = f"node {plan.node_rank} was " if plan.nodes > 1 else ""
+                rounds.close(who + message, code)
+            stopped = WorkerError(message, code)
+            stopped.is_told = plan.has_lifeline
+            raise stopped from None
 
 
-def report_failure(message: str) -> bool:
-    """In a worker: leave the message for the parent to show. False where there is no parent."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or _QUIET not in os.environ:
-        return False
-    rank = os.environ.get("RANK", "0")
-    content = {"message": message, "extraInfo": {"timestamp": str(int(time.time())), "rank": rank}}
-    Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
-    return True
+def _run_agent(
+    rounds: Any,
+    argv: list[str],
+    settings: LaunchArguments,
+    scratch: Path,
+    log_dir: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from rapidformer.launch.agent import Agent
+    from rapidformer.launch.logs import RankLogs
+    from rapidformer.launch.watch import Watch
 
-def _read_message(path: str | None) -> str | None:
+    _silence_torch()
+    plan: LaunchPlan = rounds.plan
     try:
-        content = json.loads(Path(path or "").read_text(encoding="utf-8"))["message"]
-        rank, message = content["extraInfo"].get("rank", "0"), content["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if message.startswith("Traceback"):
-        return f"rank {rank} failed:\n{message.rstrip()}"
-    return str(message) if rank == "0" else f"rank {rank}: {message}"
+        logs = RankLogs(scratch, log_dir, has_terminal=plan.node_rank == 0)
+    except OSError as reason:
+        raise ConfigurationError(
+            f"the ranks' output cannot be kept in {log_dir}: {reason.strerror}. Give --log-dir."
+        ) from None
+    watch = Watch(scratch, rounds, stall_seconds=_get_stall_seconds(settings), say=say)
+    spec = WorkerSpec(
+        role="rapidformer",
+        local_world_size=plan.processes,
+        entrypoint=sys.executable,
+        args=("-m", "rapidformer.cli.main", *argv),
+        rdzv_handler=rounds,
+        max_restarts=settings.max_restarts,
+        monitor_interval=0.1,
+    )
+    agent = Agent(spec, rounds=rounds, logs=logs, watch=watch, say=say)
+    watch.start()
+    try:
+        result = agent.run()
+    finally:
+        watch.stop()
+    if result.is_failed():
+        assert agent.failure is not None
+        first = rounds.find_first_failure(agent.failure)
+        message = first.describe()
+        if first.is_consequence and watch.stall:
+            message += f"\nBefore, the run had stalled: {watch.stall}."
+        raise WorkerError(message, first.exit_code)
+
+
+def _silence_torch() -> None:
+    """What torch's agent would log about a failure, we say ourselves and better."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
+
+
+def _get_stall_seconds(settings: LaunchArguments) -> float:
+    """Always before the collective itself gives up, and takes the answer with it."""
+    return 60 * min(settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes)
+
+
+@contextlib.contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    """Set for the children; put back for a caller that goes on."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """torch's agent listens only once its workers run; nodes may wait for each other before."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def raise_it(number: int, frame: object) -> None:
+        name = signal.Signals(number)
+        raise SignalException(f"got {name.name}", name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {name: signal.signal(name, raise_it) for name in _SIGNALS}
+    try:
+        yield
+    finally:
+        for name, action in before.items():
+            signal.signal(name, action)
+
+
+def _hold_lifeline() -> None:
+    """End this node when standard input ends: then the launcher, or the way to it, is gone.
+
+    Its first line holds variables that are too secret for a command line. Another line is the name
+    of a signal that the launcher has got.
+    """
+    stream = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the workers must not read from it
+    os.environ.update(json.loads(stream.readline() or "{}"))
+
+    def watch() -> None:
+        word = stream.readline().strip()
+        number = getattr(signal, word, signal.SIGTERM) if word.startswith("SIG") else signal.SIGTERM
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="rapidformer-lifeline", daemon=True).start()

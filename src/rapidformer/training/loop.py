@@ -18,6 +18,7 @@ import torch
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
+from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.training.meter import Measurement, Meter
@@ -301,7 +302,7 @@ def evaluate_model(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_phase("evaluate"):
             return run()
     finally:
         model.train(was_training)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import TrainingArguments
 from rapidformer.data.loader import Collate, DistributedLoader
@@ -154,6 +155,7 @@ class Template(ABC):
                     continues=not self.args.finetune,
                     overwrite=self.args.overwrite,
                 )
+                claim_folder(folder)
             except CheckpointError as error:
                 problem = str(error)
         problem = broadcast_object(problem)

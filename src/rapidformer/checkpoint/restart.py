@@ -1,0 +1,51 @@
+"""A run that the launcher starts again goes on from its own last checkpoint.
+
+Its own: the folder may hold another run's, which the first attempt was about to refuse. So a run
+leaves its name in the folder once it may write there, and only finding that name makes the next
+attempt go on.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rapidformer.checkpoint.publish import replace_text
+from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.config import TrainingArguments
+
+_OWNER_FILE = ".launch"
+_SOURCE = "restart"
+
+
+def claim_folder(folder: Path) -> None:
+    """Leave the name of this launch in the folder; without a launcher there is none."""
+    name = _get_launch_name()
+    if name is not None and _read_owner(folder) != name:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / _OWNER_FILE, name)
+
+
+def continue_after_restart(args: TrainingArguments) -> TrainingArguments:
+    """The settings for another attempt: load what was saved, or begin again where nothing was."""
+    if args.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) == 0:
+        return args
+    folder = Path(args.save)
+    name = _get_launch_name()
+    if name is None or _read_owner(folder) != name:
+        return args
+    if find_checkpoint(folder):
+        return args.replace(_SOURCE, load=args.save, finetune=False, overwrite=False)
+    return args.replace(_SOURCE, overwrite=True)
+
+
+def _get_launch_name() -> str | None:
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return name if name not in ("", "none") else None  # "none" is torchrun's for any run
+
+
+def _read_owner(folder: Path) -> str | None:
+    try:
+        return (folder / _OWNER_FILE).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

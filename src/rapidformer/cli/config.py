@@ -1,0 +1,220 @@
+"""``rapidformer config``: a few questions, and a YAML file that every command reads by --config.
+
+The file lies where the user says (``rapidformer.yaml`` here) and is read when it is named. There is
+no file in the home folder that changes runs unseen: the same command must mean the same tomorrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rapidformer.config import get_settings
+from rapidformer.errors import ConfigurationError
+from rapidformer.launch.environment import count_gpus
+
+_DEFAULT_FILE = "rapidformer.yaml"
+_SHARDING = {
+    "no": {},
+    "1": {"zero_1_memory_optimization": True},
+    "2": {"zero_2_memory_optimization": True},
+    "3": {"zero_3_memory_optimization": True},
+}
+_MEETING = ("variables", "hostfile", "slurm")
+
+
+class _HelpShownError(Exception):
+    """Help was asked for and has been written: there is nothing left to do."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise _HelpShownError
+
+
+class _Questions:
+    """Asks on the terminal; with a given answer, or none to ask, it does not."""
+
+    def __init__(self, given: dict[str, str | None], *, is_asking: bool) -> None:
+        self._given = given
+        self._is_asking = is_asking
+
+    def ask(self, name: str, question: str, default: str, check: Callable[[str], str] = str) -> str:
+        """An answer that passes the check; a wrong one is asked for again."""
+        answer = self._given.get(name)
+        if answer is not None:
+            return self._check_given(name, answer, check)
+        while self._is_asking:
+            sys.stdout.write(f"{question} [{default}]: ")
+            sys.stdout.flush()
+            line = sys.stdin.readline()
+            if not line:
+                sys.stdout.write("\n")
+                raise ConfigurationError(
+                    "the answers ended before the questions did: nothing was written. "
+                    "--yes takes the defaults, and each answer has a flag."
+                )
+            try:
+                return check(line.strip() or default)
+            except ValueError as reason:
+                sys.stdout.write(f"  {reason}\n")
+        return check(default)
+
+    def _check_given(self, name: str, answer: str, check: Callable[[str], str]) -> str:
+        try:
+            return check(answer)
+        except ValueError as reason:
+            raise ConfigurationError(f"--{name.replace('_', '-')}: {reason}") from None
+
+
+def run(argv: list[str]) -> None:
+    """Ask, and write the file."""
+    try:
+        options = vars(_build_parser().parse_args([_dashed(word) for word in argv]))
+    except _HelpShownError:
+        return
+    path = Path(options.pop("output")).expanduser()
+    is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")
+    if path.exists() and not is_overwriting:
+        raise ConfigurationError(f"{path} exists: choose another --output, or say --overwrite.")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--output {path}: there is no folder {path.parent}.")
+    if not takes_defaults and not sys.stdin.isatty() and sys.stdin.closed:
+        raise ConfigurationError("there is no terminal to ask at: say --yes.")
+    values, notes = _collect(_Questions(options, is_asking=not takes_defaults))
+    path.write_text(_render(values, notes, path), encoding="utf-8")
+    sys.stdout.write(f"written: {path}\n")
+    sys.stdout.write(f"rapidformer --config {path} ...   or   rapidformer launch --config {path} ")
+    sys.stdout.write("SCRIPT ...\n")
+
+
+def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
+    values: dict[str, Any] = {}
+    notes: list[str] = []
+    gpus = count_gpus()
+    values["device"] = questions.ask(
+        "device", "What do you compute on? (cpu, cuda)", "cuda" if gpus else "cpu",
+        _one_of(("cpu", "cuda")),
+    )  # fmt: skip
+    nodes = int(questions.ask("nnodes", "How many machines?", "1", _whole_number))
+    if nodes > 1:
+        values |= _ask_about_nodes(questions, nodes, notes)
+    if "hostfile" not in values:
+        default = str(gpus or 1) if values["device"] == "cuda" else "1"
+        count = questions.ask(
+            "nproc_per_node", "How many processes on each machine?", default, _whole_number
+        )
+        values["nproc_per_node"] = int(count)
+    stage = questions.ask(
+        "zero", "Split the training state over the processes? (no, 1, 2, 3: ZeRO's stages)", "no",
+        _one_of(tuple(_SHARDING)),
+    )  # fmt: skip
+    values |= _SHARDING[stage]
+    precision = questions.ask(
+        "mixed_precision",
+        "Mixed precision? (no, fp16, bf16)",
+        "no",
+        _one_of(("no", "fp16", "bf16")),
+    )
+    if precision != "no":
+        values["mixed_precision"] = precision
+    return values, notes
+
+
+def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dict[str, Any]:
+    way = questions.ask(
+        "start",
+        "How are they started? (variables: the command on each, with NODE_RANK; hostfile: over ssh "
+        "from one; slurm: by srun)",
+        "variables",
+        _one_of(_MEETING),
+    )
+    if way == "slurm":
+        notes.append(f"{nodes} nodes: srun --ntasks-per-node=1 says how many and which.")
+        return {}
+    if way == "hostfile":
+        file = questions.ask(
+            "hostfile", "Where is the hostfile (lines `host slots=N`)?", "hostfile"
+        )
+        return {"hostfile": file}
+    address = questions.ask(
+        "master_addr", "Which address has the first machine?", "127.0.0.1", _no_spaces
+    )
+    port = questions.ask("master_port", "Which port is free there?", "29500", _port)
+    notes.append("on each machine: NODE_RANK=0 (on the first), 1, ... before the command")
+    return {"nnodes": nodes, "master_addr": address, "master_port": int(port)}
+
+
+def _render(values: dict[str, Any], notes: Sequence[str], path: Path) -> str:
+    import yaml
+
+    settings = get_settings()
+    lines = [f"# rapidformer --config {path.name} ...", *(f"# {note}" for note in notes)]
+    for name, value in values.items():
+        text = yaml.safe_dump({name: value}, default_flow_style=False).strip()
+        lines.append(f"{text:<40} # {settings[name].help}")
+    return "\n".join(lines) + "\n"
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def check(answer: str) -> str:
+        text = answer.lower()
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}, not {answer!r}.")
+        return text
+
+    return check
+
+
+def _whole_number(answer: str) -> str:
+    if not answer.isascii() or not answer.isdigit() or int(answer) < 1:
+        raise ValueError(f"a whole number from 1, not {answer!r}.")
+    return answer
+
+
+def _port(answer: str) -> str:
+    if int(_whole_number(answer)) > 65535:
+        raise ValueError(f"a port is at most 65535, not {answer}.")
+    return answer
+
+
+def _no_spaces(answer: str) -> str:
+    if not answer or any(letter.isspace() for letter in answer):
+        raise ValueError(f"a name or an address, not {answer!r}.")
+    return answer
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="rapidformer config",
+        description="Ask a few questions and write a file for --config. Each answer has a flag; "
+        "what a flag answers is not asked.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", default=_DEFAULT_FILE, metavar="FILE", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="write over an older file")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for the rest")
+    for name, text in (
+        ("device", "cpu or cuda"),
+        ("nnodes", "machines"),
+        ("start", "variables, hostfile or slurm"),
+        ("hostfile", "file with lines `host slots=N`"),
+        ("master-addr", "address of the first machine"),
+        ("master-port", "a free port there"),
+        ("nproc-per-node", "processes on each machine"),
+        ("zero", "no, 1, 2 or 3"),
+        ("mixed-precision", "no, fp16 or bf16"),
+    ):
+        parser.add_argument(f"--{name}", metavar="ANSWER", help=text)
+    return parser

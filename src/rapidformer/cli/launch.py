@@ -1,0 +1,119 @@
+"""``rapidformer launch [flags] SCRIPT [the script's flags]``: any script, in every process.
+
+What stands before the script is for the launcher; what stands behind it is the script's, untouched.
+Launch flags behind it are obeyed too, since a script of ours would take them without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from rapidformer.config import TrainingArguments, get_settings, parse_arguments
+from rapidformer.config.dialects import ALIASES
+from rapidformer.config.parse import FLAGS_VARIABLE
+from rapidformer.config.validate import find_problems
+from rapidformer.errors import ConfigurationError
+
+_USAGE = """\
+usage: rapidformer launch [flags] SCRIPT [the script's flags]
+
+  rapidformer launch --nproc-per-node 2 train.py --lr 1e-4
+  rapidformer launch --config cluster.yaml train.py
+  rapidformer launch --hostfile hosts --max-restarts 3 train.py
+  srun rapidformer launch train.py
+
+"""
+
+
+def run(argv: list[str]) -> None:
+    """In a worker, or where one process is enough: run the script as ``python SCRIPT`` would."""
+    if wants_help(argv):
+        _show_help()
+        return
+    from rapidformer.cli.train import run_script
+
+    _, script, rest = split_words(argv)
+    run_script(script, rest)
+
+
+def wants_help(words: list[str]) -> bool:
+    return not words or words[0] in ("--help", "-h")
+
+
+def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """The launcher's flags, the script, and the script's own words."""
+    known = _get_flags()
+    position = 0
+    while position < len(words) and words[position].startswith("-"):
+        name, equals, _ = words[position].partition("=")
+        if _dashed(name) not in known:
+            raise ConfigurationError(
+                f"{name} is not a flag of the launcher: flags of the script stand behind it, "
+                "`rapidformer launch --help` lists the launcher's."
+            )
+        position += 1 if equals else 2
+    if position >= len(words):
+        raise ConfigurationError("which script? rapidformer launch [flags] SCRIPT [its flags].")
+    script = words[position]
+    if not Path(script).is_file():
+        raise ConfigurationError(f"{script} is not a file: give the script's path.")
+    return words[:position], script, words[position + 1 :]
+
+
+def read_launch_settings(words: list[str]) -> TrainingArguments:
+    """The launcher's settings; its flags are handed on to the script's engine."""
+    own, _, rest = split_words(words)
+    args = parse_arguments([*_find_launch_flags(rest), *own])
+    problems = find_problems(args)
+    if problems:
+        raise ConfigurationError(problems)
+    os.environ[FLAGS_VARIABLE] = f"{os.environ.get(FLAGS_VARIABLE, '')} {shlex.join(own)}".strip()
+    return args
+
+
+def _get_flags() -> set[str]:
+    launch = {name for name, setting in get_settings().items() if setting.section == "Launch"}
+    return _spell(launch | {"config"})
+
+
+def _spell(names: set[str]) -> set[str]:
+    """The flags of these settings, in every dialect."""
+    spelt = names | {alias for alias, name in ALIASES.items() if name in names}
+    return {"--" + name.replace("_", "-") for name in spelt}
+
+
+def _find_launch_flags(rest: list[str]) -> list[str]:
+    """Launch flags among the script's, where their values can be meant so.
+
+    ``--save`` too: the ranks' logs lie there.
+    """
+    known, found = (_get_flags() - {"--config"}) | _spell({"save"}), []
+    for index, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if _dashed(name) not in known:
+            continue
+        if not equals and index + 1 < len(rest):
+            value = rest[index + 1]
+        words = [_dashed(name), value]
+        try:
+            parse_arguments(words)
+        except ConfigurationError:
+            continue  # a flag of the script's own, such as --device cuda:1
+        found += words
+    return found
+
+
+def _dashed(name: str) -> str:
+    return name[:2] + name[2:].replace("_", "-")
+
+
+def _show_help() -> None:
+    from rapidformer.cli.help import format_setting
+
+    sys.stdout.write(_USAGE)
+    for name, setting in get_settings().items():
+        if setting.section == "Launch" or name == "config":
+            sys.stdout.write(format_setting(setting, 100))

@@ -1,0 +1,125 @@
+"""torch's elastic agent, with rounds that all nodes count alike and an end that leaves nobody.
+
+Three things are ours: a failure that the user must mend is not tried again; every process group of
+a worker is ended, also where the worker itself is dead already (its data loaders are not); and a
+second Ctrl-C does not interrupt the clearing up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from rapidformer.launch.failures import Failure, choose_first, read_report
+from rapidformer.launch.logs import RankLogs
+from rapidformer.launch.rendezvous import Rounds
+from rapidformer.launch.watch import Watch
+
+_STOP_SECONDS = 5
+
+
+class Agent(LocalElasticAgent):
+    """Starts, watches, restarts and ends the processes of this node."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        rounds: Rounds,
+        logs: RankLogs,
+        watch: Watch,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec, logs, shutdown_timeout=_STOP_SECONDS)
+        self._rounds = rounds
+        self._logs = logs
+        self._watch = watch
+        self._say = say
+        self.failure: Failure | None = None
+        """The first failure of this node's workers in the round that is over."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        self._remaining_restarts = worker_group.spec.max_restarts - self._rounds.round
+        if self._rounds.round > 0 and self._rounds.plan.node_rank == 0:
+            failures = self._rounds.read_failures(self._rounds.round - 1)
+            why = choose_first(failures).summarize() if failures else "a node was lost"
+            self._say(f"{why}\nrestart {self._rounds.round} of {self._rounds.max_restarts}")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.failure = None
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        self._watch.begin_round(
+            self._rounds.round,
+            {worker.global_rank: ids[worker.local_rank] for worker in worker_group.workers},
+        )
+        return ids
+
+    def _set_local_rank_env(
+        self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec
+    ) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env["LOCAL_RANK"] = str(local_rank + self._rounds.plan.local_rank_offset)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.failure = choose_first(self._read_failures(result))
+            self._rounds.publish_failure(self.failure)
+            if self._rounds.find_first_failure(self.failure).is_mistake:
+                self._remaining_restarts = 0
+        return result
+
+    def _read_failures(self, result: RunResult) -> Iterator[Failure]:
+        plan = self._rounds.plan
+        for rank, failure in result.failures.items():
+            report: dict[str, Any] = {"time": float(failure.timestamp)}
+            yield Failure(
+                rank=rank,
+                node=plan.node_rank,
+                host=socket.gethostname(),
+                nodes=plan.nodes,
+                status=failure.exitcode,
+                log=self._logs.get_path(rank),
+                **(report | read_report(failure.error_file)),
+            )
+
+    def _exit_barrier(self) -> None:
+        self._rounds.finish()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_SECONDS
+    ) -> None:
+        with _undisturbed():
+            self._watch.end_round()
+            groups = list(self._pcontext.pids().values()) if self._pcontext else []
+            # torch's own callers say 30 s; the user has been promised seconds.
+            super()._shutdown(death_sig, min(timeout, _STOP_SECONDS))
+            for group in groups:
+                # Workers lead groups of their own; the leader may be dead and its children not.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            self._logs.finish()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore signals meanwhile: what they ask for is being done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {name: signal.signal(name, signal.SIG_IGN) for name in names}
+    try:
+        yield
+    finally:
+        for name, action in before.items():
+            signal.signal(name, action)

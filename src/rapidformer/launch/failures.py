@@ -1,0 +1,130 @@
+"""Which rank failed first, in its own words.
+
+When one rank dies, the others fail within moments because they have lost it, often faster than the
+dead one is noticed. So the first failure is not simply the earliest: a lost connection comes after
+anything that can have caused it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import RapidformerError
+
+# Set by the launcher: errors are left for it to show, once, instead of by every process.
+QUIET_VARIABLE = "RAPIDFORMER_ERRORS_TO_PARENT"
+_LOST_CONNECTION = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
+    "Timed out waiting", "Timeout waiting", "remote process exited", "ncclRemoteError",
+    "communicator was aborted", "Socket Timeout", "failed to recv", "DistNetworkError",
+)  # fmt: skip
+
+
+class WorkerError(RapidformerError):
+    """A process of the run has failed; carries its exit status."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.is_told = False
+        """Whether another node shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one process ended that should not have."""
+
+    rank: int
+    node: int
+    host: str
+    nodes: int
+    status: int
+    """Its exit status; negative: the signal that ended it."""
+    time: float
+    message: str | None = None
+    is_mistake: bool = False
+    """Whether the user has to mend something: the same command would fail again."""
+    log: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return self.status if self.status > 0 else 128 - self.status
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this process has only lost another one."""
+        if self.message is None:
+            return self.status == -signal.SIGTERM  # how the launcher ends the others
+        return any(text in self.message for text in _LOST_CONNECTION)
+
+    def describe(self) -> str:
+        """What the user reads at the end."""
+        who = f"rank {self.rank}"
+        if self.nodes > 1:
+            who += f" (node {self.node}, {self.host})"
+        if self.message is None:
+            return f"{who} {self._describe_end()}"
+        if self.message.startswith("Traceback"):
+            return f"{who} failed:\n{self.message.rstrip()}"
+        return self.message if self.rank == 0 and self.nodes == 1 else f"{who}: {self.message}"
+
+    def summarize(self) -> str:
+        """The same on one line."""
+        lines = (self.describe() if self.message is None else self.message).rstrip().splitlines()
+        line = lines[-1] if self.message and self.message.startswith("Traceback") else lines[0]
+        return line if self.message is None else f"rank {self.rank}: {line}"
+
+    def _describe_end(self) -> str:
+        where = f"; its output is in {self.log}" if self.log else ""
+        if self.status >= 0:
+            where = where or "; its own message stands above"
+            return f"ended with status {self.status}{where}."
+        name = signal.Signals(-self.status).name
+        hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
+        return f"was ended by signal {name}{hint}{where}."
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Failure:
+        return cls(**json.loads(text))
+
+
+def choose_first(failures: Iterable[Failure]) -> Failure:
+    """The failure that the others follow from."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time, failure.rank))
+
+
+def report_failure(message: str, *, is_mistake: bool = False) -> bool:
+    """In a worker: leave the message for the parent to show. False where there is no parent."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or QUIET_VARIABLE not in os.environ:
+        return False
+    now = time.time()
+    # torch's own form of the file; what it does not know stands in extraInfo.
+    extra = {"timestamp": str(int(now)), "time": now, "is_mistake": is_mistake}
+    content = {"message": {"message": message, "extraInfo": extra}}
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    return True
+
+
+def read_report(path: str) -> dict[str, Any]:
+    """What ``report_failure`` has left: message, time and is_mistake; empty without a report."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        extra = content["extraInfo"]
+        return {
+            "message": str(content["message"]),
+            "time": float(extra.get("time", extra["timestamp"])),
+            "is_mistake": bool(extra.get("is_mistake")),
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

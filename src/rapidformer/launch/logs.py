@@ -1,0 +1,205 @@
+"""Each rank's output in a file of its own, and still on the terminal.
+
+Output goes through pipes that the agent reads, so that what a rank writes to either stream, from
+Python or from C, stands in one file in the order in which it came. Where the terminal is a real
+one, node 0's first rank is given a terminal too: progress bars look as they do without a launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import selectors
+import socket
+import sys
+import termios
+import threading
+import time
+import tty
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class RankLogs(LogsSpecs):
+    """Where the workers' streams and error files go. Without a folder: to the terminal alone."""
+
+    def __init__(self, scratch: Path, folder: Path | None, *, has_terminal: bool) -> None:
+        super().__init__(log_dir=str(scratch))
+        self._scratch = scratch
+        self._folder = folder
+        self._has_terminal = has_terminal
+        self._pump: _Pump | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._scratch)
+
+    def get_path(self, rank: int) -> str | None:
+        """The file of a rank; None where there are none."""
+        return None if self._folder is None else str(self._folder / f"rank_{rank}.log")
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by torch before each start of the workers."""
+        destination = LogsDest()
+        self.finish()
+        if self._folder is not None:
+            self._pump = _Pump()
+        for local_rank, variables in envs.items():
+            attempt = variables["TORCHELASTIC_RESTART_COUNT"]
+            errors = self._scratch / f"error_{attempt}_{variables['RANK']}.json"
+            errors.unlink(missing_ok=True)
+            variables["TORCHELASTIC_ERROR_FILE"] = str(errors)
+            destination.error_files[local_rank] = str(errors)
+            out, err = self._open_streams(variables)
+            destination.stdouts[local_rank], destination.stderrs[local_rank] = out, err
+        if self._pump is not None:
+            self._pump.start()
+        return destination
+
+    def _open_streams(self, variables: dict[str, str]) -> tuple[str, str]:
+        if self._pump is None:
+            return "", ""  # the agent's own
+        name = self.get_path(int(variables["RANK"]))
+        assert name is not None
+        path = Path(name)
+        attempt, host = variables["TORCHELASTIC_RESTART_COUNT"], socket.gethostname()
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"=== {now}, host {host}, attempt {attempt} ===\n")
+        is_shown = self._has_terminal and variables["RANK"] == "0"
+        return (
+            self._pump.add(path, sys.stdout, wants_terminal=is_shown),
+            self._pump.add(path, sys.stderr, wants_terminal=is_shown),
+        )
+
+    def finish(self) -> None:
+        """Write out what the workers have left in the pipes."""
+        if self._pump is not None:
+            self._pump.stop()
+            self._pump = None
+
+
+class _LineLog:
+    """Whole lines of one stream; of a line that is written again and again, the last form."""
+
+    def __init__(self, path: Path) -> None:
+        # Both streams of a rank append to its file, each write whole.
+        self._file = path.open("ab", buffering=0)
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        *lines, rest = (self._rest + data).split(b"\n")
+        # A carriage return at the end may be the first half of a line's end.
+        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
+        if lines:
+            self._file.write(b"".join(_clean(line) + b"\n" for line in lines))
+
+    def close(self) -> None:
+        if _clean(self._rest):
+            self._file.write(_clean(self._rest) + b"\n")
+        self._file.close()
+
+
+def _clean(line: bytes) -> bytes:
+    return _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+
+
+class _Shown:
+    """A rank's stream on the command's own. Lines stay whole, for several ranks share it."""
+
+    def __init__(self, stream: Any, *, holds_lines: bool) -> None:
+        self._stream = stream
+        self._holds_lines = holds_lines
+        self._rest = b""
+
+    def write(self, data: bytes) -> None:
+        data = self._rest + data
+        # A bar ends its line with a carriage return, again and again.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if self._holds_lines else len(data)
+        self._rest = data[end:]
+        self._show(data[:end])
+
+    def close(self) -> None:
+        self._show(self._rest)
+
+    def _show(self, data: bytes) -> None:
+        if data:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                self._stream.buffer.write(data)
+                self._stream.flush()
+
+
+class _Pump(threading.Thread):
+    """Carries bytes from the workers to the terminal and to their files."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rapidformer-logs", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self._ends: list[int] = []
+        self._logs: list[_LineLog] = []
+        self._shown: list[_Shown] = []
+        self._is_stopping = threading.Event()
+
+    def add(self, log_path: Path, shown_on: Any, *, wants_terminal: bool) -> str:
+        """A new stream; returns the path under which the worker's end is opened."""
+        is_terminal = wants_terminal and shown_on.isatty()
+        if is_terminal:
+            source, end = pty.openpty()
+            tty.setraw(end)  # or line ends would be changed twice
+            with contextlib.suppress(OSError):
+                size = fcntl.ioctl(shown_on.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+                fcntl.ioctl(end, termios.TIOCSWINSZ, size)
+            path = os.ttyname(end)
+        else:
+            source, end = os.pipe()
+            path = f"/proc/self/fd/{end}"
+        os.set_blocking(source, False)
+        self._ends += [source, end]
+        log = _LineLog(log_path)
+        self._logs.append(log)
+        shown = _Shown(shown_on, holds_lines=not is_terminal)
+        self._shown.append(shown)
+        self._selector.register(source, selectors.EVENT_READ, (log, shown))
+        return path
+
+    def run(self) -> None:
+        while not self._is_stopping.is_set():
+            self._carry(timeout=0.1)
+        while self._carry(timeout=0):
+            pass
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        if self.ident is not None:
+            self.join(timeout=10)
+        for end in self._ends:
+            os.close(end)
+        for log in self._logs:
+            log.close()
+        for shown in self._shown:
+            shown.close()
+        self._selector.close()
+
+    def _carry(self, timeout: float) -> bool:
+        has_read = False
+        for key, _ in self._selector.select(timeout):
+            log, shown = key.data
+            try:
+                data = os.read(key.fd, 65536)
+            except (BlockingIOError, OSError):
+                continue
+            if not data:
+                continue
+            has_read = True
+            log.write(data)
+            shown.write(data)
+        return has_read

@@ -1,0 +1,94 @@
+"""What Slurm's variables say about this task: which node it is, of how many, and where node 0 is.
+
+Only a task that ``srun`` has started has a place among others. A batch script's own shell has most
+of the variables too, but it runs once, on the first node: there ``srun`` is still to be typed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rapidformer.errors import ConfigurationError
+
+# Ports for node 0, one per job: two jobs on the same node must not meet.
+_FIRST_PORT, _PORTS = 20000, 20000
+_GROUP = re.compile(r"\[([^][]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmStep:
+    """A task of ``srun``: one task is one node of ours."""
+
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    is_task_per_gpu: bool
+    """Whether Slurm starts every process itself; else one task per node starts all of its own."""
+    local_rank: int
+    """The number of this task among those of its machine."""
+
+
+def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
+    """This task's place; None outside ``srun``."""
+    if "SLURM_STEP_NUM_TASKS" not in variables or "SLURM_PROCID" not in variables:
+        return None
+    tasks = _read_int(variables, "SLURM_STEP_NUM_TASKS")
+    machines = _read_int(variables, "SLURM_STEP_NUM_NODES")
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    job = _read_int(variables, "SLURM_JOB_ID")
+    return SlurmStep(
+        nodes=tasks,
+        node_rank=_read_int(variables, "SLURM_PROCID"),
+        master_addr=next(iter(expand_nodelist(hosts)), "127.0.0.1"),
+        master_port=_FIRST_PORT + job % _PORTS,
+        is_task_per_gpu=tasks > machines,
+        local_rank=_read_int(variables, "SLURM_LOCALID"),
+    )
+
+
+def count_idle_nodes(variables: Mapping[str, str]) -> int:
+    """Nodes of this job that stay idle when the command is run without ``srun``."""
+    if "SLURM_JOB_ID" not in variables or "SLURM_STEP_NUM_TASKS" in variables:
+        return 0
+    return max(_read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """``node[08-10,12],login1`` -> every name, in Slurm's order; zeros in front are kept."""
+    if text.count("[") != text.count("]"):
+        raise ConfigurationError(f"SLURM_JOB_NODELIST {text!r}: a bracket is not closed.")
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", text):
+        pieces = _GROUP.split(part.strip())
+        # Text and groups take turns: node, 08-10, "".
+        choices = [
+            list(_expand_group(piece, text)) if index % 2 else [piece]
+            for index, piece in enumerate(pieces)
+        ]
+        names += ["".join(combination) for combination in itertools.product(*choices)]
+    return names
+
+
+def _expand_group(group: str, text: str) -> Iterator[str]:
+    for item in group.split(","):
+        found = _RANGE.fullmatch(item.strip())
+        if found is None:
+            raise ConfigurationError(
+                f"SLURM_JOB_NODELIST {text!r}: [{group}] must hold numbers and ranges."
+            )
+        first, last = found[1], found[2] or found[1]
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{len(first)}d}"
+
+
+def _read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name, "" if default is None else str(default)).strip()
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a whole number, got {text!r}.") from None

@@ -1,0 +1,277 @@
+"""Watches the ranks' heartbeats: when nobody moves any more, it says who is missing, and where.
+
+Each rank keeps one line in a file of its own (``rapidformer.dist.heartbeat`` writes it): how many
+beats, which step, which phase, when. Every rank beats equally often, so the one with fewer beats is
+the one that the others wait for. Its stack comes by a signal, which works in a rank that hangs too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rapidformer.launch.rendezvous import ALIVE_SECONDS, Rounds
+from rapidformer.launch.worker import STACK_SIGNAL, get_beat_path, get_stack_path
+
+_STACK_SECONDS = 5.0
+_LINES = 40
+_DULL = ("<frozen ", "rapidformer/cli/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """Where a rank is, and since when."""
+
+    rank: int
+    node: int
+    count: int
+    step: int
+    phase: str
+    age: float
+    """Seconds since it came there."""
+    has_ended: bool = False
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.step, self.count
+
+    def describe(self) -> str:
+        return f"step {self.step}, phase {self.phase}"
+
+
+class Watch(threading.Thread):
+    """Looks after the ranks of this node; on node 0 after those of all nodes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rounds: Rounds,
+        *,
+        stall_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="rapidformer-watch", daemon=True)
+        self._folder = folder
+        self._rounds = rounds
+        self._stall_seconds = stall_seconds
+        self._say = say
+        self._pids: dict[int, int] = {}
+        self._round = -1
+        self._has_told = False
+        self.stall = ""
+        """Who was missing in a stall that is not over, in a few words."""
+        self._answered = ""
+        self._lock = threading.Lock()
+        self._is_stopping = threading.Event()
+        self._store = rounds.open_client() if rounds.plan.nodes > 1 else None
+
+    def begin_round(self, number: int, pids: dict[int, int]) -> None:
+        with self._lock:
+            self._round, self._pids, self._has_told, self.stall = number, pids, False, ""
+
+    def end_round(self) -> None:
+        with self._lock:
+            self._pids = {}
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        self.join(timeout=5)
+
+    def run(self) -> None:
+        interval = ALIVE_SECONDS
+        if self._stall_seconds:
+            interval = min(interval, self._stall_seconds / 4)
+        beat = 0
+        while True:
+            beat += 1
+            # The store is gone when node 0 is: that is told elsewhere.
+            with contextlib.suppress(RuntimeError):
+                self._look(beat)
+            if self._is_stopping.wait(interval):
+                return
+
+    def _look(self, beat: int) -> None:
+        with self._lock:
+            pids, number = dict(self._pids), self._round
+        if number < 0:
+            return  # not yet one of the run: another node may still be it
+        own = self._read_beats(pids)
+        if self._store is not None:
+            self._rounds.say_alive(self._store, beat)
+            self._share(own, number)
+            self._answer(pids)
+        if self._rounds.plan.node_rank != 0 or not self._stall_seconds or not own:
+            return
+        beats = own + self._read_others(number)
+        if not is_stalled(beats, self._stall_seconds):
+            self._has_told, self.stall = False, ""
+        elif not self._has_told:
+            self._has_told = True
+            missing = find_missing(beats)
+            self.stall = f"rank {missing[0].rank} was missing at {missing[0].describe()}"
+            stacks = self._collect_stacks([beat.rank for beat in missing], pids)
+            self._say(describe_stall(beats, missing, stacks, self._rounds.plan.nodes))
+
+    def _read_beats(self, pids: dict[int, int]) -> list[Beat]:
+        node = self._rounds.plan.node_rank
+        found = (read_beat(self._folder, rank, node, pid) for rank, pid in pids.items())
+        return [beat for beat in found if beat is not None]
+
+    # ---- between nodes -------------------------------------------------------------------------
+
+    def _share(self, own: list[Beat], number: int) -> None:
+        assert self._store is not None
+        text = json.dumps([asdict(beat) for beat in own])
+        self._store.set(f"beats/{number}/{self._rounds.plan.node_rank}", text)
+
+    def _read_others(self, number: int) -> list[Beat]:
+        if self._store is None:
+            return []
+        found: list[Beat] = []
+        for node in range(1, self._rounds.plan.nodes):
+            key = f"beats/{number}/{node}"
+            if self._store.check([key]):
+                found += [Beat(**values) for values in json.loads(self._store.get(key))]
+        return found
+
+    def _collect_stacks(self, ranks: list[int], pids: dict[int, int]) -> dict[int, str]:
+        stacks = self._dump_stacks(ranks, pids)
+        elsewhere = [rank for rank in ranks if rank not in pids]
+        if self._store is None or not elsewhere:
+            return stacks
+        name = f"{time.time()}"
+        self._store.set("stacks/wanted", json.dumps({"name": name, "ranks": elsewhere}))
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and not set(ranks) <= set(stacks):
+            time.sleep(0.1)
+            for node in range(1, self._rounds.plan.nodes):
+                key = f"stacks/{name}/{node}"
+                if self._store.check([key]):
+                    answer: dict[str, str] = json.loads(self._store.get(key))
+                    stacks |= {int(rank): text for rank, text in answer.items()}
+        return stacks
+
+    def _answer(self, pids: dict[int, int]) -> None:
+        """Give node 0 the stacks that it asks for."""
+        assert self._store is not None
+        if self._rounds.plan.node_rank == 0 or not self._store.check(["stacks/wanted"]):
+            return
+        wanted: dict[str, Any] = json.loads(self._store.get("stacks/wanted"))
+        if wanted["name"] == self._answered:
+            return
+        self._answered = wanted["name"]
+        stacks = self._dump_stacks([rank for rank in wanted["ranks"] if rank in pids], pids)
+        key = f"stacks/{self._answered}/{self._rounds.plan.node_rank}"
+        self._store.set(key, json.dumps(stacks))
+
+    def _dump_stacks(self, ranks: list[int], pids: dict[int, int]) -> dict[int, str]:
+        stacks: dict[int, str] = {}
+        for rank in ranks:
+            if rank in pids:
+                text = dump_stack(get_stack_path(self._folder, rank), pids[rank])
+                if text:
+                    stacks[rank] = text
+        return stacks
+
+
+def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
+    """A rank's line; None before its first, or in the moment in which it is written."""
+    for _ in range(3):
+        try:
+            words = get_beat_path(folder, rank).read_text(encoding="ascii").split()
+            count, step, phase, since, check = words[:5]
+            if count == check:
+                return Beat(
+                    rank=rank,
+                    node=node,
+                    count=int(count),
+                    step=int(step),
+                    phase=phase,
+                    age=max(time.monotonic() - float(since), 0.0),
+                    has_ended=not Path(f"/proc/{pid}").exists(),
+                )
+        except (OSError, ValueError):
+            pass
+    return None
+
+
+def is_stalled(beats: Iterable[Beat], seconds: float) -> bool:
+    """Whether nobody has moved for so long; ranks that have ended cannot."""
+    beats = list(beats)
+    waiting = [beat for beat in beats if not beat.has_ended]
+    if not waiting or any(beat.age <= seconds for beat in waiting):
+        return False
+    # Before and after training, all may be busy for long with work of their own.
+    is_outside = all(beat.phase in ("start", "end") for beat in beats)
+    return not (is_outside and len({beat.position for beat in beats}) == 1)
+
+
+def find_missing(beats: list[Beat]) -> list[Beat]:
+    """The ranks that the others wait for: those behind. All of them where all are equally far."""
+    furthest = max(beat.position for beat in beats)
+    return [beat for beat in beats if beat.position < furthest] or beats
+
+
+def describe_stall(
+    beats: list[Beat], missing: list[Beat], stacks: dict[int, str], nodes: int
+) -> str:
+    """The report that a person reads."""
+    seconds = min(beat.age for beat in beats if not beat.has_ended)
+    lines = [f"stalled: no rank has moved for {seconds:.0f} s; the run goes on waiting"]
+    if len(missing) == len(beats):
+        lines.append(
+            f"  all {len(beats)} ranks are at {_join_places(beats)}: nobody is behind. They may "
+            "wait in different collectives; their stacks tell."
+        )
+    else:
+        for beat in missing:
+            where = f" (node {beat.node})" if nodes > 1 else ""
+            what = "has ended" if beat.has_ended else "is missing"
+            lines.append(
+                f"  rank {beat.rank}{where} {what}: {beat.describe()}, for {beat.age:.0f} s"
+            )
+        absent = {beat.rank for beat in missing}
+        waiting = [beat for beat in beats if beat.rank not in absent]
+        lines.append(f"  waiting for it: {_join_places(waiting)}")
+    for rank, stack in sorted(stacks.items()):
+        lines += [f"  stack of rank {rank}:", *(f"    {line}" for line in stack.splitlines())]
+    return "\n".join(lines)
+
+
+def _join_places(beats: list[Beat]) -> str:
+    places: dict[str, list[int]] = {}
+    for beat in beats:
+        places.setdefault(beat.describe(), []).append(beat.rank)
+    return "; ".join(
+        f"{place} ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))})"
+        for place, ranks in places.items()
+    )
+
+
+def dump_stack(path: Path, pid: int) -> str:
+    """Ask a process of this node for its stack; it writes it into the file."""
+    before = path.stat().st_size if path.exists() else 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+    text, deadline = "", time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            now = path.read_text(encoding="utf-8", errors="replace")[before:]
+            if now and now == text:
+                break  # no longer growing
+            text = now
+    return _shorten(text)
+
+
+def _shorten(stack: str) -> str:
+    """Without the frames that started everything: they are the same everywhere."""
+    lines = [line for line in stack.strip().splitlines() if not any(p in line for p in _DULL)]
+    return "\n".join(lines[:_LINES] + ["  ..."] * (len(lines) > _LINES))

@@ -1,0 +1,117 @@
+"""``rapidformer config``: questions, answers and the file."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rapidformer.config import parse_arguments
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ask(command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr("rapidformer.cli.config.count_gpus", lambda: 0)
+
+    def run(*words: object, answers: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+        return command("config", *words)
+
+    return run
+
+
+def test_defaults_need_no_terminal(ask: Run, tmp_path: Path) -> None:
+    done = ask("--yes")
+    assert done.returncode == 0, done.stderr
+    assert "written: rapidformer.yaml" in done.stdout
+    args = parse_arguments(["--config", str(tmp_path / "rapidformer.yaml")])
+    assert (args.device, args.nproc_per_node, args.nnodes) == ("cpu", 1, None)
+    assert args.mixed_precision is None
+
+
+def test_questions_of_the_seed(ask: Run, tmp_path: Path) -> None:
+    """Several GPUs on one machine, no sharding, no mixed precision: as that document answers."""
+    done = ask(answers="cuda\n1\n2\nno\nno\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("]: ") == 5
+    text = (tmp_path / "rapidformer.yaml").read_text()
+    assert [line.split("#")[0].strip() for line in text.splitlines()[1:]] == [
+        "device: cuda",
+        "nproc_per_node: 2",
+    ]
+
+
+def test_several_machines_meet_at_the_first(ask: Run, tmp_path: Path) -> None:
+    done = ask("--output", "two.yaml", answers="cpu\n2\nvariables\nnode-a\n6010\n4\n3\nbf16\n")
+    assert done.returncode == 0, done.stderr
+    args = parse_arguments(["--config", str(tmp_path / "two.yaml")])
+    assert (args.nnodes, args.master_addr, args.master_port) == (2, "node-a", 6010)
+    assert (args.nproc_per_node, args.zero_stage, args.mixed_precision) == (4, 3, "bf16")
+    assert "NODE_RANK" in (tmp_path / "two.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("start", "key"), [("hostfile", "hostfile: my_hosts"), ("slurm", "srun --ntasks-per-node=1")]
+)
+def test_other_ways_to_start_several_machines(
+    start: str, key: str, ask: Run, tmp_path: Path
+) -> None:
+    flags = ["--nnodes", "2", "--start", start, "--hostfile", "my_hosts"]
+    assert ask("--yes", *flags).returncode == 0
+    text = (tmp_path / "rapidformer.yaml").read_text()
+    assert key in text
+    assert "master_addr" not in text
+
+
+def test_wrong_answer_is_asked_for_again(ask: Run, tmp_path: Path) -> None:
+    done = ask(answers="tpu\ncpu\n0\nmany\n1\n\n4\nno\nfp8\nfp16\n")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "one of cpu, cuda, not 'tpu'.",
+        "a whole number from 1, not '0'.",
+        "a whole number from 1, not 'many'.",
+        "one of no, 1, 2, 3, not '4'.",
+        "one of no, fp16, bf16, not 'fp8'.",
+    ):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--device", "tpu"], "--device: one of cpu, cuda, not 'tpu'."),
+        (["--yes", "--nproc-per-node", "0"], "--nproc-per-node: a whole number from 1, not '0'."),
+        (["--yes", "--nnodes", "2", "--master-port", "70000"], "at most 65535, not 70000"),
+        (["--yes", "--nope"], "unrecognized arguments: --nope"),
+        (["--yes", "--output", "no/such/file"], "there is no folder no/such"),
+        ([], "the answers ended before the questions did"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_is_written(
+    words: list[str], text: str, ask: Run, tmp_path: Path
+) -> None:
+    done = ask(*words)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "rapidformer.yaml").exists()
+
+
+def test_older_file_is_kept_unless_said(ask: Run, tmp_path: Path) -> None:
+    (tmp_path / "rapidformer.yaml").write_text("seed: 1\n")
+    done = ask("--yes")
+    assert done.returncode == 1
+    assert "rapidformer.yaml exists: choose another --output, or say --overwrite" in done.stderr
+    assert ask("--yes", "--overwrite").returncode == 0
+    assert "seed" not in (tmp_path / "rapidformer.yaml").read_text()
+
+
+def test_help_lists_the_answers_flags(ask: Run) -> None:
+    done = ask("--help")
+    assert done.returncode == 0
+    assert "--mixed-precision ANSWER" in done.stdout
