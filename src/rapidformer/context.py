@@ -57,6 +57,8 @@ def get_tokenizer() -> Any:
     """The tokenizer of the current run, made when it is first asked for."""
     if _current.tokenizer is None:
         if _current.build_tokenizer is None:
-            raise RapidformerError("get_tokenizer() needs an engine: call RapidformerEngine() first.")
+            raise RapidformerError(
+                "get_tokenizer() needs an engine: call RapidformerEngine() first."
+            )
         _current.tokenizer = _current.build_tokenizer()
     return _current.tokenizer

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -49,6 +50,7 @@ from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.processes import start_processes, stop_processes
 from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
@@ -79,7 +81,12 @@ class RapidformerEngine:
         )
         self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
         self.device = processes.device
-        self.mesh = processes.mesh
+        self.topology = build_topology(
+            self.device.type,
+            pipeline=self.args.pipeline_model_parallel_size,
+            data=self.args.data_parallel_size,
+            tensor=self.args.tensor_model_parallel_size,
+        )
         self.is_main = processes.is_main
         self.timers = Timers()
         self.precision = choose_precision(self.args.mixed_precision, self.device)
@@ -100,6 +107,11 @@ class RapidformerEngine:
         atexit.register(self.close)
         _warn_about_settings_without_effect(self.args)
         seed_everything(self.args.seed, deterministic=self.args.deterministic)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the run; None in a run of one process."""
+        return self.topology.mesh
 
     # ---- composing -----------------------------------------------------------------------------
 
@@ -130,7 +142,7 @@ class RapidformerEngine:
         ]
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
-            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+            model, self.args, device=self.device, topology=self.topology, precision=self.precision
         )
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
@@ -145,15 +157,16 @@ class RapidformerEngine:
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
-        if self.args.rank:
-            # Same weights everywhere, but every process drops out other units.
-            torch.manual_seed(self.args.seed + self.args.rank)
+        replica = self.topology.get_rank("data")
+        if replica:
+            # Same weights everywhere, but every replica drops out other units.
+            torch.manual_seed(self.args.seed + replica)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
         self._parallelized = parallelize(
-            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+            model, self.args, device=self.device, topology=self.topology, precision=self.precision
         )
         self.model = model.eval()
         return model
@@ -191,7 +204,7 @@ class RapidformerEngine:
             collate=collate_fn or PadCollator(),
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
             num_replicas=self.args.data_parallel_size,
-            replica=self.args.rank,
+            replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             shuffle=shuffle,
             seed=self.args.seed,
@@ -219,7 +232,7 @@ class RapidformerEngine:
         adopted = adopt_loader(
             loader,
             num_replicas=self.args.data_parallel_size,
-            replica=self.args.rank,
+            replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             seed=self.args.seed,
             device=self.device,
@@ -263,7 +276,7 @@ class RapidformerEngine:
             self.clock.finish_gradients(self._trainable, self.scaler)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
-        if self.mesh is None:
+        if self.topology.num_replicas == 1:
             return None
         if self.scaler is None:
             return 1.0

@@ -31,7 +31,8 @@ class _Bucket:
 class GradientReducer:
     """Sums gradients over the processes while the backward pass is still running."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._buckets = _build_buckets(p for p in model.parameters() if p.requires_grad)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._is_active = False
@@ -52,7 +53,7 @@ class GradientReducer:
             return
         self._is_active = False
         for bucket in self._buckets[self._next :]:
-            _launch(bucket)
+            _launch(bucket, self._group)
         for bucket in self._buckets:
             _finish(bucket)
 
@@ -68,13 +69,13 @@ class GradientReducer:
         bucket.waiting -= 1
         # In order, never as they fill: every process must send the same bucket at the same time.
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            _launch(self._buckets[self._next])
+            _launch(self._buckets[self._next], self._group)
             self._next += 1
 
 
-def apply_data_parallel(model: nn.Module) -> GradientReducer:
-    """Sum gradients over the processes from now on."""
-    return GradientReducer(model)
+def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
+    """Sum gradients over the processes of the group from now on."""
+    return GradientReducer(model, group)
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -99,7 +100,7 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
     return buckets
 
 
-def _launch(bucket: _Bucket) -> None:
+def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
     first = bucket.parameters[0]
     if bucket.all_used is None:
         bucket.all_used = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
@@ -107,7 +108,7 @@ def _launch(bucket: _Bucket) -> None:
     flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
     bucket.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
-    bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+    bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
 
 def _finish(bucket: _Bucket) -> None:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
@@ -19,6 +18,7 @@ from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mix
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.config import TrainingArguments
+from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan, find_plan
 
@@ -60,7 +60,7 @@ def parallelize(
     args: TrainingArguments,
     *,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    topology: Topology,
     precision: Precision,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
@@ -77,6 +77,7 @@ def parallelize(
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
+    mesh = topology.get_replica_mesh()
     if mesh is None:
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
@@ -86,7 +87,7 @@ def parallelize(
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     else:
         broadcast_weights(model)
-        synchronizer = apply_data_parallel(model)
+        synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)

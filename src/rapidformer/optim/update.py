@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from rapidformer.accel.precision import LossScaler
-from rapidformer.dist.collectives import is_alone, sum_over_processes
+from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
 
 
@@ -175,7 +176,7 @@ def _sum_weights(
     weight: float | torch.Tensor, gradients: list[torch.Tensor]
 ) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
-    if is_alone() or not gradients:
+    if get_topology().num_replicas == 1 or not gradients:
         return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
     device = gradients[0].device
     if isinstance(weight, torch.Tensor):
@@ -183,4 +184,4 @@ def _sum_weights(
     else:
         # Not as_tensor: a copy from the host would wait for the device.
         total = torch.full((), weight, dtype=torch.float32, device=device)
-    return sum_over_processes(total).clamp(min=torch.finfo(torch.float32).tiny)
+    return sum_over_replicas(total).clamp(min=torch.finfo(torch.float32).tiny)
