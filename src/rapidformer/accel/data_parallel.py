@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -96,8 +97,26 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
             buckets.append(_Bucket())
             size = 0
         buckets[-1].parameters.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += get_local(parameter).numel() * parameter.element_size()
     return buckets
+
+
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor that tensor parallelism has split; any other as it is."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return flat.view_as(parameter)
+    return DTensor.from_local(
+        flat.view_as(get_local(parameter)),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
@@ -106,7 +125,10 @@ def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
         bucket.all_used = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
     used = [p.grad is not None for p in bucket.parameters]
     flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+    pieces = [
+        torch.zeros_like(get_local(p)) if p.grad is None else get_local(p.grad)
+        for p in bucket.parameters
+    ]
     bucket.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
     bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
@@ -114,12 +136,12 @@ def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
 def _finish(bucket: _Bucket) -> None:
     assert bucket.work is not None and bucket.flat is not None
     bucket.work.wait()
-    sizes = [p.numel() for p in bucket.parameters]
+    sizes = [get_local(p).numel() for p in bucket.parameters]
     *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
     is_complete = all(p.grad is not None for p in bucket.parameters)
     # Only a process that lacks a gradient has to ask (and wait) whether another one had it.
     users = [1.0] * len(sizes) if is_complete else flags.tolist()
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = _shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None

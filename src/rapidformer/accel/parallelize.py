@@ -1,6 +1,6 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
-Recompute comes before compile, so that a compiled block is recomputed as compiled; both before
+Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before compile, so that a compiled block is recomputed as compiled; both before
 sharding, which must see the final blocks; the precision last, around everything.
 """
 
@@ -17,6 +17,7 @@ from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weigh
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
+from rapidformer.accel.tensor_parallel import apply_tensor_parallel
 from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
@@ -68,6 +69,12 @@ def parallelize(
     model.to(device)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
+    if topology.mesh is not None:
+        broadcast_weights(model)
+    tensor_mesh = topology.get_submesh("tensor")
+    if tensor_mesh is not None:
+        tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
+        switches.append(f"tensor parallel over {tensor_mesh.size()} by {tensor_plan.source}")
     if args.checkpoint_activations:
         granularity = args.recompute_granularity or "full"
         apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
@@ -82,11 +89,9 @@ def parallelize(
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
     elif args.zero_stage:
-        broadcast_weights(model)
         synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     else:
-        broadcast_weights(model)
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
