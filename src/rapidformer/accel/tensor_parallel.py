@@ -8,6 +8,7 @@ wrong: nothing is communicated here; all processes hold equal weights already an
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class _Cut:
 
 def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:
     """Split the model's layers over the mesh, in place; all processes must hold equal weights."""
+    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tensor_plan = find_tensor_plan(model, plan)
     styles = _resolve_styles(model, tensor_plan)
     problems = list(_find_problems(model, styles, mesh.size()))

@@ -89,9 +89,10 @@ class Split:
 def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     """This process's part of a parameter, for arithmetic."""
     parameter = module._parameters[name]
-    if not isinstance(parameter, DTensor):
-        return parameter
     split: Split = module.rapidformer_split  # type: ignore[assignment]
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
+        # At rest, sharded over other processes too: only those who shard it look at it now.
+        return parameter
     local = parameter.to_local()
     if name in split.readings:
         return split.readings[name](local)
