@@ -346,7 +346,7 @@ def count_bytes(model: nn.Module) -> int:
 def compare(mine: Trace, reference: Trace) -> dict[str, tuple[float, str]]:
     """The worst relative difference of each kind, with the parameter or update it was met in.
 
-    A gradient below a ten-millionth of the whole is round-off (a key's bias has none in theory):
+    A gradient below a millionth of the whole is round-off (a key's bias has none in theory):
     it must stay round-off.
     """
     norm = np.sqrt(sum(float((g**2).sum()) for g in reference.gradients.values()))
@@ -355,7 +355,7 @@ def compare(mine: Trace, reference: Trace) -> dict[str, tuple[float, str]]:
     for name, g in reference.gradients.items():
         size = float(np.linalg.norm(g))
         difference = float(np.linalg.norm(mine.gradients[name] - g))
-        gradients[name] = difference / (size if size > 1e-7 * norm else 1e-4 * float(norm))
+        gradients[name] = difference / (size if size > 1e-6 * norm else 1e-4 * float(norm))
     weights = {
         name: float(np.linalg.norm(mine.weights[name] - w)) / max(float(np.linalg.norm(w)), 1e-3)
         for name, w in reference.weights.items()
