@@ -170,7 +170,7 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
     "gpt": lambda p: GPTForCausalLM(
         GPTConfig(
             num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
-            vocab_size=68, hidden_dropout=p, attention_dropout=p,
+            vocab_size=68, hidden_dropout=p, attention_dropout=p, init_method_std=0.1,
         )
     ),
     "gpt-rope": lambda p: GPTForCausalLM(

@@ -16,8 +16,10 @@ from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.sequence_parallel import apply_sequence_parallel
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.accel.tensor_parallel import apply_tensor_parallel
+from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
 from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
@@ -75,6 +77,11 @@ def parallelize(
     if tensor_mesh is not None:
         tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
         switches.append(f"tensor parallel over {tensor_mesh.size()} by {tensor_plan.source}")
+        if args.sequence_parallel:
+            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh)
+            switches.append("sequence parallel between the layers of each block")
+        if apply_vocabulary_loss(model, plan, tensor_mesh):
+            switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
         granularity = args.recompute_granularity or "full"
         apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)

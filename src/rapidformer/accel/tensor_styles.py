@@ -78,6 +78,8 @@ class Split:
     """True while the loss is computed from split logits: they are not joined then."""
     region: SequenceRegion | None = None
     """Set for modules inside blocks whose tokens are split in training."""
+    head: Split | None = None
+    """For a model whose loss takes split logits: its head's."""
     is_among_tokens: bool = False
     """Whether the module works on this process's tokens (norms), rather than on its heads."""
 
@@ -96,7 +98,7 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     local = parameter.to_local()
     if name in split.readings:
         return split.readings[name](local)
-    if split.is_among_tokens and module.training:
+    if split.is_among_tokens and module.training and parameter.placements[0].is_replicate():
         return copy_in(local, split.group)
     return local
 

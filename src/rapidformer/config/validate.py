@@ -66,6 +66,8 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
         for name in names
         if args.is_given(name) and not getattr(args, needed)
     ]
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
     if args.mixed_precision not in ("fp16", "auto"):
         idle += [
             f"{_flag(name)} has no effect without --mixed-precision fp16."

@@ -33,6 +33,8 @@ class ModelPlan:
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
     --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    has_split_losses: bool = False
+    """Whether the model's loss takes logits whose vocabulary is split over processes."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -79,7 +81,7 @@ def _read_own_plan(
 
 def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
     """The same plan written as a plain dictionary, which needs no import of ours."""
-    known = {"blocks", "tensor", "divided", "has_split_sequences"}
+    known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
     unknown = sorted(set(plan) - known)
     if unknown:
         raise ModelError(
@@ -92,6 +94,7 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
         tensor=plan.get("tensor", {}),
         divided=plan.get("divided", {}),
         has_split_sequences=bool(plan.get("has_split_sequences", False)),
+        has_split_losses=bool(plan.get("has_split_losses", False)),
     )
 
 

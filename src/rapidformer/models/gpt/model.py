@@ -171,6 +171,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             blocks=("layers",),
             tensor={} if self.config.num_experts else _TENSOR_PLAN,
             has_split_sequences=True,
+            has_split_losses=True,
         )
 
     def get_input_embeddings(self) -> nn.Module:
