@@ -181,6 +181,13 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
             tie_word_embeddings=False, ffn_hidden_size=48, add_bias_linear=False,
         )
     ),
+    "gpt-moe": lambda p: GPTForCausalLM(
+        GPTConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
+            vocab_size=68, hidden_dropout=p, attention_dropout=p, init_method_std=0.1,
+            num_experts=4, moe_layer_freq=2,
+        )
+    ),
     "vit": lambda p: ViTForImageClassification(
         ViTConfig(
             hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
@@ -355,7 +362,7 @@ def compare(mine: Trace, reference: Trace) -> dict[str, tuple[float, str]]:
     for name, g in reference.gradients.items():
         size = float(np.linalg.norm(g))
         difference = float(np.linalg.norm(mine.gradients[name] - g))
-        gradients[name] = difference / (size if size > 1e-6 * norm else 1e-4 * float(norm))
+        gradients[name] = difference / (size if size > 1e-6 * norm else 1e-3 * float(norm))
     weights = {
         name: float(np.linalg.norm(mine.weights[name] - w)) / max(float(np.linalg.norm(w)), 1e-3)
         for name, w in reference.weights.items()

@@ -55,16 +55,15 @@ def apply_sequence_parallel(
 
 
 def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) -> str | None:
-    if not tensor_plan.has_split_sequences:
-        return f"{tensor_plan.source} does not say that its blocks allow it."
+    if tensor_plan.sequence_problem:
+        return tensor_plan.sequence_problem
     if len({_get_parent(name) for name in plan.blocks}) != 1:
         return "its blocks are not one list."
     if getattr(getattr(model, "config", None), "add_cross_attention", False):
         return "its blocks look at an encoder's output too, whose tokens are whole."
     gathered = [name for name, style in tensor_plan.styles.items() if style in _GATHERED]
     if any(_get_parent(name) in plan.blocks for name in gathered):
-        return "layers of its plan stand in the block itself, not in an attention or feed-forward "\
-            "module of it."  # fmt: skip
+        return "layers of its plan stand in the block itself, not in a module of it."
     return None
 
 

@@ -45,7 +45,8 @@ class TensorPlan:
     """Module name to style."""
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module name to attributes that count heads."""
-    has_split_sequences: bool = False
+    sequence_problem: str = ""
+    """Why the tokens between its layers cannot be split; empty where they can."""
     source: str = ""
 
 
@@ -55,7 +56,7 @@ class _Family:
 
     tensor: Mapping[str, str]
     divided: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    has_split_sequences: bool = True
+    sequence_problem: str = ""
 
 
 _BERT = _Family(
@@ -113,8 +114,7 @@ _T5 = _Family(
         "*.block.*.layer.*.SelfAttention": ("n_heads",),
         "*.block.*.layer.*.EncDecAttention": ("n_heads",),
     },
-    # The decoder looks at the encoder's output, whose tokens are whole.
-    has_split_sequences=False,
+    sequence_problem="its decoder looks at the encoder's output, whose tokens are whole.",
 )
 _VIT = _Family(
     tensor={
@@ -133,11 +133,13 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     """The plan from the best source that knows the model; an error that says what is missing."""
     if plan.tensor:
         patterns, divided = dict(plan.tensor), plan.divided
-        source, has_split_sequences = plan.source, plan.has_split_sequences
+        source = plan.source
+        is_allowed = plan.has_split_sequences
+        problem = "" if is_allowed else f"{source} does not say has_split_sequences."
     elif getattr(model, "_tp_plan", None):
         patterns, divided = _read_hugging_face(model), {}
         source = "transformers' plan of the model"
-        has_split_sequences = _is_decoder_stack(patterns)
+        problem = _find_sequence_problem(patterns)
     else:
         family = _FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
         if family is None:
@@ -145,7 +147,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
         prefix = _find_base_prefix(model)
         patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
         divided = {prefix + pattern: names for pattern, names in family.divided.items()}
-        source, has_split_sequences = "our table", family.has_split_sequences
+        source, problem = "our table", family.sequence_problem
     styles = dict(_expand(model, patterns))
     _check_styles(model, styles)
     if not styles:
@@ -155,7 +157,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     return TensorPlan(
         styles=styles,
         divided={name: tuple(names) for name, names in _expand(model, divided)},
-        has_split_sequences=has_split_sequences,
+        sequence_problem=problem,
         source=source,
     )
 
@@ -174,9 +176,10 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
     return patterns
 
 
-def _is_decoder_stack(patterns: Mapping[str, str]) -> bool:
+def _find_sequence_problem(patterns: Mapping[str, str]) -> str:
     inside = {style for name, style in patterns.items() if ".layers.*." in f".{name}"}
-    return inside <= _SEQUENCE_STYLES
+    others = ", ".join(sorted(inside - _SEQUENCE_STYLES))
+    return f"transformers' plan keeps some of its layers together ({others})." if others else ""
 
 
 def _find_vocabulary(model: Any) -> dict[str, str]:

@@ -169,8 +169,9 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         """Where the blocks are and how layers may be split: what the switches go by."""
         return ModelPlan(
             blocks=("layers",),
-            tensor={} if self.config.num_experts else _TENSOR_PLAN,
-            has_split_sequences=True,
+            tensor=_TENSOR_PLAN,
+            # A mixture's loss is one over all tokens: none of them may be away.
+            has_split_sequences=not self.config.num_experts,
             has_split_losses=True,
         )
 
