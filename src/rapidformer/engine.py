@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config import (
@@ -158,9 +159,16 @@ class RapidformerEngine:
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         replica = self.topology.get_rank("data")
-        if replica:
-            # Same weights everywhere, but every replica drops out other units.
+        if replica or self.topology.tensor > 1:
+            # Same weights everywhere, but every replica drops out other units. Processes that share
+            # a layer must drop out the same ones, whatever each has drawn by now.
             torch.manual_seed(self.args.seed + replica)
+        if self.topology.tensor > 1 and self.is_main and has_dropout(model):
+            warn_once(
+                "--tensor-model-parallel-size with dropout: each process draws the masks of its "
+                "own share, so a run differs from one of another size; only the distribution of "
+                "masks is kept. Everything else is exact."
+            )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def compose_for_evaluation(self, model: nn.Module) -> nn.Module:

@@ -103,7 +103,7 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
 
 def get_local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor that tensor parallelism has split; any other as it is."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

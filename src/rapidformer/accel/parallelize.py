@@ -1,7 +1,8 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
-Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before compile, so that a compiled block is recomputed as compiled; both before
-sharding, which must see the final blocks; the precision last, around everything.
+Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before
+compile, so that a compiled block is recomputed as compiled; both before sharding, which must see
+the final blocks; the precision last, around everything.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def parallelize(
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
         tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
-        switches.append(f"tensor parallel over {tensor_mesh.size()} by {tensor_plan.source}")
+        switches.append(
+            f"tensor parallel over {tensor_mesh.size()} processes (by {tensor_plan.source})"
+        )
         if args.sequence_parallel:
             apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh)
             switches.append("sequence parallel between the layers of each block")

@@ -59,6 +59,8 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
         return tensor_plan.sequence_problem
     if len({_get_parent(name) for name in plan.blocks}) != 1:
         return "its blocks are not one list."
+    if any(hasattr(module, "experts") for module in model.modules()):
+        return "it has a mixture of experts, whose loss is one over all tokens."
     if getattr(getattr(model, "config", None), "add_cross_attention", False):
         return "its blocks look at an encoder's output too, whose tokens are whole."
     gathered = [name for name, style in tensor_plan.styles.items() if style in _GATHERED]

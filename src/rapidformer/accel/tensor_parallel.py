@@ -12,7 +12,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from rapidformer.accel.tensor_styles import (
     Reading,
     Rowwise,
     RowwiseSplit,
-    SequenceRegion,
     Split,
     VocabularyEmbedding,
     extend_class,
@@ -76,6 +74,15 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
     return tensor_plan
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model drops anything out in training."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    values: dict[str, object] = to_dict()
+    rates = [value for name, value in values.items() if "drop" in name]
+    rates += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
 def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
     """Let attributes that count heads count this process's."""
     for name, attributes in plan.divided.items():
@@ -89,7 +96,7 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         attention = model.get_submodule(name.rpartition(".")[0])
         if hasattr(attention, "num_key_value_groups"):
             # Transformers repeats each key head so often; here there is one for all local heads.
-            attention.num_key_value_groups = _get_heads(model) // size
+            setattr(attention, "num_key_value_groups", _get_heads(model) // size)  # noqa: B010
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
@@ -148,7 +155,8 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     )
     if not is_kind or (isinstance(module, nn.Linear) and has_own_forward):
-        return f"is a {type(module).__name__}, which cannot be split as {style}."
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        return f"is a {kind}, which cannot be split as {style}."
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
         return "has max_norm or scale_grad_by_freq, which need the whole embedding."
     if style in ("embedding_rowwise", "colwise_gather_output", "key_value"):
@@ -169,8 +177,9 @@ def list_choices(number: int) -> str:
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
     """A number from the model's configuration; 0 where it has none."""
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    number = getattr(config, name, None)
+    # A model of pictures and words keeps the heads in a configuration inside.
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    number = getattr(text_config, name, None)
     return number if isinstance(number, int) else 0
 
 
@@ -315,6 +324,3 @@ def _localize_padding(module: nn.Embedding, split: Split) -> None:
         start, end = get_share(split.length, split.group)
         is_mine = start <= module.padding_idx < end
         module.padding_idx = module.padding_idx - start if is_mine else None
-
-
-__all__ = ["SequenceRegion", "apply_tensor_parallel", "list_choices"]

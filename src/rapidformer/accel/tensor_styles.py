@@ -107,7 +107,8 @@ def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     """Give a module the subclass that reads its parameters in parts and acts by the styles."""
     names = tuple(name for name, p in module._parameters.items() if p is not None)
     module.rapidformer_split = split  # type: ignore[assignment]
-    module.__class__ = _get_class(type(module), names, styles)
+    cls: Any = type(module)
+    module.__class__ = _get_class(cls, names, styles)
 
 
 @functools.cache
@@ -185,7 +186,8 @@ class Rowwise(Style):
     def forward(self, hidden: Tensor) -> Tensor:
         total = self._sum(self._multiply(hidden, None))
         bias = self.bias
-        return total if bias is None else total + bias
+        # In the sum's own precision, as a whole layer would: not promoted to the bias's fp32.
+        return total if bias is None else total + bias.to(total.dtype)
 
 
 class RowwiseSplit(Rowwise):

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
@@ -24,7 +24,7 @@ from rapidformer.models.plan import ModelPlan
 _IGNORED = -100
 
 
-def apply_vocabulary_loss(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> bool:
+def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:
     """Keep the logits split where the model's loss allows it; whether it does."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, ColwiseGathered):
@@ -33,8 +33,7 @@ def apply_vocabulary_loss(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
         shifts = _find_known_loss(model)
         if shifts is None:
             return False
-        known: Any = model
-        known.loss_function = _build_loss(known.loss_function, shifts=shifts)
+        model.loss_function = _build_loss(model.loss_function, shifts=shifts)
     split = model.__dict__.get("rapidformer_split") or Split(mesh=mesh)
     split.head = head.rapidformer_split
     extend_class(model, split, LossKeeper)

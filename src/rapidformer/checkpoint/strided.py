@@ -40,7 +40,7 @@ def split_strided(tensor: torch.Tensor) -> torch.Tensor:
     others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
     _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, others)
     width = tensor.shape[dim] // parts
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     pieces = []
     for part, data in enumerate(local.chunk(parts, dim)):
         offsets = list(start)
@@ -71,7 +71,7 @@ class PiecewiseTensor(torch.Tensor):
     _pieces: list[_Piece]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, pieces: list[_Piece]) -> PiecewiseTensor:
+    def __new__(cls: Any, shape: torch.Size, pieces: list[_Piece]) -> PiecewiseTensor:
         first = pieces[0].data
         self: PiecewiseTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.device
@@ -83,7 +83,9 @@ class PiecewiseTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func} on a tensor that is only there to be saved or loaded")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

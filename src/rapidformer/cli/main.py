@@ -95,12 +95,13 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         from rapidformer.tasks.registry import get_task
 
         get_task(args.task)
+    plan = plan_launch(args)
     if args.user_script is None:
         # Said before any process is started; a script may have flags of its own and checks later.
-        problems = find_problems(args := parse_arguments(words))
+        args = parse_arguments(words)
+        problems = find_problems(args.replace("the launch", world_size=plan.world_size))
         if problems:
             raise ConfigurationError(problems)
-    plan = plan_launch(args)
     if plan.world_size == 1:
         return False
     from rapidformer.launch.local import launch

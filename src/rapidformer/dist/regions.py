@@ -158,9 +158,7 @@ def _sum_and_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
     length, world_size = tensor.shape[dim], dist.get_world_size(group)
     size = -(-length // world_size)
     rows = _pad_to(tensor, dim, size * world_size).movedim(dim, 0).contiguous()
-    summed = _wait(
-        _operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name)
-    )
+    summed = _wait(_operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name))
     start, end = get_share(length, group)
     return summed[: end - start].movedim(0, dim).contiguous()
 

@@ -74,9 +74,7 @@ def _read_own_plan(
     for name in names:
         is_list = isinstance(known[name], nn.ModuleList)
         blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]  # type: ignore[arg-type]
-    return replace(
-        plan, blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()"
-    )
+    return replace(plan, blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()")
 
 
 def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:

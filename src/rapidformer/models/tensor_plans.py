@@ -33,8 +33,15 @@ STYLES = (
     "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce",
 )  # fmt: skip
 # Styles after which the outputs are a share: what may stand inside a split sequence.
-_SEQUENCE_STYLES = {"colwise", "rowwise", "key_value", "fused_qkv", "replicated_with_grad_allreduce"}
+_SEQUENCE_STYLES = {
+    "colwise",
+    "rowwise",
+    "key_value",
+    "fused_qkv",
+    "replicated_with_grad_allreduce",
+}
 _KEY_VALUE_NAMES = ("k_proj", "v_proj")
+_EXPERTS = "moe_tp_experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +176,8 @@ def describe_model(model: nn.Module) -> str:
 
 
 def _read_hugging_face(model: Any) -> dict[str, str]:
-    patterns = dict(model._tp_plan)
+    # Experts stay whole on every process: to split them is expert parallelism's business.
+    patterns = {name: style for name, style in model._tp_plan.items() if style != _EXPERTS}
     for pattern, style in patterns.items():
         if style == "colwise" and pattern.rpartition(".")[2] in _KEY_VALUE_NAMES:
             patterns[pattern] = "key_value"

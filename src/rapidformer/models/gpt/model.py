@@ -170,8 +170,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         return ModelPlan(
             blocks=("layers",),
             tensor=_TENSOR_PLAN,
-            # A mixture's loss is one over all tokens: none of them may be away.
-            has_split_sequences=not self.config.num_experts,
+            has_split_sequences=True,
             has_split_losses=True,
         )
 
