@@ -31,6 +31,7 @@ from rapidformer.dist.regions import (
     slice_in,
     sum_out,
 )
+from rapidformer.errors import TrainingError
 
 Reading = Callable[[Tensor], Tensor]
 _SEQUENCE_DIM = 1
@@ -55,7 +56,7 @@ class SequenceRegion:
         start, end = get_share(self.length, self.group)
         if hidden.shape[_SEQUENCE_DIM] != end - start:
             # Recompute runs blocks again after another forward pass has changed the length.
-            raise RuntimeError(
+            raise TrainingError(
                 "--sequence-parallel: the tokens of another forward pass were met. Call "
                 "engine.backward() after each forward pass, or pad both to one length."
             )
