@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
@@ -51,6 +53,7 @@ from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_a
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import start_processes, stop_processes
 from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
@@ -82,7 +85,12 @@ class RapidformerEngine:
         given = continue_after_restart(given)
         self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
         self.device = processes.device
-        self.mesh = processes.mesh
+        self.topology = build_topology(
+            self.device.type,
+            pipeline=self.args.pipeline_model_parallel_size,
+            data=self.args.data_parallel_size,
+            tensor=self.args.tensor_model_parallel_size,
+        )
         self.is_main = processes.is_main
         self.timers = Timers()
         self.precision = choose_precision(self.args.mixed_precision, self.device)
@@ -103,6 +111,11 @@ class RapidformerEngine:
         atexit.register(self.close)
         _warn_about_settings_without_effect(self.args)
         seed_everything(self.args.seed, deterministic=self.args.deterministic)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the run; None in a run of one process."""
+        return self.topology.mesh
 
     # ---- composing -----------------------------------------------------------------------------
 
@@ -133,7 +146,7 @@ class RapidformerEngine:
         ]
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
-            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+            model, self.args, device=self.device, topology=self.topology, precision=self.precision
         )
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
@@ -148,15 +161,23 @@ class RapidformerEngine:
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
-        if self.args.rank:
-            # Same weights everywhere, but every process drops out other units.
-            torch.manual_seed(self.args.seed + self.args.rank)
+        replica = self.topology.get_rank("data")
+        if replica or self.topology.tensor > 1:
+            # Same weights everywhere, but every replica drops out other units. Processes that share
+            # a layer must drop out the same ones, whatever each has drawn by now.
+            torch.manual_seed(self.args.seed + replica)
+        if self.topology.tensor > 1 and self.is_main and has_dropout(model):
+            warn_once(
+                "--tensor-model-parallel-size with dropout: each process draws the masks of its "
+                "own share, so a run differs from one of another size; only the distribution of "
+                "masks is kept. Everything else is exact."
+            )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
         self._parallelized = parallelize(
-            model, self.args, device=self.device, mesh=self.mesh, precision=self.precision
+            model, self.args, device=self.device, topology=self.topology, precision=self.precision
         )
         self.model = model.eval()
         return model
@@ -194,7 +215,7 @@ class RapidformerEngine:
             collate=collate_fn or PadCollator(),
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
             num_replicas=self.args.data_parallel_size,
-            replica=self.args.rank,
+            replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             shuffle=shuffle,
             seed=self.args.seed,
@@ -222,7 +243,7 @@ class RapidformerEngine:
         adopted = adopt_loader(
             loader,
             num_replicas=self.args.data_parallel_size,
-            replica=self.args.rank,
+            replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             seed=self.args.seed,
             device=self.device,
@@ -268,7 +289,7 @@ class RapidformerEngine:
             self.clock.finish_gradients(self._trainable, self.scaler)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
-        if self.mesh is None:
+        if self.topology.num_replicas == 1:
             return None
         if self.scaler is None:
             return 1.0

@@ -202,10 +202,32 @@ def test_two_zero_stages_exclude_each_other() -> None:
     assert "--zero-1-memory-optimization and --zero-3-memory-optimization exclude" in problem
 
 
-@pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
-def test_parallelism_that_is_not_there_yet_is_said(flag: str) -> None:
-    (problem,) = problems_of(flag, "2", world_size=2)
-    assert problem.startswith(f"{flag} 2: this version does not have")
+def test_parallelism_that_is_not_there_yet_is_said() -> None:
+    (problem,) = problems_of("--pipeline-model-parallel-size", "2", world_size=2)
+    assert problem.startswith("--pipeline-model-parallel-size 2: this version does not have")
+
+
+def test_processes_that_share_layers_see_the_same_rows() -> None:
+    args = resolve(
+        parse_arguments(["--tensor-model-parallel-size", "2", "--micro-batch-size", "3"]),
+        world_size=4,
+    )
+    assert (args.data_parallel_size, args.global_batch_size) == (2, 6)
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_is_refused() -> None:
+    (problem,) = problems_of("--tensor-model-parallel-size", "4", world_size=6)
+    assert problem == (
+        "--tensor-model-parallel-size 4 does not divide the 6 processes of this run: use 1 or 2 or "
+        "3 or 6, or start a multiple of 4 (--nproc-per-node)."
+    )
+    (problem,) = problems_of(
+        "--tensor-model-parallel-size", "3", "--num-attention-heads", "16", world_size=3
+    )
+    assert problem == (
+        "--tensor-model-parallel-size 3 does not divide the 16 attention heads of "
+        "--num-attention-heads: use 1, 2, 4, 8 or 16."
+    )
 
 
 def test_a_hub_name_given_to_load_is_no_missing_folder() -> None:

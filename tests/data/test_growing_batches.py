@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from rapidformer.config.batches import BatchSchedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.processes import start_processes
+from rapidformer.dist.topology import build_topology
 from tests.processes import run_in_processes
 
 RAMP = BatchSchedule(final=8, start=2, increment=2, ramp_samples=24)
@@ -97,6 +98,7 @@ def test_counts_of_an_update_are_known_from_its_first_round_on() -> None:
 
 def _count_ahead() -> list[tuple[int, int, int]]:
     processes = start_processes(device="cpu")
+    build_topology("cpu", data=2)
     loader = build(
         11, num_replicas=2, replica=processes.rank, rounds_per_update=2, counts_ahead=True
     )

@@ -9,6 +9,7 @@ import torch
 
 from rapidformer.dist import mpu
 from rapidformer.dist.processes import start_processes
+from rapidformer.dist.topology import build_topology
 from rapidformer.errors import RapidformerError
 from tests.processes import run_in_processes
 
@@ -40,6 +41,7 @@ def test_bad_batches_are_explained(keys: list[str], data: Any, message: str) -> 
 
 def _broadcast() -> tuple[dict[str, list[Any]], str, tuple[int, int]]:
     start_processes(device="cpu")
+    build_topology("cpu", data=2)
     is_source = mpu.get_data_parallel_rank() == 0
     everyone = mpu.get_data_parallel_group()
     keys = ["rows", "text"]

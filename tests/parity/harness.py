@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rapidformer.data.collate import PadCollator
-from rapidformer.dist.collectives import sum_over_processes
+from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
 
@@ -186,7 +186,7 @@ def run_switched(
                 continue
             if not gradients:
                 gradients = _get_gradients(model)
-            total = sum_over_processes(loss_sum)
+            total = sum_over_replicas(loss_sum)
             losses.append(float(total / engine.clock.total_weight))
             loss_sum = torch.zeros(1)
             engine.step()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -31,7 +32,8 @@ class _Bucket:
 class GradientReducer:
     """Sums gradients over the processes while the backward pass is still running."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._buckets = _build_buckets(p for p in model.parameters() if p.requires_grad)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._is_active = False
@@ -52,7 +54,7 @@ class GradientReducer:
             return
         self._is_active = False
         for bucket in self._buckets[self._next :]:
-            _launch(bucket)
+            _launch(bucket, self._group)
         for bucket in self._buckets:
             _finish(bucket)
 
@@ -68,13 +70,13 @@ class GradientReducer:
         bucket.waiting -= 1
         # In order, never as they fill: every process must send the same bucket at the same time.
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            _launch(self._buckets[self._next])
+            _launch(self._buckets[self._next], self._group)
             self._next += 1
 
 
-def apply_data_parallel(model: nn.Module) -> GradientReducer:
-    """Sum gradients over the processes from now on."""
-    return GradientReducer(model)
+def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
+    """Sum gradients over the processes of the group from now on."""
+    return GradientReducer(model, group)
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -95,30 +97,51 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
             buckets.append(_Bucket())
             size = 0
         buckets[-1].parameters.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += get_local(parameter).numel() * parameter.element_size()
     return buckets
 
 
-def _launch(bucket: _Bucket) -> None:
+def get_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor that tensor parallelism has split; any other as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return flat.view_as(parameter)
+    return DTensor.from_local(
+        flat.view_as(get_local(parameter)),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
     first = bucket.parameters[0]
     if bucket.all_used is None:
         bucket.all_used = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
     used = [p.grad is not None for p in bucket.parameters]
     flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
-    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+    pieces = [
+        torch.zeros_like(get_local(p)) if p.grad is None else get_local(p.grad)
+        for p in bucket.parameters
+    ]
     bucket.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
-    bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+    bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
 
 def _finish(bucket: _Bucket) -> None:
     assert bucket.work is not None and bucket.flat is not None
     bucket.work.wait()
-    sizes = [p.numel() for p in bucket.parameters]
+    sizes = [get_local(p).numel() for p in bucket.parameters]
     *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
     is_complete = all(p.grad is not None for p in bucket.parameters)
     # Only a process that lacks a gradient has to ask (and wait) whether another one had it.
     users = [1.0] * len(sizes) if is_complete else flags.tolist()
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = _shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None

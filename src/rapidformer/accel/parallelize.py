@@ -1,7 +1,8 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
-Recompute comes before compile, so that a compiled block is recomputed as compiled; both before
-sharding, which must see the final blocks; the precision last, around everything.
+Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before
+compile, so that a compiled block is recomputed as compiled; both before sharding, which must see
+the final blocks; the precision last, around everything.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.sequence_parallel import apply_sequence_parallel
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
+from rapidformer.accel.tensor_parallel import apply_tensor_parallel
+from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
 from rapidformer.config import TrainingArguments
+from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan, find_plan
 
@@ -60,7 +64,7 @@ def parallelize(
     args: TrainingArguments,
     *,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    topology: Topology,
     precision: Precision,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
@@ -68,6 +72,19 @@ def parallelize(
     model.to(device)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
+    if topology.mesh is not None:
+        broadcast_weights(model)
+    tensor_mesh = topology.get_submesh("tensor")
+    if tensor_mesh is not None:
+        tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
+        switches.append(
+            f"tensor parallel over {tensor_mesh.size()} processes (by {tensor_plan.source})"
+        )
+        if args.sequence_parallel:
+            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh)
+            switches.append("sequence parallel between the layers of each block")
+        if apply_vocabulary_loss(model, plan, tensor_mesh):
+            switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
         granularity = args.recompute_granularity or "full"
         apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
@@ -77,16 +94,15 @@ def parallelize(
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
+    mesh = topology.get_replica_mesh()
     if mesh is None:
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
     elif args.zero_stage:
-        broadcast_weights(model)
         synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     else:
-        broadcast_weights(model)
-        synchronizer = apply_data_parallel(model)
+        synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from rapidformer.checkpoint.strided import split_strided
 from rapidformer.errors import CheckpointError
 
 # Each class by its name: a whole module would admit whatever that module imports (`os`, say).
@@ -55,7 +56,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the tensors; every process must call this with the same names."""
     try:
         with _quiet():
-            save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+            pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
+            save(pieces, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except CheckpointException as reason:
         raise CheckpointError(f"{folder} cannot be written: {_get_cause(reason)}") from None
 
@@ -64,7 +66,8 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fill the tensors in place from a folder, whatever layout it was saved in."""
     try:
         with _quiet():
-            load(tensors, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+            pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
+            load(pieces, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
     # Not an Exception in torch: an ordinary `except` would let it through as a crash.
     except CheckpointException as reason:
         raise CheckpointError(f"{folder} cannot be read: {_get_cause(reason)}") from None

@@ -97,7 +97,7 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     from rapidformer.config.parse import drop_unknown_flags
     from rapidformer.config.validate import find_problems
     from rapidformer.errors import ConfigurationError
-    from rapidformer.launch.environment import is_launched
+    from rapidformer.launch.environment import is_launched, plan_launch
 
     if is_launched():
         return False
@@ -112,9 +112,12 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         from rapidformer.tasks.registry import get_task
 
         get_task(args.task)
-    if args.user_script is None:
-        # Said before any process is started; a script may have flags of its own and checks later.
-        problems = find_problems(args := parse_arguments(words))
+    if args.user_script is None and args.hostfile is None:
+        # Said before any process is started; a script may have flags of its own and checks later,
+        # and only the hosts know how many they are.
+        args = parse_arguments(words)
+        world_size = plan_launch(args).world_size
+        problems = find_problems(args.replace("the launch", world_size=world_size))
         if problems:
             raise ConfigurationError(problems)
     return _start(args, [name, *words])

@@ -362,6 +362,8 @@ class ParallelArguments:
 
     tensor_model_parallel_size: int = 1
     """processes that share each layer"""
+    sequence_parallel: bool = False
+    """with tensor parallelism: split the tokens too, where layers would otherwise be whole"""
     pipeline_model_parallel_size: int = 1
     """processes that share the stack of layers"""
 

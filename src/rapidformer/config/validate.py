@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
         for name in names
         if args.is_given(name) and not getattr(args, needed)
     ]
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
     if args.mixed_precision not in ("fp16", "auto"):
         idle += [
             f"{_flag(name)} has no effect without --mixed-precision fp16."
@@ -83,8 +86,9 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
 def has_sound_batches(args: TrainingArguments) -> bool:
     """Whether the batch sizes can be reckoned with at all."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
-    is_split = args.tensor_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1
-    return not is_split and all(size is None or size > 0 for size in sizes)
+    shares = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    is_divided = all(share > 0 for share in shares) and args.world_size % math.prod(shares) == 0
+    return is_divided and all(size is None or size > 0 for size in sizes)
 
 
 def _flag(name: str) -> str:
@@ -169,16 +173,20 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
 
 
 def _check_processes(args: TrainingArguments) -> Iterator[str]:
-    for name, what in (
-        ("tensor_model_parallel_size", "tensor parallelism"),
-        ("pipeline_model_parallel_size", "pipeline parallelism"),
-    ):
-        value = getattr(args, name)
-        if value > 1:
-            yield (
-                f"{_flag(name)} {value}: this version does not have {what} yet; use 1. "
-                "--zero-3-memory-optimization splits a large model over the processes."
-            )
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if pipeline > 1:
+        yield (
+            f"--pipeline-model-parallel-size {pipeline}: this version does not have pipeline "
+            "parallelism yet; use 1. --tensor-model-parallel-size or --zero-3-memory-optimization "
+            "splits a large model over the processes."
+        )
+    elif tensor > 1 and args.world_size % tensor:
+        fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
+        yield (
+            f"--tensor-model-parallel-size {tensor} does not divide the {args.world_size} "
+            f"processes of this run: use {' or '.join(fitting)}, or start a multiple of {tensor} "
+            "(--nproc-per-node)."
+        )
 
 
 def _check_sizes(args: TrainingArguments) -> Iterator[str]:
@@ -189,7 +197,17 @@ def _check_sizes(args: TrainingArguments) -> Iterator[str]:
                 f"--num-attention-heads {args.num_attention_heads} does not divide "
                 f"--hidden-size {args.hidden_size}."
             )
-    heads, groups = args.num_attention_heads, args.num_query_groups
+    heads, groups, tensor = (
+        args.num_attention_heads,
+        args.num_query_groups,
+        args.tensor_model_parallel_size,
+    )
+    if heads and heads % max(tensor, 1):
+        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        yield (
+            f"--tensor-model-parallel-size {tensor} does not divide the {heads} attention heads of "
+            f"--num-attention-heads: use {', '.join(fitting[:-1])} or {fitting[-1]}."
+        )
     if heads and groups and heads % groups:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}."
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
 
 T = TypeVar("T")
@@ -19,19 +20,22 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-def sum_over_processes(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, in place."""
-    if not is_alone():
-        dist.all_reduce(tensor)
+def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes that have seen other tokens, in place."""
+    group = get_topology().get_replica_group()
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
-    """Join every process's rows (dimension 0) in rank order; the numbers of rows may differ.
+    """Join the rows (dimension 0) of all data-parallel processes, in their order.
 
-    Other dimensions must agree, unless ``pad_value`` says what to fill the shorter ones with.
+    The numbers of rows may differ. Other dimensions must agree, unless ``pad_value`` says what to
+    fill the shorter ones with.
     """
-    if is_alone():
+    group = get_topology().get_group("data")
+    if group is None:
         return tensor
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
     shapes = gather_objects(tuple(rows.shape))
@@ -45,16 +49,17 @@ def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.T
     padded = rows.new_full(widest, 0 if pad_value is None else pad_value)
     padded[tuple(slice(size) for size in rows.shape)] = rows
     everyone = [torch.empty_like(padded) for _ in shapes]
-    dist.all_gather(everyone, padded.contiguous())
+    dist.all_gather(everyone, padded.contiguous(), group=group)
     return torch.cat([part[: shape[0]] for part, shape in zip(everyone, shapes, strict=True)])
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every process's value, in rank order, on every process."""
-    if is_alone():
+    """The values of all data-parallel processes, in their order, on each of them."""
+    group = get_topology().get_group("data")
+    if group is None:
         return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 

@@ -2,8 +2,7 @@
 
     from rapidformer import mpu        # `from megatron import mpu` is understood too
 
-Library code asks the mesh itself. Layers are not split yet, so a model-parallel group is one
-process; each function asks the group, so none needs to change when they are.
+Library code asks the topology itself.
 """
 
 from __future__ import annotations
@@ -14,52 +13,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rapidformer.dist.collectives import is_alone
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
 
 _MAX_DIMS = 5
 
 
 def get_data_parallel_world_size() -> int:
-    """Processes that each see other data."""
-    return 1 if is_alone() else dist.get_world_size()
+    """Processes that each see other rows."""
+    return get_topology().data
 
 
 def get_data_parallel_rank() -> int:
     """Which of them this one is."""
-    return 0 if is_alone() else dist.get_rank()
+    return get_topology().get_rank("data")
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None in a run of one process."""
-    return None if is_alone() else dist.group.WORLD
+    """Their group; None where there is one alone."""
+    return get_topology().get_group("data")
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Processes that share each layer."""
-    group = get_tensor_model_parallel_group()
-    return 1 if group is None else dist.get_world_size(group)
+    return get_topology().tensor
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Which of them this one is."""
-    group = get_tensor_model_parallel_group()
-    return 0 if group is None else dist.get_rank(group)
+    return get_topology().get_rank("tensor")
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
     """Their group; None where layers are not split."""
-    return None
+    return get_topology().get_group("tensor")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Processes that share the stack of layers."""
-    return 1
+    return get_topology().pipeline
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Which of them this one is."""
-    return 0
+    return get_topology().get_rank("pipeline")
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None where the stack is whole."""
+    return get_topology().get_group("pipeline")
+
+
+def get_context_parallel_world_size() -> int:
+    """Processes that share each row."""
+    return get_topology().context
+
+
+def get_context_parallel_rank() -> int:
+    """Which of them this one is."""
+    return get_topology().get_rank("context")
+
+
+def get_context_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None where rows are whole."""
+    return get_topology().get_group("context")
 
 
 def get_model_parallel_world_size() -> int:

@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rapidformer.dist.heartbeat import start_heartbeat
 from rapidformer.errors import ConfigurationError
@@ -26,8 +25,6 @@ class Processes:
     local_rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh | None
-    """None in a run of one process, which needs no process group."""
 
     @property
     def is_main(self) -> bool:
@@ -48,17 +45,12 @@ def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> P
     chosen = _choose_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    mesh = None
-    if world_size > 1:
-        if not dist.is_initialized():
-            dist.init_process_group(
-                backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-                timeout=timedelta(minutes=timeout_minutes),
-            )
-        mesh = init_device_mesh(chosen.type, (world_size,), mesh_dim_names=("data",))
-    return Processes(
-        rank=rank, local_rank=local_rank, world_size=world_size, device=chosen, mesh=mesh
-    )
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    return Processes(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen)
 
 
 def stop_processes() -> None:

@@ -8,8 +8,9 @@ modules; it holds none, so it stays true after parameters are replaced.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,16 @@ class ModelPlan:
     """Names of the repeated blocks, in the order of the forward pass of each stack."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of parameter names that are one and the same parameter."""
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    """How layers are split over processes: a pattern of module names to a style
+    (``{"layers.*.query": "colwise", "layers.*.output": "rowwise"}``)."""
+    divided: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Attributes of modules that count heads, of which each process then has its share."""
+    has_split_sequences: bool = False
+    """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
+    --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    has_split_losses: bool = False
+    """Whether the model's loss takes logits whose vocabulary is split over processes."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -47,13 +58,11 @@ def find_plan(model: nn.Module) -> ModelPlan:
 
 
 def _read_own_plan(
-    model: nn.Module, plan: ModelPlan | Mapping[str, object], tied: tuple[tuple[str, ...], ...]
+    model: nn.Module, plan: ModelPlan | Mapping[str, Any], tied: tuple[tuple[str, ...], ...]
 ) -> ModelPlan:
-    if isinstance(plan, ModelPlan):
-        names = plan.blocks
-    else:
-        given = plan.get("blocks", ())
-        names = (given,) if isinstance(given, str) else tuple(given)  # type: ignore[arg-type]
+    if not isinstance(plan, ModelPlan):
+        plan = _read_mapping(model, plan)
+    names = plan.blocks
     known = dict(model.named_modules())
     missing = [name for name in names if name not in known]
     if missing:
@@ -65,7 +74,26 @@ def _read_own_plan(
     for name in names:
         is_list = isinstance(known[name], nn.ModuleList)
         blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]  # type: ignore[arg-type]
-    return ModelPlan(blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()")
+    return replace(plan, blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()")
+
+
+def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
+    """The same plan written as a plain dictionary, which needs no import of ours."""
+    known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
+    unknown = sorted(set(plan) - known)
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__}.rapidformer_plan() has unknown keys: {', '.join(unknown)}. "
+            f"Known are {', '.join(sorted(known))}."
+        )
+    blocks = plan.get("blocks", ())
+    return ModelPlan(
+        blocks=(blocks,) if isinstance(blocks, str) else tuple(blocks),
+        tensor=plan.get("tensor", {}),
+        divided=plan.get("divided", {}),
+        has_split_sequences=bool(plan.get("has_split_sequences", False)),
+        has_split_losses=bool(plan.get("has_split_losses", False)),
+    )
 
 
 def _find_marked_blocks(model: nn.Module) -> list[str]:

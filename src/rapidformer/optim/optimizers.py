@@ -78,18 +78,18 @@ def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
     if _is_sharded(groups):
         raise ConfigurationError(
             f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
-            "ZeRO/FSDP: use adam or sgd, or leave the ZeRO switch out."
+            "ZeRO/FSDP and tensor parallelism: use adam or sgd, or leave those switches out."
         )
 
 
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
+    groups = group_parameters(model, settings.weight_decay)
+    _refuse_sharded(groups, "muon")
     plan = find_plan(model)
     inside = {id(p) for block in plan.get_blocks(model) for p in block.parameters()}
     tied = {id(model.get_parameter(name)) for names in plan.tied for name in names}
     turned = inside - tied if inside else {id(p) for p in model.parameters()} - tied
     turned -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    groups = group_parameters(model, settings.weight_decay)
-    _refuse_sharded(groups, "muon")
     matrices, others = [], []
     for group in groups:
         matrices += [p for p in group["params"] if p.dim() == 2 and id(p) in turned]

@@ -7,15 +7,19 @@ micro-batches and processes, and one division by the total weight follows, befor
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from rapidformer.accel.precision import LossScaler
-from rapidformer.dist.collectives import is_alone, sum_over_processes
+from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
 
 
@@ -90,8 +94,11 @@ class UpdateClock:
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_(self._gradients, factor)
-        norm = get_total_norm(gradients)
-        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if get_topology().tensor > 1:
+            self.grad_norm = get_split_norm(gradients)
+        else:
+            norm = get_total_norm(gradients)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._is_complete = True
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
@@ -171,11 +178,35 @@ def _get_local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm over gradients that are split over some axes and whole on others, by one sum each.
+
+    (torch's own would send a number for every parameter.) What several processes hold whole is
+    counted by each of them in part, so that the sum counts it once.
+    """
+    squares: dict[int, list[torch.Tensor]] = defaultdict(list)
+    mesh: DeviceMesh | None = None
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor)
+        mesh = gradient.device_mesh
+        copies = 1
+        for axis, placement in enumerate(gradient.placements):
+            copies *= mesh.size(axis) if placement.is_replicate() else 1
+        squares[copies].append(gradient.to_local())
+    if mesh is None:
+        return torch.tensor(0.0)
+    total = sum(get_total_norm(parts).double().square() / n for n, parts in squares.items())
+    assert isinstance(total, torch.Tensor)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(axis))
+    return total.sqrt().float()
+
+
 def _sum_weights(
     weight: float | torch.Tensor, gradients: list[torch.Tensor]
 ) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
-    if is_alone() or not gradients:
+    if get_topology().num_replicas == 1 or not gradients:
         return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
     device = gradients[0].device
     if isinstance(weight, torch.Tensor):
@@ -183,4 +214,4 @@ def _sum_weights(
     else:
         # Not as_tensor: a copy from the host would wait for the device.
         total = torch.full((), weight, dtype=torch.float32, device=device)
-    return sum_over_processes(total).clamp(min=torch.finfo(torch.float32).tiny)
+    return sum_over_replicas(total).clamp(min=torch.finfo(torch.float32).tiny)

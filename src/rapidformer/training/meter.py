@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rapidformer.data.batch import BatchInfo
-from rapidformer.dist.collectives import sum_over_processes
+from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.errors import TrainingError
 
 
@@ -64,7 +64,7 @@ class WeightedSums:
         """The means over all processes."""
         sums = list(self.sums.values())
         weight = torch.as_tensor(self.weight, dtype=sums[0].dtype, device=sums[0].device)
-        *totals, count = sum_over_processes(torch.stack([*sums, weight])).tolist()
+        *totals, count = sum_over_replicas(torch.stack([*sums, weight])).tolist()
         return {
             name: total / count if count else math.nan
             for name, total in zip(self.sums, totals, strict=True)
@@ -123,7 +123,7 @@ class Meter:
             [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
         )
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
-        packed = sum_over_processes(torch.cat([losses.double(), counts]))
+        packed = sum_over_replicas(torch.cat([losses.double(), counts]))
         values: list[float] = packed.tolist()
         norm_values: list[float] = norms.tolist()
         measurement = Measurement(

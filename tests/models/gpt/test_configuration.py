@@ -65,6 +65,12 @@ def test_every_flag_arrives() -> None:
     assert config.vocab_size == 110
 
 
+def test_the_vocabulary_is_the_same_for_any_number_of_processes() -> None:
+    """Else a run on two processes would train another model than a run on one."""
+    flags = arguments_from_mapping({**SIZES, "tensor_model_parallel_size": 2})
+    assert config_from_arguments(flags, 257).vocab_size == 384
+
+
 def test_swiglu_is_two_thirds_as_wide() -> None:
     flags = arguments_from_mapping({**SIZES, "hidden_size": 768, "swiglu": True})
     assert config_from_arguments(flags, 100).ffn_hidden_size == 2048

@@ -1,7 +1,8 @@
 """From a run's flags to a ``GPTConfig``: what ``GPTModel()`` does in a white-box script.
 
-What a reader would get wrong: the vocabulary is padded, as in Megatron, to a multiple of
-``--make-vocab-size-divisible-by`` x tensor-parallel processes.
+What a reader would get wrong: the vocabulary is padded to a multiple of
+``--make-vocab-size-divisible-by`` alone. Megatron multiplies by the tensor-parallel processes too,
+which makes another model of every layout; here any vocabulary can be split over any number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def config_from_arguments(args: Any, vocab_size: int) -> GPTConfig:
     problems = _find_missing_sizes(args)
     if problems:
         raise ConfigurationError(problems)
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple = args.make_vocab_size_divisible_by
     given = {name: getattr(args, name) for name in _SAME}
     return GPTConfig(
         **{name: value for name, value in given.items() if value is not None},

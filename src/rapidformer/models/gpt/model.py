@@ -27,6 +27,18 @@ from rapidformer.models.gpt.experts import Experts
 from rapidformer.models.gpt.layers import TransformerLayer, build_norm, compute_token_losses
 from rapidformer.models.plan import ModelPlan
 
+_TENSOR_PLAN = {
+    "word_embeddings": "embedding_rowwise",
+    "output": "colwise_gather_output",
+    "layers.*.attention.query": "colwise",
+    "layers.*.attention.key": "key_value",
+    "layers.*.attention.value": "key_value",
+    "layers.*.attention.output": "rowwise",
+    "layers.*.feed_forward.gate": "colwise",
+    "layers.*.feed_forward.up": "colwise",
+    "layers.*.feed_forward.down": "rowwise",
+}
+
 
 class GPTModel(PreTrainedModel, GenerationMixin):
     """A GPT with learned or rotary positions, grouped queries, SwiGLU and experts as options.
@@ -155,8 +167,13 @@ class GPTModel(PreTrainedModel, GenerationMixin):
     # ---- what the library and transformers ask of a model --------------------------------------
 
     def rapidformer_plan(self) -> ModelPlan:
-        """Where the blocks are: what recompute, compile and sharding go by."""
-        return ModelPlan(blocks=("layers",))
+        """Where the blocks are and how layers may be split: what the switches go by."""
+        return ModelPlan(
+            blocks=("layers",),
+            tensor=_TENSOR_PLAN,
+            has_split_sequences=True,
+            has_split_losses=True,
+        )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.word_embeddings

@@ -1,0 +1,326 @@
+"""Tensor parallelism: each process holds its share of every layer, by the model's plan.
+
+Every parameter becomes a DTensor on the tensor axis: a slice where the plan splits the layer, whole
+(Replicate) elsewhere. Sharding over data-parallel processes then goes on top. A parameter is
+replaced once, for all modules that own it, so tied weights stay tied. What a reader would get
+wrong: nothing is communicated here; all processes hold equal weights already and cut their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rapidformer.accel.tensor_styles import (
+    Colwise,
+    ColwiseGathered,
+    Reading,
+    Rowwise,
+    RowwiseSplit,
+    Split,
+    VocabularyEmbedding,
+    extend_class,
+)
+from rapidformer.dist.regions import copy_in, get_share
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
+
+_FLAG = "--tensor-model-parallel-size"
+_CLASSES: dict[str, type] = {
+    "colwise": Colwise,
+    "key_value": Colwise,
+    "fused_qkv": Colwise,
+    "fused_kv": Colwise,
+    "colwise_gather_output": ColwiseGathered,
+    "rowwise": Rowwise,
+    "rowwise_split_input": RowwiseSplit,
+    "embedding_rowwise": VocabularyEmbedding,
+}
+_PARTS = {"fused_qkv": 3, "fused_kv": 2}
+
+
+@dataclass(kw_only=True)
+class _Cut:
+    """What becomes of one parameter of one module."""
+
+    placement: Placement
+    reading: Reading | None = None
+
+
+def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:
+    """Split the model's layers over the mesh, in place; all processes must hold equal weights."""
+    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    tensor_plan = find_tensor_plan(model, plan)
+    styles = _resolve_styles(model, tensor_plan)
+    problems = list(_find_problems(model, styles, mesh.size()))
+    if problems:
+        raise ConfigurationError(problems)
+    cuts = {module: _cut_module(model, module, style, mesh) for module, style in styles.items()}
+    readings = _replace_parameters(model, cuts, mesh)
+    for module in list(model.modules()):
+        if any(p is not None for p in module._parameters.values()):
+            _extend(module, styles.get(module), readings.get(module, {}), mesh)
+    _divide_attributes(model, tensor_plan, mesh.size())
+    return tensor_plan
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model drops anything out in training."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    values: dict[str, object] = to_dict()
+    rates = [value for name, value in values.items() if "drop" in name]
+    rates += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
+    """Let attributes that count heads count this process's."""
+    for name, attributes in plan.divided.items():
+        owner = model.get_submodule(name)
+        for attribute in attributes:
+            setattr(owner, attribute, getattr(owner, attribute) // size)
+    key_value_heads = _get_key_value_heads(model)
+    if not key_value_heads or key_value_heads % size == 0:
+        return
+    for name in [name for name, style in plan.styles.items() if style == "key_value"]:
+        attention = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(attention, "num_key_value_groups"):
+            # Transformers repeats each key head so often; here there is one for all local heads.
+            setattr(attention, "num_key_value_groups", _get_heads(model) // size)  # noqa: B010
+
+
+def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
+    """Module to style; a tied weight that one of its owners splits is split for the others too."""
+    styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
+    for owners in _find_owners(model).values():
+        chosen = {styles[module] for module, _ in owners if module in styles}
+        if chosen & {"embedding_rowwise", "colwise_gather_output"}:
+            for module, name in owners:
+                if name == "weight" and isinstance(module, nn.Embedding):
+                    styles.setdefault(module, "embedding_rowwise")
+                elif name == "weight" and isinstance(module, nn.Linear):
+                    styles.setdefault(module, "colwise_gather_output")
+    return styles
+
+
+def _find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners[id(parameter)].append((module, name))
+    return owners
+
+
+# ---- what cannot work ----------------------------------------------------------------------------
+
+
+def _find_problems(model: nn.Module, styles: dict[nn.Module, str], size: int) -> Iterator[str]:
+    heads = _get_heads(model)
+    if heads and heads % size:
+        yield (
+            f"{_FLAG} {size} does not divide the {heads} attention heads of "
+            f"{describe_model(model)}: use {list_choices(heads)}."
+        )
+        return
+    key_value_heads = _get_key_value_heads(model)
+    if key_value_heads and key_value_heads % size and size % key_value_heads:
+        yield (
+            f"{_FLAG} {size} and the {key_value_heads} key/value heads of {describe_model(model)} "
+            "do not divide one another."
+        )
+    names = {module: name for name, module in model.named_modules()}
+    for module, style in styles.items():
+        problem = _find_module_problem(module, style, size)
+        if problem:
+            yield f"{_FLAG} {size}: {names[module]} of {describe_model(model)} {problem}"
+
+
+def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None:
+    if style == "replicated_with_grad_allreduce":
+        return None
+    needed = {"embedding_rowwise": (nn.Embedding,), "colwise": (nn.Linear, nn.Embedding)}
+    is_kind = isinstance(module, needed.get(style, (nn.Linear,))) or _is_conv1d(module)
+    has_own_forward = not _is_conv1d(module) and not (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    )
+    if not is_kind or (isinstance(module, nn.Linear) and has_own_forward):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        return f"is a {kind}, which cannot be split as {style}."
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
+        return "has max_norm or scale_grad_by_freq, which need the whole embedding."
+    if style in ("embedding_rowwise", "colwise_gather_output", "key_value"):
+        return None
+    length = module._parameters["weight"].shape[_get_dim(module, style)]  # type: ignore[union-attr]
+    parts = _PARTS.get(style, 1)
+    if length % (parts * size):
+        return f"has {length // parts} {'inputs' if 'row' in style else 'outputs'}, not a multiple."
+    return None
+
+
+def list_choices(number: int) -> str:
+    """The divisors of a number, in words: what may be chosen."""
+    choices = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
+    """A number from the model's configuration; 0 where it has none."""
+    config = getattr(model, "config", None)
+    # A model of pictures and words keeps the heads in a configuration inside.
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    number = getattr(text_config, name, None)
+    return number if isinstance(number, int) else 0
+
+
+def _get_key_value_heads(model: nn.Module) -> int:
+    return _get_heads(model, "num_key_value_heads")
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name: models without transformers must not import it.
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+        for cls in type(module).__mro__
+    )
+
+
+def _get_dim(module: nn.Module, style: str) -> int:
+    """The dimension of the weight that is split: outputs of a Linear come first, of others last."""
+    is_row = style.startswith("rowwise")
+    if style == "embedding_rowwise":
+        return 0
+    return int(is_row) if isinstance(module, nn.Linear) else int(not is_row)
+
+
+def _cut_module(
+    model: nn.Module, module: nn.Module, style: str, mesh: DeviceMesh
+) -> dict[str, _Cut]:
+    """How each of the module's own parameters is split."""
+    group = mesh.get_group()
+    if style == "replicated_with_grad_allreduce":
+        summed = _Cut(placement=Replicate(), reading=lambda whole: copy_in(whole, group))
+        return {name: summed for name, p in module._parameters.items() if p is not None}
+    if style in _PARTS:
+        return _cut_fused(module, _PARTS[style], mesh)
+    key_value_heads = _get_key_value_heads(model)
+    if style == "key_value" and key_value_heads and key_value_heads % mesh.size():
+        return _cut_to_one_head(module, key_value_heads, mesh)
+    cuts = {"weight": _Cut(placement=Shard(_get_dim(module, style)))}
+    if module._parameters.get("bias") is not None:
+        is_row = style.startswith("rowwise")
+        cuts["bias"] = _Cut(placement=Replicate() if is_row else Shard(0))
+    return cuts
+
+
+def _cut_fused(module: nn.Module, parts: int, mesh: DeviceMesh) -> dict[str, _Cut]:
+    """Matrices side by side, of each of which this process has its share.
+
+    The bias stays whole and is sliced when it is read: FSDP, which splits dimension 0 as well,
+    would put its strided slices together in the wrong order.
+    """
+    group = mesh.get_group()
+    dim = _get_dim(module, "colwise")
+
+    def read_bias(whole: Tensor) -> Tensor:
+        columns = copy_in(whole, group).view(parts, -1)
+        start, end = get_share(columns.shape[1], group)
+        return columns[:, start:end].reshape(-1)
+
+    cuts = {"weight": _Cut(placement=_StridedShard(dim, split_factor=parts))}
+    if module._parameters.get("bias") is not None:
+        cuts["bias"] = _Cut(placement=Replicate(), reading=read_bias)
+    return cuts
+
+
+def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[str, _Cut]:
+    """More processes than key/value heads: the weight stays whole, each process reads its head."""
+    group = mesh.get_group()
+    head = mesh.get_local_rank() * heads // mesh.size()
+    size = module._parameters["weight"].shape[0] // heads  # type: ignore[union-attr]
+    cut = _Cut(
+        placement=Replicate(),
+        reading=lambda whole: copy_in(whole, group)[head * size : (head + 1) * size],
+    )
+    return {name: cut for name, p in module._parameters.items() if p is not None}
+
+
+def _replace_parameters(
+    model: nn.Module, cuts: dict[nn.Module, dict[str, _Cut]], mesh: DeviceMesh
+) -> dict[nn.Module, dict[str, Reading]]:
+    """Put DTensors in the parameters' places, one for all owners; returns how they are read."""
+    readings: dict[nn.Module, dict[str, Reading]] = defaultdict(dict)
+    for owners in _find_owners(model).values():
+        found = [cuts[module][name] for module, name in owners if name in cuts.get(module, {})]
+        cut = next((c for c in found if not c.placement.is_replicate()), None)
+        cut = cut or (found[0] if found else _Cut(placement=Replicate()))
+        module, name = owners[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        replaced = _distribute(parameter, cut.placement, mesh)
+        for module, name in owners:
+            module._parameters[name] = replaced
+            if cut.reading is not None:
+                readings[module][name] = cut.reading
+    return readings
+
+
+def _distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    whole = parameter.data
+    if placement.is_replicate():
+        local = whole
+    else:
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        parts = getattr(placement, "split_factor", 1)
+        pieces = whole.chunk(parts, dim)
+        start, end = get_share(pieces[0].shape[dim], mesh.get_group())
+        local = torch.cat([piece.narrow(dim, start, end - start) for piece in pieces], dim)
+    split = DTensor.from_local(
+        local.contiguous(),
+        mesh,
+        [placement],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def _extend(
+    module: nn.Module, style: str | None, readings: dict[str, Reading], mesh: DeviceMesh
+) -> None:
+    split = Split(mesh=mesh, readings=readings)
+    classes: tuple[type, ...] = ()
+    if style in _CLASSES:
+        classes = (_CLASSES[style],)
+    if isinstance(module, nn.Embedding) and style == "colwise":
+        classes = ()  # ids are whole, and its rows are read in parts: nothing to send
+    if style in ("embedding_rowwise", "colwise_gather_output"):
+        split.length = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
+        _localize_padding(module, split)
+    extend_class(module, split, *classes)
+
+
+def _localize_padding(module: nn.Embedding, split: Split) -> None:
+    """The padding row, which gets no gradient, lies in one process's part alone."""
+    if module.padding_idx is not None:
+        start, end = get_share(split.length, split.group)
+        is_mine = start <= module.padding_idx < end
+        module.padding_idx = module.padding_idx - start if is_mine else None

@@ -1,0 +1,255 @@
+"""What a module does once its layer is split: a subclass of its own class, per style.
+
+Parameters are DTensors on the tensor axis; whoever *reads* one (``self.weight``, in whatever code)
+gets this process's part as a plain tensor, with the right gradient behind it. So arithmetic inside
+a layer is plain, and clipping, optimizers and checkpoints see one kind of tensor. What a reader
+would get wrong: a weight that every process holds whole but uses on its own share (of heads, or of
+tokens) has a different gradient on each; it is read through ``copy_in``, which sums them in each
+backward pass, so that accumulation adds sums and never sums twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from rapidformer.dist.regions import (
+    Group,
+    copy_in,
+    gather_in,
+    gather_out,
+    get_share,
+    scatter_out,
+    slice_in,
+    sum_out,
+)
+from rapidformer.errors import TrainingError
+
+Reading = Callable[[Tensor], Tensor]
+_SEQUENCE_DIM = 1
+
+
+@dataclass(eq=False)
+class SequenceRegion:
+    """The stretch of a model in which each process holds its share of the tokens."""
+
+    group: Group
+    length: int = 0
+    """Tokens of the rows that are passing through."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        self.length = hidden.shape[_SEQUENCE_DIM]
+        return slice_in(hidden, _SEQUENCE_DIM, self.group)
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return gather_out(hidden, _SEQUENCE_DIM, self.length, self.group)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        start, end = get_share(self.length, self.group)
+        if hidden.shape[_SEQUENCE_DIM] != end - start:
+            # Recompute runs blocks again after another forward pass has changed the length.
+            raise TrainingError(
+                "--sequence-parallel: the tokens of another forward pass were met. Call "
+                "engine.backward() after each forward pass, or pad both to one length."
+            )
+        return gather_in(hidden, _SEQUENCE_DIM, self.length, self.group)
+
+    def scatter(self, part: Tensor) -> Tensor:
+        return scatter_out(part, _SEQUENCE_DIM, self.group)
+
+
+@dataclass(kw_only=True, eq=False)
+class Split:
+    """What a module needs to know of its part; it is kept on the module itself."""
+
+    mesh: DeviceMesh
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+    """What a whole parameter becomes where this process uses a part of it only."""
+    length: int = 0
+    """Size of the split dimension, all processes together (vocabulary)."""
+    keeps_output_split: bool = False
+    """True while the loss is computed from split logits: they are not joined then."""
+    region: SequenceRegion | None = None
+    """Set for modules inside blocks whose tokens are split in training."""
+    head: Split | None = None
+    """For a model whose loss takes split logits: its head's."""
+    is_among_tokens: bool = False
+    """Whether the module works on this process's tokens (norms), rather than on its heads."""
+
+    @property
+    def group(self) -> Group:
+        return self.mesh.get_group()
+
+
+def read_parameter(module: nn.Module, name: str) -> Tensor | None:
+    """This process's part of a parameter, for arithmetic."""
+    parameter = module._parameters[name]
+    split: Split = module.rapidformer_split  # type: ignore[assignment]
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
+        # At rest, sharded over other processes too: only those who shard it look at it now.
+        return parameter
+    local = parameter.to_local()
+    if name in split.readings:
+        return split.readings[name](local)
+    if split.is_among_tokens and module.training and parameter.placements[0].is_replicate():
+        return copy_in(local, split.group)
+    return local
+
+
+def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
+    """Give a module the subclass that reads its parameters in parts and acts by the styles."""
+    names = tuple(name for name, p in module._parameters.items() if p is not None)
+    module.rapidformer_split = split  # type: ignore[assignment]
+    cls: Any = type(module)
+    module.__class__ = _get_class(cls, names, styles)
+
+
+@functools.cache
+def _get_class(cls: type, names: tuple[str, ...], styles: tuple[type, ...]) -> Any:
+    readers = {name: _build_reader(name) for name in names}
+    return type(cls.__name__, (*styles, cls), {**readers, "__module__": cls.__module__})
+
+
+def _build_reader(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        return read_parameter(module, name)
+
+    return property(read)
+
+
+# ---- the styles ----------------------------------------------------------------------------------
+
+
+class Style:
+    """What the style classes rely on; each stands before the module's own class."""
+
+    rapidformer_split: Split
+    training: bool
+    weight: Tensor
+    bias: Tensor | None
+
+    def _take_whole(self, hidden: Tensor) -> Tensor:
+        """A whole input of a split product; its gradients must be summed somewhere."""
+        split = self.rapidformer_split
+        if split.region is not None and self.training:
+            return hidden  # done where the tokens were gathered
+        return copy_in(hidden, split.group)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        split = self.rapidformer_split
+        if split.region is not None and self.training:
+            return split.region.scatter(part)
+        return sum_out(part, split.group)
+
+    def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(self, nn.Linear):
+            return functional.linear(hidden, self.weight, bias)
+        # GPT-2's Conv1D: the weight is the other way round.
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        product = rows @ self.weight if bias is None else torch.addmm(bias, rows, self.weight)
+        return product.view(*hidden.shape[:-1], -1)
+
+
+class Colwise(Style):
+    """Computes this process's share of the outputs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._multiply(self._take_whole(hidden), self.bias)
+
+
+class ColwiseGathered(Style):
+    """Computes this process's share of the outputs and joins all of them."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        split = self.rapidformer_split
+        part = self._multiply(self._take_whole(hidden), self.bias)
+        if split.keeps_output_split:
+            shape = (*part.shape[:-1], split.length)
+            stride = torch.empty(shape, device="meta").stride()
+            placement = (Shard(part.dim() - 1),)
+            return DTensor.from_local(
+                part, split.mesh, placement, run_check=False, shape=torch.Size(shape), stride=stride
+            )
+        return gather_out(part, -1, split.length, split.group)
+
+
+class Rowwise(Style):
+    """Multiplies this process's share of the inputs; the products of all are summed."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        total = self._sum(self._multiply(hidden, None))
+        bias = self.bias
+        # In the sum's own precision, as a whole layer would: not promoted to the bias's fp32.
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class RowwiseSplit(Rowwise):
+    """The same from a whole input."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(slice_in(hidden, -1, self.rapidformer_split.group))
+
+
+class VocabularyEmbedding(Style):
+    """Looks up the ids of this process's part of the vocabulary; the others give zero."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        split = self.rapidformer_split
+        first, end = get_share(split.length, split.group)
+        is_foreign = (ids < first) | (ids >= end)
+        found = super().forward((ids - first).masked_fill(is_foreign, 0))  # type: ignore[misc]
+        return sum_out(found.masked_fill(is_foreign[..., None], 0.0), split.group)
+
+
+# ---- split sequences -----------------------------------------------------------------------------
+
+
+class TokenGatherer(Style):
+    """An attention or feed-forward layer: takes a share of the tokens, works on all of them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rapidformer_split.region
+        if region is not None and self.training:
+            args, kwargs = replace_first(args, kwargs, region.gather)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class FirstBlock(Style):
+    """The block before which each process takes its share of the tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rapidformer_split.region
+        if region is not None and self.training:
+            args, kwargs = replace_first(args, kwargs, region.enter)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class LastBlock(Style):
+    """The block after which the tokens are joined again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        region = self.rapidformer_split.region
+        if region is None or not self.training:
+            return output
+        if isinstance(output, tuple):
+            return (region.leave(output[0]), *output[1:])
+        return region.leave(output)
+
+
+def replace_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change a layer's hidden states: its first argument, by whatever name it comes."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states"
+    return args, {**kwargs, name: change(kwargs[name])}

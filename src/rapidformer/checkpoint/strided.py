@@ -1,0 +1,112 @@
+"""Tensors of which a process holds several separate pieces, as checkpoints see them.
+
+A fused weight (query, key and value side by side) is split by heads, so that each process has a
+piece of each part. torch's checkpoints take a DTensor for one piece; here its pieces are told one
+by one, and the file looks as if one process had written it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+@dataclass(frozen=True)
+class _Piece:
+    offsets: torch.Size
+    data: torch.Tensor
+
+
+def split_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor by its pieces, which share its memory; any other tensor as it is."""
+    axis = _find_strided_axis(tensor)
+    if axis is None:
+        return tensor
+    assert isinstance(tensor, DTensor)
+    placement: Any = tensor.placements[axis]
+    dim, parts = placement.dim, placement.split_factor
+    mesh = tensor.device_mesh
+    others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
+    _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, others)
+    width = tensor.shape[dim] // parts
+    local = tensor.to_local().detach()
+    pieces = []
+    for part, data in enumerate(local.chunk(parts, dim)):
+        offsets = list(start)
+        offsets[dim] = part * width + mesh.get_local_rank(axis) * data.shape[dim]
+        pieces.append(_Piece(torch.Size(offsets), data))
+    return PiecewiseTensor(tensor.shape, pieces)
+
+
+def _find_strided_axis(tensor: torch.Tensor) -> int | None:
+    """The axis along which the pieces are apart.
+
+    FSDP uses the same mark where it splits a dimension that is already split: not apart.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    for axis, placement in enumerate(tensor.placements):
+        later = tensor.placements[axis + 1 :]
+        if isinstance(placement, _StridedShard) and not any(
+            getattr(other, "dim", None) == placement.dim for other in later
+        ):
+            return axis
+    return None
+
+
+class PiecewiseTensor(torch.Tensor):
+    """What torch's checkpoints ask of a tensor, and nothing else."""
+
+    _pieces: list[_Piece]
+
+    @staticmethod
+    def __new__(cls: Any, shape: torch.Size, pieces: list[_Piece]) -> PiecewiseTensor:
+        first = pieces[0].data
+        self: PiecewiseTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=first.dtype, device=first.device
+        )
+        self._pieces = pieces
+        return self
+
+    def __init__(self, shape: torch.Size, pieces: list[_Piece]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} on a tensor that is only there to be saved or loaded")
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, piece.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=piece.offsets, sizes=piece.data.size()),
+                    properties=TensorProperties.create_from_tensor(piece.data),
+                    size=self.size(),
+                ),
+            )
+            for piece in self._pieces
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=piece.offsets, sizes=piece.data.size())
+            for piece in self._pieces
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(piece.data for piece in self._pieces if piece.offsets == index.offset)

@@ -1,0 +1,171 @@
+"""What passes between processes that share a layer, each way with its gradient.
+
+In one part of a layer every process holds the whole activation; in another each holds its share.
+Going from one to the other is a collective, and its gradient is the mirror image:
+
+    copy_in       whole -> whole, before a split product    gradients are summed
+    sum_out       parts of a sum -> the sum                 gradients pass as they are
+    gather_out    slices -> whole                           gradients are sliced
+    slice_in      whole -> slices                           gradients are gathered
+    gather_in     slices -> whole, before a split product   gradients are summed and sliced
+    scatter_out   parts of a sum -> slices of the sum       gradients are gathered
+
+What a reader would get wrong: a slice may be shorter than the others (a vocabulary of 131 on two
+processes). Slices are those of ``torch.chunk``, as DTensor's are, and are padded for the way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+Group = dist.ProcessGroup
+
+# The functional forms, which torch.compile can follow; their Python names change between versions.
+_operations = torch.ops._c10d_functional
+
+
+def get_share(length: int, group: Group) -> tuple[int, int]:
+    """Where this process's slice of so many begins and ends."""
+    size = -(-length // dist.get_world_size(group))
+    start = min(dist.get_rank(group) * size, length)
+    return start, min(start + size, length)
+
+
+def copy_in(tensor: Tensor, group: Group) -> Tensor:
+    """The same on the way in; gradients of all processes are summed."""
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sum_out(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over the processes."""
+    return _SumOut.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather_out(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+    """All slices joined along a dimension that is ``length`` long."""
+    return _GatherOut.apply(tensor, dim, length, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def slice_in(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    """This process's slice of what all of them hold."""
+    return _SliceIn.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gather_in(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+    """All slices joined, for a product of which each process computes its part."""
+    return _GatherIn.apply(tensor, dim, length, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scatter_out(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    """This process's slice of the sum over the processes."""
+    return _ScatterOut.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _sum(gradient, ctx.group), None
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return _sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class _GatherOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(tensor, dim, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _slice(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _SliceIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.shape[dim], group
+        return _slice(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(tensor, dim, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _sum_and_slice(gradient, ctx.dim, ctx.group), None, None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.shape[dim], group
+        return _sum_and_slice(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+
+
+def _sum(tensor: Tensor, group: Group) -> Tensor:
+    return _wait(_operations.all_reduce(tensor.contiguous(), "sum", group.group_name))
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    return _operations.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
+def _slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    start, end = get_share(tensor.shape[dim], group)
+    # A copy: a slice would keep the whole alive.
+    return tensor.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
+
+
+def _gather(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+    world_size = dist.get_world_size(group)
+    size = -(-length // world_size)
+    # Along dimension 0, which needs no rearranging on the way; the neighbours' parts then move.
+    rows = _pad_to(tensor, dim, size).movedim(dim, 0).contiguous()
+    joined = _wait(_operations.all_gather_into_tensor(rows, world_size, group.group_name))
+    return joined[:length].movedim(0, dim).contiguous()
+
+
+def _sum_and_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
+    length, world_size = tensor.shape[dim], dist.get_world_size(group)
+    size = -(-length // world_size)
+    rows = _pad_to(tensor, dim, size * world_size).movedim(dim, 0).contiguous()
+    summed = _wait(_operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name))
+    start, end = get_share(length, group)
+    return summed[: end - start].movedim(0, dim).contiguous()
+
+
+def _pad_to(tensor: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    after = [0, 0] * (tensor.dim() - 1 - dim % tensor.dim())
+    return pad(tensor, [*after, 0, missing])

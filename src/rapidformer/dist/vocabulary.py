@@ -1,0 +1,66 @@
+"""Cross entropy over a vocabulary that is split over processes: no one holds a whole row of logits.
+
+Two small sums per token pass between the processes instead of the row: the greatest logit, then
+the sum of exponentials beside the label's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from rapidformer.dist.regions import Group, get_share
+
+_IGNORED = -100
+
+
+def is_split_over_vocabulary(logits: Tensor) -> bool:
+    """Whether each process holds the logits of its part of the vocabulary alone."""
+    return isinstance(logits, DTensor) and logits.placements == (Shard(logits.dim() - 1),)
+
+
+def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+    """Cross entropy of each token in fp32, shaped as the labels; 0 where a label is ignored."""
+    assert isinstance(logits, DTensor)
+    group = logits.device_mesh.get_group()
+    first, _ = get_share(logits.shape[-1], group)
+    rows = logits.to_local().float().flatten(0, -2)
+    losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)  # type: ignore[no-untyped-call]
+    return losses.view_as(labels)  # type: ignore[no-any-return]
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, group: Group
+    ) -> Tensor:
+        width = logits.shape[-1]
+        # The last of many processes may have no part of a small vocabulary.
+        greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (logits - greatest[:, None]).exp()
+        is_kept = labels != ignore_index
+        index = labels - first
+        is_mine = is_kept & (index >= 0) & (index < width)
+        index = index.masked_fill(~is_mine, 0)
+        chosen = logits.new_zeros(len(labels))
+        if width:
+            found = logits.gather(1, index[:, None]).squeeze(1) - greatest
+            chosen = found.masked_fill(~is_mine, 0.0)
+        sums = torch.stack([exponentials.sum(-1), chosen])
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), index, is_mine, is_kept)
+        return (sums[0].log() - sums[1]).masked_fill(~is_kept, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        shares, index, is_mine, is_kept = ctx.saved_tensors
+        result = shares.clone()
+        if result.shape[-1]:
+            result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
+        result *= (gradient * is_kept)[:, None]
+        return result, None, None, None, None

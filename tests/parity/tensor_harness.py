@@ -1,0 +1,385 @@
+"""Small models whose layers are split over processes, beside the same models in one process.
+
+Several models go through one group of processes, one after the other: starting a group costs more
+than training them. Sizes are chosen to be awkward: a vocabulary that no number of processes
+divides, fewer key/value heads than processes, rows of odd lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from rapidformer.data.collate import PadCollator
+from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.engine import RapidformerEngine
+from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
+from rapidformer.models.plan import shifts_labels
+from tests.parity.harness import build_data
+
+VOCABULARY = 67
+UPDATES = 3
+ROWS = 8
+SETTINGS = {
+    "global_batch_size": ROWS, "micro_batch_size": 2, "lr": 0.1, "clip_grad": 1.0, "seed": 5,
+    "log_level": "error",
+}  # fmt: skip
+
+
+class CustomAttention(nn.Module):
+    """A user's own, which counts its heads in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.output = nn.Linear(32, 32)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length = hidden.shape[:2]
+        query, key, value = (
+            layer(hidden).view(batch, length, self.num_heads, 8).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+class CustomBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), CustomAttention()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.mixer = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.norm(hidden), mask)
+        # A layer that the plan does not name, which reads its child's weights itself.
+        mixed, _ = self.mixer(
+            hidden, hidden, hidden, key_padding_mask=~mask[:, 0, 0], need_weights=False
+        )
+        hidden = hidden + mixed
+        return hidden + self.scale * self.down(nn.functional.gelu(self.up(hidden)))
+
+
+class CustomModel(nn.Module):
+    """A model with a plan of its own, whose head is the embedding's weight, read by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList([CustomBlock() for _ in range(2)])
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.1)
+
+    def rapidformer_plan(self) -> dict[str, Any]:
+        return {
+            "blocks": "layers",
+            "tensor": {
+                "head": "colwise_gather_output",
+                "layers.*.attention.query": "colwise",
+                "layers.*.attention.key": "colwise",
+                "layers.*.attention.value": "colwise",
+                "layers.*.attention.output": "rowwise",
+                "layers.*.up": "colwise",
+                "layers.*.down": "rowwise",
+            },
+            "divided": {"layers.*.attention": ["num_heads"]},
+        }
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask[:, None, None, :].bool())
+        logits = self.head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def _bert(dropout: float) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 40,
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+        "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def _llama(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 40, "head_dim": 8, "pad_token_id": 0, **more,
+    }  # fmt: skip
+
+
+MODELS: dict[str, Callable[[float], nn.Module]] = {
+    "bert": lambda p: BertForSequenceClassification(BertConfig(**_bert(p))),
+    "bert-mlm": lambda p: BertForMaskedLM(BertConfig(**_bert(p))),
+    "roberta": lambda p: RobertaForMaskedLM(RobertaConfig(**{**_bert(p), "pad_token_id": 40,
+        "max_position_embeddings": 100})),
+    "gpt2": lambda p: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=40,
+            bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM",
+            resid_pdrop=p, embd_pdrop=p, attn_pdrop=p,
+        )
+    ),
+    "t5": lambda p: T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+            dropout_rate=p, decoder_start_token_id=0, pad_token_id=0,
+        )
+    ),
+    "llama": lambda p: LlamaForCausalLM(LlamaConfig(**_llama())),
+    "qwen3": lambda p: Qwen3ForCausalLM(Qwen3Config(**_llama(tie_word_embeddings=True))),
+    "gemma2": lambda p: Gemma2ForCausalLM(
+        Gemma2Config(**_llama(final_logit_softcapping=30.0, attn_implementation="eager"))
+    ),
+    "mixtral": lambda p: MixtralForCausalLM(MixtralConfig(**_llama(num_local_experts=4))),
+    "phi3": lambda p: Phi3ForCausalLM(Phi3Config(**_llama())),
+    "gpt": lambda p: GPTForCausalLM(
+        GPTConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
+            vocab_size=68, hidden_dropout=p, attention_dropout=p, init_method_std=0.1,
+        )
+    ),
+    "gpt-rope": lambda p: GPTForCausalLM(
+        GPTConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+            max_position_embeddings=40, vocab_size=68, hidden_dropout=p, attention_dropout=p,
+            position_embedding_type="rope", normalization="RMSNorm", swiglu=True,
+            tie_word_embeddings=False, ffn_hidden_size=48, add_bias_linear=False,
+        )
+    ),
+    "gpt-moe": lambda p: GPTForCausalLM(
+        GPTConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
+            vocab_size=68, hidden_dropout=p, attention_dropout=p, init_method_std=0.1,
+            num_experts=4, moe_layer_freq=2,
+        )
+    ),
+    "vit": lambda p: ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            image_size=16, patch_size=4, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
+        )
+    ),
+    "custom": lambda p: CustomModel(),
+}  # fmt: skip
+
+
+@dataclass
+class Trace:
+    """What a run leaves behind, whole and on the CPU."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the first update, before clipping."""
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    ties: set[tuple[str, ...]] = field(default_factory=set)
+    parameter_bytes: int = 0
+    """Of this process alone."""
+
+
+def build_model(name: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(7)
+    model = MODELS[name](dropout)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # biases of zero and norms of one would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "position_embeddings" in key or "cls_token" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def build_rows(name: str) -> list[dict[str, Any]]:
+    if name != "vit":
+        return build_data(name)[: UPDATES * ROWS]
+    random = np.random.default_rng(3)
+    return [
+        {
+            "pixel_values": torch.from_numpy(random.normal(size=(3, 16, 16)).astype(np.float32)),
+            "labels": int(random.integers(0, 2)),
+        }
+        for _ in range(UPDATES * ROWS)
+    ]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    if "pixel_values" in rows[0]:
+        return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    return PadCollator()(rows)
+
+
+def count_labels(labels: torch.Tensor, *, is_shifted: bool) -> int:
+    return int(((labels[:, 1:] if is_shifted else labels) != -100).sum())
+
+
+def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # Adam's default epsilon turns round-off in gradients near zero into whole steps.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
+
+
+def run_one(name: str, make_optimizer: Any = make_sgd) -> Trace:
+    """A bare loop of torch over whole global batches, without the library."""
+    model, rows = build_model(name), build_rows(name)
+    optimizer = make_optimizer(model)
+    trace = Trace()
+    model.train()
+    for update in range(UPDATES):
+        batch = collate(rows[update * ROWS : (update + 1) * ROWS])
+        loss = model(**batch)["loss"]
+        loss.backward()
+        trace.losses.append(loss.item())
+        if update == 0:
+            trace.gradients = get_gradients(model)
+        trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.weights, trace.ties = get_weights(model), find_ties(model)
+    trace.parameter_bytes = count_bytes(model)
+    return trace
+
+
+def run_split(
+    names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd
+) -> dict[str, Trace]:
+    """The same through the engine; called in every process."""
+    traces = {}
+    for name in names:
+        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        model = build_model(name)
+        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
+        engine.compose(
+            model,
+            make_optimizer(model),
+            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+        )
+        traces[name] = train(engine, model, loader)
+    engine.close()
+    return traces
+
+
+def train(engine: RapidformerEngine, model: nn.Module, loader: Any) -> Trace:
+    trace, is_shifted = Trace(), shifts_labels(model) or "GPT" in type(model).__name__
+    loss_sum = torch.zeros(1)
+    model.train()
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        labels = batch["labels"]
+        weight = count_labels(labels, is_shifted=is_shifted and labels.dim() > 1)
+        engine.backward(loss, weight)
+        loss_sum += loss.detach() * weight if weight else 0
+        if not loader.is_update_end:
+            continue
+        if not trace.gradients:
+            trace.gradients = get_gradients(model)
+        trace.losses.append(float(sum_over_replicas(loss_sum) / engine.clock.total_weight))
+        trace.norms.append(float(engine.clock.grad_norm))
+        loss_sum = torch.zeros(1)
+        engine.step()
+    engine.parallelized.settle()
+    trace.weights, trace.ties = get_weights(model), find_ties(model)
+    trace.parameter_bytes = count_bytes(model)
+    return trace
+
+
+# ---- looking at models ---------------------------------------------------------------------------
+
+
+def get_whole(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.cpu().numpy().copy()
+
+
+def get_gradients(model: nn.Module) -> dict[str, np.ndarray]:
+    return {n: get_whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def get_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: get_whole(p) for name, p in model.named_parameters()}
+
+
+def find_ties(model: nn.Module) -> set[tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {tuple(group) for group in names.values() if len(group) > 1}
+
+
+def count_bytes(model: nn.Module) -> int:
+    return sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size()
+        for p in model.parameters()
+    )
+
+
+def compare(mine: Trace, reference: Trace) -> dict[str, tuple[float, str]]:
+    """The worst relative difference of each kind, with the parameter or update it was met in.
+
+    A gradient below a millionth of the whole is round-off (a key's bias has none in theory):
+    it must stay round-off.
+    """
+    norm = np.sqrt(sum(float((g**2).sum()) for g in reference.gradients.values()))
+    assert mine.gradients.keys() == reference.gradients.keys()
+    gradients = {}
+    for name, g in reference.gradients.items():
+        size = float(np.linalg.norm(g))
+        difference = float(np.linalg.norm(mine.gradients[name] - g))
+        gradients[name] = difference / (size if size > 1e-6 * norm else 1e-2 * float(norm))
+    weights = {
+        name: float(np.linalg.norm(mine.weights[name] - w)) / max(float(np.linalg.norm(w)), 1e-3)
+        for name, w in reference.weights.items()
+    }
+    worst = {}
+    for kind, a, b in (
+        ("loss", mine.losses, reference.losses),
+        ("norm", mine.norms, reference.norms),
+    ):
+        worst[kind] = max(
+            (abs(x - y) / abs(y), str(i)) for i, (x, y) in enumerate(zip(a, b, strict=True))
+        )
+    worst["gradient"] = max((value, name) for name, value in gradients.items())
+    worst["weight"] = max((value, name) for name, value in weights.items())
+    return worst

@@ -1,0 +1,364 @@
+"""Layers split over processes == one process: losses, every gradient, updated weights, ties.
+
+The whole matrix runs by ``python tests/parity/matrix.py``; here stands what each row of it guards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from rapidformer.dist.topology import build_topology
+from rapidformer.dist.vocabulary import compute_split_losses
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.gpt import GPTConfig, GPTModel
+from tests.parity.tensor_harness import (
+    SETTINGS,
+    Trace,
+    build_model,
+    build_rows,
+    collate,
+    compare,
+    find_ties,
+    get_weights,
+    make_adamw,
+    make_sgd,
+    run_one,
+    run_split,
+    train,
+)
+from tests.processes import run_in_processes
+
+TOLERANCE = {"loss": 1e-6, "norm": 1e-6, "gradient": 5e-6, "weight": 5e-6}
+
+
+def check(
+    world_size: int, names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd
+) -> dict[str, list[Trace]]:
+    """Compare every process's view with one process; returns their traces by model."""
+    traces = run_in_processes(run_split, world_size, names, settings, make_optimizer)
+    for name in names:
+        reference = run_one(name, make_optimizer)
+        for trace in (each[name] for each in traces):
+            worst = compare(trace, reference)
+            too_far = {k: v for k, v in worst.items() if v[0] > TOLERANCE[k]}
+            assert not too_far, (name, too_far)
+            assert trace.ties == reference.ties, name
+    return {name: [each[name] for each in traces] for name in names}
+
+
+def test_two_processes_that_share_layers_equal_one() -> None:
+    """Tied embeddings, norms on a share of the heads, fused and uneven weights, accumulation."""
+    names = ["bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gpt", "vit", "custom"]
+    traces = check(2, names, {"tensor_model_parallel_size": 2})
+    for name in ("gpt2", "t5", "llama", "qwen3", "gpt"):
+        whole = run_one(name).parameter_bytes
+        assert all(trace.parameter_bytes < 0.54 * whole for trace in traces[name]), name
+
+
+def test_more_processes_than_key_value_heads() -> None:
+    traces = check(4, ["llama", "gpt2"], {"tensor_model_parallel_size": 4})
+    assert all(t.parameter_bytes < 0.31 * run_one("gpt2").parameter_bytes for t in traces["gpt2"])
+
+
+def test_split_tokens_change_nothing() -> None:
+    """Rows of odd lengths: shares of tokens differ between the processes."""
+    lengths = [len(row["input_ids"]) for row in build_rows("llama")]
+    assert any(length % 2 for length in lengths)
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    check(2, ["llama", "gemma2", "gpt2", "gpt", "bert", "vit"], settings)
+
+
+def test_shared_layers_under_data_parallelism() -> None:
+    """With fused AdamW, which wants tensors of one kind, and clipping, which must count once."""
+    check(4, ["qwen3", "gpt2", "t5"], {"tensor_model_parallel_size": 2}, make_adamw)
+
+
+@pytest.mark.parametrize("stage", ["zero_1", "zero_2", "fsdp"])
+def test_shared_layers_under_sharding(stage: str) -> None:
+    """A fused bias that both split comes back in order: its gradient is compared whole."""
+    names = ["gpt2", "qwen3", "custom"] if stage == "fsdp" else ["gpt2"]
+    settings = {"tensor_model_parallel_size": 2, f"{stage}_memory_optimization": True}
+    traces = check(4, names, settings)
+    whole = run_one("gpt2").parameter_bytes
+    assert all(trace.parameter_bytes < 0.28 * whole for trace in traces["gpt2"])
+
+
+def test_split_tokens_under_sharding_with_recompute() -> None:
+    settings = {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True,
+        "checkpoint_activations": True, "zero_3_memory_optimization": True,
+    }  # fmt: skip
+    check(4, ["llama", "gpt"], settings)
+
+
+# ---- what is kept whole stays equal --------------------------------------------------------------
+
+
+def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.ndarray]]]:
+    found = {}
+    for name in names:
+        engine = RapidformerEngine(args={**SETTINGS, "tensor_model_parallel_size": 2})
+        if not engine.is_main:
+            torch.rand(3)  # a script that draws on one process only
+        model = build_model(name, dropout=0.2)
+        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
+        engine.compose(model, make_sgd(model), _constant)
+        train(engine, model, loader)
+        are_split = all(isinstance(p, DTensor) for p in model.parameters())
+        whole = {
+            key: p.to_local().detach().numpy().copy()
+            for key, p in model.named_parameters()
+            if p.placements[0].is_replicate()
+        }
+        found[name] = (are_split, whole)
+    engine.close()
+    return found
+
+
+def _constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def test_whole_weights_stay_equal_under_dropout() -> None:
+    """Processes that drew other masks would drift apart, unseen by any loss."""
+    names = ["bert", "gpt2", "t5"]
+    first, second = run_in_processes(_train_with_dropout, 2, names)
+    for name in names:
+        (is_split, mine), (_, others) = first[name], second[name]
+        assert is_split
+        assert mine
+        for key, value in mine.items():
+            assert np.array_equal(value, others[key]), (name, key)
+
+
+# ---- checkpoints and exports ---------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tensor 2": (2, {"tensor_model_parallel_size": 2}),
+    "zero-3 2": (2, {"zero_3_memory_optimization": True}),
+    "tensor 2, fsdp 2": (
+        4,
+        {"tensor_model_parallel_size": 2, "fsdp_memory_optimization": True},
+    ),
+}
+
+
+def _continue_run(
+    name: str, settings: dict[str, Any], load: str | None, save: str
+) -> tuple[dict[str, np.ndarray], Trace]:
+    more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
+    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
+    model = build_model(name)
+    loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
+    engine.compose(model)
+    if load is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # nothing may be right by luck
+        engine.load_checkpoint(load)
+    loaded = get_weights(model)
+    trace = train(engine, model, loader)
+    engine.save_checkpoint(save)
+    engine.export(f"{save}/model")
+    assert find_ties(model)
+    engine.close()
+    return loaded, trace
+
+
+def _run_layout(layout: str, *args: Any) -> Any:
+    world_size, settings = LAYOUTS[layout]
+    if world_size == 1:
+        return _continue_run("gpt2", settings, *args)
+    return run_in_processes(_continue_run, world_size, "gpt2", settings, *args)[0]
+
+
+def test_any_layout_goes_on_from_any_other(tmp_path: Path) -> None:
+    """Round the layouts: weights come back bit for bit, moments too (the losses go on alike).
+
+    GPT-2's fused weight is held in pieces; torch's own checkpoints would refuse it.
+    """
+    route = ["one", "tensor 2, fsdp 2", "zero-3 2", "tensor 2", "one"]
+    load, before = None, None
+    expected = None
+    for number, layout in enumerate(route):
+        save = str(tmp_path / str(number))
+        loaded, trace = _run_layout(layout, load, save)
+        reference = _run_layout("one", load, str(tmp_path / f"{number}-one"))[1]
+        assert compare(trace, reference)["loss"][0] < 1e-6
+        assert compare(trace, reference)["weight"][0] < 1e-5
+        if before is not None:
+            for key, value in before.items():
+                assert np.array_equal(loaded[key], value), (layout, key)
+        exported = _read_export(Path(save) / "model")
+        for key, value in trace.weights.items():
+            assert np.array_equal(exported[key], value), (layout, key)
+        expected = expected or exported.keys()
+        assert exported.keys() == expected
+        load, before = save, trace.weights
+
+
+def _read_export(folder: Path) -> dict[str, np.ndarray]:
+    from transformers import GPT2LMHeadModel
+
+    return get_weights(GPT2LMHeadModel.from_pretrained(folder))
+
+
+# ---- generating and evaluating -------------------------------------------------------------------
+
+
+def _generate(names: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+    answers = {}
+    for name in names:
+        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        model: Any = build_model(name)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
+        engine.compose(model)
+        model.eval()
+        ids = torch.tensor([[5, 6, 7], [9, 10, 11]])
+        options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
+        with torch.no_grad():
+            logits = model(input_ids=ids, labels=ids).logits.numpy().copy()
+            ids = model.generate(ids, num_beams=2, **options).tolist()
+        answers[name] = (logits, ids)
+    engine.close()
+    return answers
+
+
+def test_split_models_generate_the_same_text() -> None:
+    names = ["gpt2", "llama", "t5"]
+    expected = _generate(names, {})
+    settings = {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}
+    for answers in run_in_processes(_generate, 4, names, settings):
+        for name in names:
+            assert answers[name][1] == expected[name][1], name
+            assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
+
+
+# ---- the loss over a split vocabulary ------------------------------------------------------------
+
+
+def _run_megatron_form(settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
+    """Labels by position, losses per token; and the gradient that they give."""
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    torch.manual_seed(3)
+    model = GPTModel(
+        GPTConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, max_position_embeddings=8,
+            vocab_size=67, hidden_dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+    engine.compose(model, make_sgd(model), _constant)
+    tokens = torch.arange(1, 11).view(2, 5)
+    positions = torch.arange(5).expand(2, 5)
+    kinds = []
+    model.output.register_forward_hook(lambda module, given, logits: kinds.append(type(logits)))
+    losses = model(tokens, positions, None, tokens + 1)
+    engine.backward(losses.mean())
+    gradient = model.word_embeddings._parameters["weight"].grad
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    logits = model(tokens, positions)
+    engine.close()
+    return losses.detach().numpy(), whole.numpy().copy(), logits.detach().numpy(), kinds
+
+
+def test_megatrons_form_computes_its_loss_from_split_logits() -> None:
+    losses, gradient, logits, _ = _run_megatron_form({})
+    for mine in run_in_processes(_run_megatron_form, 2, {"tensor_model_parallel_size": 2}):
+        assert np.allclose(mine[0], losses, rtol=1e-6)
+        assert np.allclose(mine[1], gradient, rtol=1e-4, atol=1e-8)
+        assert np.allclose(mine[2], logits, rtol=1e-4, atol=1e-6)
+        assert mine[3] == [DTensor, torch.Tensor]  # joined where there are no labels
+
+
+def _compute_losses() -> tuple[np.ndarray, np.ndarray]:
+    RapidformerEngine(args={**SETTINGS, "tensor_model_parallel_size": 4})
+    mesh = build_topology("cpu", tensor=4).get_submesh("tensor")
+    logits, labels, factors = _build_logits()
+    start, end = (min(2 * (mesh.get_local_rank() + i), 5) for i in (0, 1))
+    local = logits[..., start:end].contiguous().requires_grad_()
+    split = DTensor.from_local(
+        local, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride()
+    )
+    losses = compute_split_losses(split, labels)
+    (losses * factors).sum().backward()
+    return losses.detach().numpy(), local.grad.numpy()
+
+
+def _build_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 3, 5, generator=generator) * 30
+    labels = torch.tensor([[0, 4, -100], [2, 1, 3]])
+    return logits, labels, torch.rand(2, 3, generator=generator)
+
+
+def test_a_vocabulary_smaller_than_its_processes_allow() -> None:
+    """Five words on four processes: two, two, one and none."""
+    logits, labels, factors = _build_logits()
+    logits.requires_grad_()
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    (expected.view(2, 3) * factors).sum().backward()
+    results = run_in_processes(_compute_losses, 4)
+    for losses, _ in results:
+        assert np.allclose(losses.flatten(), expected.detach().numpy(), rtol=1e-6, atol=1e-6)
+    gradient = np.concatenate([gradient for _, gradient in results], axis=-1)
+    assert np.allclose(gradient, logits.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+# ---- what cannot work ----------------------------------------------------------------------------
+
+
+def _compose_all(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    messages = []
+    for name, settings in cases:
+        try:
+            engine = RapidformerEngine(args={**SETTINGS, **settings, "lr": 0.1, "train_iters": 3})
+            engine.compose(build_model(name))
+            messages.append("composed")
+        except ConfigurationError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
+    shared = {"tensor_model_parallel_size": 3, "global_batch_size": 2}
+    cases = [
+        ("bert", shared),
+        ("custom", shared),
+        ("t5", {**shared, "tensor_model_parallel_size": 2, "global_batch_size": 4}),
+    ]
+    three = run_in_processes(_compose_all, 3, cases)[0]
+    assert three[0] == (
+        "--tensor-model-parallel-size 3 does not divide the 4 attention heads of "
+        "BertForSequenceClassification: use 1, 2 or 4."
+    )
+    assert "layers.0.attention.query of CustomModel has 32 outputs, not a multiple" in three[1]
+    assert three[2].startswith(
+        "--tensor-model-parallel-size 2 does not divide the 3 processes of this run: use 1 or 3"
+    )
+    tokens = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    cases = [("t5", tokens), ("phi3", tokens), ("custom", tokens), ("gpt-moe", tokens)]
+    cases += [("gpt2", {"tensor_model_parallel_size": 2, "optimizer": "muon"})]
+    two = run_in_processes(_compose_all, 2, cases)[0]
+    for message, reason in zip(
+        two,
+        (
+            "its decoder looks at the encoder's output, whose tokens are whole",
+            "keeps some of its layers together (colwise_gather_output, rowwise_split_input)",
+            "rapidformer_plan() does not say has_split_sequences",
+            "it has a mixture of experts, whose loss is one over all tokens",
+            "--optimizer muon looks at whole matrices",
+        ),
+        strict=True,
+    ):
+        assert reason in message
