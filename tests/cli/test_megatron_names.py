@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -46,6 +47,7 @@ def test_names_of_megatron_are_ours() -> None:
     assert namespace["get_tokenizer"] is rapidformer.get_tokenizer
     assert namespace["broadcast_data"] is rapidformer.mpu.broadcast_data
     assert namespace["GPTModel"] is rapidformer.GPTModel
+    assert importlib.util.find_spec("megatron") is not None, "asked by libraries, with a reason"
 
 
 @pytest.mark.usefixtures("without_megatron")

@@ -80,10 +80,12 @@ def test_iterator_of_a_step_has_one_batch() -> None:
 
 def test_parts_of_a_loss_are_kept_by_name() -> None:
     """Megatron's loss functions name what they average; a hook may do so as well."""
-    parts = {"lm loss": LOSS * 2, "text": "no number", "many": torch.zeros(3)}
-    for returned in ((LOSS, 4, parts), (LOSS, lambda output: (output, parts))):
+    parts = {"lm loss": LOSS * 2, "text": "no number", "many": torch.zeros(3), "sop": (LOSS, 2)}
+    forms = (((LOSS, 4, parts), 4), ((LOSS, lambda output: (output, parts)), 7))
+    for returned, weight in forms:
         result = interpret_forward(returned, INFO, shifts_labels=False)
         assert result.loss is LOSS
-        assert result.parts == {"lm_loss": LOSS * 2}
-    assert interpret_forward((LOSS, 4, parts), INFO, shifts_labels=False).weight == 4
+        assert result.weight == weight
+        assert result.parts == {"lm_loss": (LOSS * 2, weight), "sop": (LOSS, 2)}
+        assert result.means == {**result.parts, "loss": (LOSS, weight)}
     assert interpret_forward(LOSS, INFO, shifts_labels=False).parts == {}

@@ -10,7 +10,7 @@ import torch
 
 from rapidformer.data.batch import BatchInfo
 from rapidformer.errors import TrainingError
-from rapidformer.training.meter import Measurement, Meter, WeightedSums
+from rapidformer.training.meter import Mean, Measurement, Meter, WeightedSums
 
 NAN, INF = float("nan"), float("inf")
 
@@ -21,12 +21,16 @@ def info(rows: int = 2, labels: int = 6) -> BatchInfo:
     )
 
 
+def mean(value: float, weight: float | torch.Tensor) -> Mean:
+    return torch.tensor(value), weight
+
+
 def make(losses: list[list[tuple[float, float]]], norms: list[float | None] | None = None) -> Meter:
     """Updates of micro-batches (mean loss, weight)."""
     meter = Meter(torch.device("cpu"))
     for number, update in enumerate(losses):
         for loss, weight in update:
-            meter.add_micro_batch({"loss": torch.tensor(loss)}, weight, info())
+            meter.add_micro_batch({"loss": mean(loss, weight)}, info())
         norm = 1.0 if norms is None else norms[number]
         total = sum(weight for _, weight in update)
         meter.add_update(total or 1.0, None if norm is None else torch.tensor(norm))
@@ -47,8 +51,8 @@ def test_loss_of_an_update_is_the_weighted_mean() -> None:
 
 def test_weights_may_be_tensors() -> None:
     meter = Meter(torch.device("cpu"))
-    meter.add_micro_batch({"loss": torch.tensor(1.0)}, torch.tensor(3.0), info())
-    meter.add_micro_batch({"loss": torch.tensor(5.0)}, torch.tensor(1.0), info())
+    meter.add_micro_batch({"loss": mean(1.0, torch.tensor(3.0))}, info())
+    meter.add_micro_batch({"loss": mean(5.0, torch.tensor(1.0))}, info())
     meter.add_update(torch.tensor(4.0), torch.tensor(1.0))
     assert read(meter).losses == pytest.approx([2.0])
 
@@ -58,7 +62,7 @@ def test_reading_starts_anew() -> None:
     assert meter.has_updates()
     read(meter)
     assert not meter.has_updates()
-    meter.add_micro_batch({"loss": torch.tensor(3.0)}, 1, info())
+    meter.add_micro_batch({"loss": mean(3.0, 1)}, info())
     meter.add_update(1, torch.tensor(1.0))
     measured = read(meter)
     assert measured.losses == [3.0]
@@ -67,8 +71,8 @@ def test_reading_starts_anew() -> None:
 
 def test_fillers_count_for_nothing_even_when_their_loss_is_no_number() -> None:
     meter = make([])
-    meter.add_micro_batch({"loss": torch.tensor(2.0)}, 4, info())
-    meter.add_micro_batch({"loss": torch.tensor(NAN)}, 0, info().as_filler())
+    meter.add_micro_batch({"loss": mean(2.0, 4)}, info())
+    meter.add_micro_batch({"loss": mean(NAN, 0)}, info().as_filler())
     meter.add_update(4, torch.tensor(1.0))
     measured = read(meter)
     assert measured.losses == [2.0]
@@ -79,17 +83,17 @@ def test_fillers_count_for_nothing_even_when_their_loss_is_no_number() -> None:
 def test_micro_batch_without_labels_does_not_end_the_run() -> None:
     """All its labels are -100: its mean is 0/0, its weight 0, and the gradient was left alone."""
     meter = make([])
-    meter.add_micro_batch({"loss": torch.tensor(2.0)}, 4, info())
-    meter.add_micro_batch({"loss": torch.tensor(NAN)}, 0, info(labels=0))
+    meter.add_micro_batch({"loss": mean(2.0, 4)}, info())
+    meter.add_micro_batch({"loss": mean(NAN, 0)}, info(labels=0))
     meter.add_update(4, torch.tensor(1.0))
     assert read(meter).losses == [2.0]
 
 
 def test_unfinished_update_waits_for_the_next_reading() -> None:
     meter = make([[(1.0, 1)]])
-    meter.add_micro_batch({"loss": torch.tensor(4.0)}, 1, info())
+    meter.add_micro_batch({"loss": mean(4.0, 1)}, info())
     read(meter)
-    meter.add_micro_batch({"loss": torch.tensor(2.0)}, 1, info())
+    meter.add_micro_batch({"loss": mean(2.0, 1)}, info())
     meter.add_update(2, torch.tensor(1.0))
     assert read(meter).losses == [3.0]
 
@@ -138,21 +142,36 @@ def test_small_losses_are_not_lost_in_the_sum() -> None:
 def test_parts_are_means_over_the_interval() -> None:
     meter = make([])
     for words, weight, counts in ((1.0, 3, True), (5.0, 1, True), (NAN, 0, False)):
-        means = {"loss": torch.tensor(9.0), "lm_loss": torch.tensor(words)}
-        meter.add_micro_batch(means, weight, info() if counts else info().as_filler())
+        means = {"loss": mean(9.0, weight), "lm_loss": mean(words, weight)}
+        meter.add_micro_batch(means, info() if counts else info().as_filler())
     meter.add_update(4, torch.tensor(1.0))
-    meter.add_micro_batch({"loss": torch.tensor(9.0), "lm_loss": torch.tensor(6.0)}, 2, info())
+    meter.add_micro_batch({"loss": mean(9.0, 2), "lm_loss": mean(6.0, 2)}, info())
     meter.add_update(2, torch.tensor(1.0))
     measured = read(meter)
     assert measured.losses == [9.0, 9.0]
     assert measured.parts == pytest.approx({"lm_loss": 4.0})
 
 
+def test_parts_may_have_weights_of_their_own() -> None:
+    """Also where one counts and the other does not, in a micro-batch or a whole update."""
+    meter = make([])
+    for words, order in (((1.0, 3), (0.5, 2)), ((5.0, 1), (0.9, 2)), ((NAN, 0), (0.1, 4))):
+        means = {"loss": mean(9.0, order[1]), "lm_loss": mean(*words), "sop_loss": mean(*order)}
+        meter.add_micro_batch(means, info())
+    meter.add_update(8, torch.tensor(1.0))
+    means = {"loss": mean(9.0, 2), "lm_loss": mean(NAN, 0), "sop_loss": mean(0.6, 2)}
+    meter.add_micro_batch(means, info())
+    meter.add_update(2, torch.tensor(1.0))
+    measured = read(meter)
+    assert measured.losses == [9.0, 9.0]
+    assert measured.parts == pytest.approx({"lm_loss": 2.0, "sop_loss": (0.4 + 0.6) / 2})
+
+
 def test_a_process_with_fillers_only_still_has_every_name() -> None:
     """All processes reduce the same numbers: one with fewer would wait for ever."""
     meter = make([])
-    means = {"loss": torch.tensor(NAN), "lm_loss": torch.tensor(NAN)}
-    meter.add_micro_batch(means, 0, info().as_filler())
+    means = {"loss": mean(NAN, 0), "lm_loss": mean(NAN, 0)}
+    meter.add_micro_batch(means, info().as_filler())
     meter.add_update(1, torch.tensor(1.0))
     measured = read(meter)
     assert (measured.losses, measured.parts) == ([0.0], {"lm_loss": 0.0})
@@ -160,7 +179,8 @@ def test_a_process_with_fillers_only_still_has_every_name() -> None:
 
 def test_sums_become_means_over_everything() -> None:
     sums = WeightedSums(dtype=torch.float64)
-    sums.add({"loss": torch.tensor(1.0), "sop_loss": torch.tensor(2.0)}, 3, info())
-    sums.add({"loss": torch.tensor(5.0), "sop_loss": torch.tensor(6.0)}, 1, info())
-    sums.add({"loss": torch.tensor(NAN), "sop_loss": torch.tensor(NAN)}, 7, info().as_filler())
-    assert sums.read_means() == {"loss": 2.0, "sop_loss": 3.0}
+    sums.add({"loss": mean(1.0, 3), "sop_loss": mean(2.0, 1)}, info())
+    sums.add({"loss": mean(5.0, 1), "sop_loss": mean(6.0, 3)}, info())
+    sums.add({"loss": mean(NAN, 0), "sop_loss": mean(5.0, 0)}, info())
+    sums.add({"loss": mean(NAN, 7), "sop_loss": mean(NAN, 7)}, info().as_filler())
+    assert sums.read_means() == {"loss": 2.0, "sop_loss": 5.0}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,8 @@ class _Alias(ModuleType):
         super().__init__(name)
         self._names = names
         self.__path__: list[str] = []
+        # Without one, to ask whether Megatron is there (importlib's find_spec) is an error.
+        self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         where = self.__dict__.get("_names", {}).get(name)

@@ -22,7 +22,7 @@ from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.heartbeat import beat
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, RapidformerError
 
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, list[int], bool]
@@ -205,6 +205,8 @@ class DistributedLoader:
             generator=torch.Generator().manual_seed(self._seed),
         )
         for number, (batch, info) in enumerate(loader, start=1):
+            if isinstance(batch, RapidformerError):
+                raise batch
             yield batch, BatchInfo(*info), number == rounds_left
 
     def _build_keys(self) -> Iterator[_Key]:
@@ -281,10 +283,14 @@ class _Fetcher:
 
     def __getitem__(self, key: _Key) -> tuple[Any, tuple[int, ...]]:
         position, indices, is_filler = key
-        with _random_numbers_from((*self._seed, position)):
-            fetch_many = getattr(self._dataset, "__getitems__", None)
-            rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
-            batch = self._collate(rows)
+        try:
+            with _random_numbers_from((*self._seed, position)):
+                fetch_many = getattr(self._dataset, "__getitems__", None)
+                rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
+                batch = self._collate(rows)
+        except RapidformerError as error:
+            # Handed over as it is: raised in a worker, it would come with the worker's traceback.
+            return error, ()
         info = describe_batch(batch)
         return batch, tuple(info.as_filler() if is_filler else info)
 

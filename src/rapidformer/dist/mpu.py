@@ -1,6 +1,6 @@
 """Megatron's names for groups and ranks, and ``broadcast_data``, for users' scripts.
 
-    from rapidformer import mpu        # `from megatron import mpu` is understood too
+    from rapidformer import mpu        # a --user-script may also say `from megatron import mpu`
 
 Library code asks the topology itself.
 """

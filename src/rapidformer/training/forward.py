@@ -2,7 +2,8 @@
 
 - a scalar loss: the weight is the number of labels in the batch, counted by the loader;
 - ``(loss, n)``: the user says what the mean was taken over;
-- ``(loss, n, {name: value})``: and of what the loss is made, each shown beside it;
+- ``(loss, n, {name: value})``: and of what the loss is made; names in ``_loss`` are shown beside
+  it, all go to metrics.jsonl; one that is a mean over something else comes as ``(value, n)``;
 - ``(output, loss_function)``: Megatron's form, ``loss_function(output) -> (loss, {name: value})``;
 - a dict with ``loss``: FlagAI's form.
 """
@@ -17,6 +18,7 @@ import torch
 from rapidformer.data.batch import BatchInfo
 from rapidformer.errors import RapidformerError
 from rapidformer.training.loop import ForwardResult
+from rapidformer.training.meter import Mean
 
 
 def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) -> ForwardResult:
@@ -44,19 +46,20 @@ def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) ->
             f"run_forward_step must return one number, got a tensor of shape "
             f"{list(returned.shape)}: return loss.mean(), or (loss.sum() / n, n)."
         )
-    return ForwardResult(returned, weight, _read_parts(parts))
+    return ForwardResult(returned, weight, _read_parts(parts, weight))
 
 
-def _read_parts(parts: Any) -> dict[str, torch.Tensor]:
+def _read_parts(parts: Any, weight: float | torch.Tensor) -> dict[str, Mean]:
     """The numbers that Megatron's loss functions give by name, such as ``lm loss``."""
     if not isinstance(parts, Mapping):
         return {}
-    tensors = {str(name): value for name, value in parts.items() if isinstance(value, torch.Tensor)}
-    return {
-        name.strip().replace(" ", "_"): value.detach().reshape(())
-        for name, value in tensors.items()
-        if value.numel() == 1
-    }
+    read: dict[str, Mean] = {}
+    for name, value in parts.items():
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        mean, own = (value[0], _check_weight(value[1])) if is_pair else (value, weight)
+        if isinstance(mean, torch.Tensor) and mean.numel() == 1:
+            read[str(name).strip().replace(" ", "_")] = mean.detach().reshape(()), own
+    return read
 
 
 def _check_weight(weight: Any) -> float | torch.Tensor:

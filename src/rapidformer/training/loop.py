@@ -21,7 +21,7 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
-from rapidformer.training.meter import Measurement, Meter
+from rapidformer.training.meter import Mean, Measurement, Meter
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
 
@@ -33,8 +33,12 @@ class ForwardResult(NamedTuple):
 
     loss: torch.Tensor
     weight: float | torch.Tensor
-    parts: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """What the loss is made of, by name: means over the same weight, only to be shown."""
+    parts: Mapping[str, Mean] = MappingProxyType({})
+    """What the loss is made of, by name, each a mean over a weight of its own: only to be shown."""
+
+    @property
+    def means(self) -> dict[str, Mean]:
+        return {**self.parts, "loss": (self.loss, self.weight)}
 
 
 @dataclass(kw_only=True)
@@ -115,9 +119,7 @@ class TrainingLoop:
         for batch in self.loader:
             result = self.forward(batch)
             self.engine.backward(result.loss, result.weight)
-            self.meter.add_micro_batch(
-                {**result.parts, "loss": result.loss}, result.weight, self.loader.info
-            )
+            self.meter.add_micro_batch(result.means, self.loader.info)
             if not self.loader.is_update_end:
                 continue
             self._lr = self.engine.get_learning_rate()
@@ -157,10 +159,11 @@ class TrainingLoop:
         if self.evaluation is not None and self.progress.evaluated_at != self.step:
             self._evaluate()
         if self.test is not None and self._attempts >= self.train_iters:
+            self._log()  # before, so that measuring is not taken for training time
             results = broadcast_object(evaluate_model(self.engine, self.test))
-            self.progress.evaluations |= {f"test_{key}": value for key, value in results.items()}
-            line = self._locate() | {f"test_{key}": value for key, value in results.items()}
-            self.reporter.log_evaluation(line)
+            line = {f"test_{key}": value for key, value in results.items()}
+            self.progress.evaluations |= line
+            self.reporter.log_evaluation(self._locate() | line)
         if self.args.save is not None:
             if self.step > 0:
                 self._save()

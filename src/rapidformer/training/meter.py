@@ -11,12 +11,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.errors import TrainingError
+
+Mean = tuple[torch.Tensor, float | torch.Tensor]
+"""A mean and what it was taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +46,27 @@ class WeightedSums:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.sums: dict[str, torch.Tensor] = {}
-        self.weight: float | torch.Tensor = 0.0
+        self.weights: dict[str, float | torch.Tensor] = {}
         self._dtype = dtype
 
-    def add(
-        self, means: Mapping[str, torch.Tensor], weight: float | torch.Tensor, info: BatchInfo
-    ) -> None:
-        # A mean over no labels is not a number, and has no part in the whole either.
-        counts = bool(info.rows) and (isinstance(weight, torch.Tensor) or bool(weight))
-        for name, mean in means.items():
+    def add(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
+        for name, (mean, weight) in means.items():
+            # A mean over no labels is not a number, and has no part in the whole either.
+            counts = bool(info.rows) and (isinstance(weight, torch.Tensor) or bool(weight))
             value = mean.detach().to(self._dtype or mean.dtype)
             # Zero where it does not count: every process must have every name.
             part = value * weight if counts else torch.zeros_like(value)
             if isinstance(weight, torch.Tensor):
                 part = torch.where(weight == 0, torch.zeros_like(part), part)
             self.sums[name] = self.sums[name] + part if name in self.sums else part
-        if counts:
-            self.weight = self.weight + weight
+            self.weights[name] = self.weights.get(name, 0.0) + (weight if counts else 0.0)
 
     def read_means(self) -> dict[str, float]:
         """The means over all processes."""
-        sums = list(self.sums.values())
-        weight = torch.as_tensor(self.weight, dtype=sums[0].dtype, device=sums[0].device)
-        *totals, count = sum_over_replicas(torch.stack([*sums, weight])).tolist()
+        totals = _sum_pairs([(self.sums[name], self.weights[name]) for name in self.sums])
         return {
             name: total / count if count else math.nan
-            for name, total in zip(self.sums, totals, strict=True)
+            for name, (total, count) in zip(self.sums, totals, strict=True)
         }
 
 
@@ -81,27 +80,25 @@ class Meter:
 
     def _start(self) -> None:
         self._losses: list[torch.Tensor] = []
-        self._parts: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, list[Mean]] = {}
         self._norms: list[torch.Tensor] = []
         self._rows = self._tokens = self._slots = 0
         self._since = time.perf_counter()
 
-    def add_micro_batch(
-        self, means: Mapping[str, torch.Tensor], weight: float | torch.Tensor, info: BatchInfo
-    ) -> None:
-        """Add the ``loss``, and what it is made of, as means over a weight."""
-        self._update.add(means, weight, info)
+    def add_micro_batch(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
+        """Add the ``loss``, and what it is made of."""
+        self._update.add(means, info)
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots
 
     def add_update(self, total_weight: float | torch.Tensor, norm: torch.Tensor | None) -> None:
         """Close an update: its loss is the mean over the whole global batch."""
-        sums = self._update.sums
-        means = {name: (total / total_weight).float() for name, total in sums.items()}
-        self._losses.append(means.pop("loss", torch.zeros((), device=self._device)))
-        for name, mean in means.items():
-            self._parts[name] = self._parts[name] + mean if name in self._parts else mean
+        sums, weights = self._update.sums, self._update.weights
+        loss = sums.pop("loss", torch.zeros((), device=self._device))
+        self._losses.append((loss / total_weight).float())
+        for name, total in sums.items():
+            self._parts.setdefault(name, []).append((total, weights[name]))
         self._norms.append(norm if norm is not None else torch.zeros((), device=self._device))
         self._update = WeightedSums()
 
@@ -118,7 +115,7 @@ class Meter:
     def read(self, step: int, *, tolerates_infinity: bool) -> Measurement:
         """Reduce, read and start anew; raises where a loss or a norm is not a number."""
         updates = len(self._losses)
-        losses = torch.stack([*self._losses, *self._parts.values()])
+        losses = torch.stack(self._losses)
         counts = torch.tensor(
             [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
         )
@@ -128,10 +125,7 @@ class Meter:
         norm_values: list[float] = norms.tolist()
         measurement = Measurement(
             losses=values[:updates],
-            parts={
-                name: total / updates
-                for name, total in zip(self._parts, values[updates:], strict=False)
-            },
+            parts=self._read_parts(),
             grad_norm=norm_values[-1],
             seconds=time.perf_counter() - self._since,
             samples=int(values[-3]),
@@ -141,6 +135,25 @@ class Meter:
         self._start()
         _check_numbers(measurement.losses, norm_values, step, tolerates_infinity=tolerates_infinity)
         return measurement
+
+    def _read_parts(self) -> dict[str, float]:
+        """Means over the updates that have something to count; every process comes here."""
+        totals = iter(_sum_pairs([pair for pairs in self._parts.values() for pair in pairs]))
+        parts = {}
+        for name, pairs in self._parts.items():
+            means = [total / weight for total, weight in islice(totals, len(pairs)) if weight]
+            parts[name] = sum(means) / len(means) if means else 0.0
+        return parts
+
+
+def _sum_pairs(pairs: list[Mean]) -> list[tuple[float, float]]:
+    """Sums and their weights, each over all processes, in one message; waits for the device."""
+    if not pairs:
+        return []
+    sums = torch.stack([total for total, _ in pairs]).double()
+    weights = torch.tensor([float(weight) for _, weight in pairs], dtype=sums.dtype).to(sums.device)
+    totals, counts = sum_over_replicas(torch.stack([sums, weights])).tolist()
+    return list(zip(totals, counts, strict=True))
 
 
 def _check_numbers(

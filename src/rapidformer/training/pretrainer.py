@@ -59,7 +59,7 @@ class PreTrainer(Template):
 
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
-        provided = hook(self._count_samples()) if accepts_arguments(hook, 1) else hook()
+        provided = hook(self.count_samples()) if accepts_arguments(hook, 1) else hook()
         if not isinstance(provided, tuple) or len(provided) not in (3, 4):
             raise RapidformerError(
                 "train_valid_test_datasets_provider must return three data sets: training, "
@@ -70,7 +70,7 @@ class PreTrainer(Template):
         train_data, valid_data, test_data, collate = (*provided, None)[:4]
         return train_data, valid_data, test_data, collate
 
-    def _count_samples(self) -> list[int]:
+    def count_samples(self) -> list[int]:
         """Megatron's numbers of training, validation and test samples."""
         args = self.args
         batch = args.global_batch_size or 1
@@ -108,6 +108,10 @@ class PreTrainer(Template):
         loader = self.build_eval_loader(dataset, collate)
         return None if loader is None else lambda: self.measure_loss(model, loader)
 
+    def combine_means(self, means: Metrics) -> Metrics:
+        """Hook: what was measured over all the data, where the ``loss`` is made of other means."""
+        return means
+
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches of the data.
 
@@ -118,9 +122,8 @@ class PreTrainer(Template):
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
         for batch in islice(loader, rounds):
-            result = forward(batch)
-            sums.add({**result.parts, "loss": result.loss}, result.weight, loader.info)
-        means = sums.read_means()
+            sums.add(forward(batch).means, loader.info)
+        means = self.combine_means(sums.read_means())
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing of how well words are guessed.
         of_words = means.get("lm_loss", loss)

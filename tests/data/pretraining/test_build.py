@@ -102,6 +102,7 @@ def test_maps_are_found_again_and_follow_the_content_of_the_data(
     moved = tmp_path / "moved"
     for ending in (".bin", ".idx"):
         shutil.copy(prefixes[0] + ending, f"{moved}{ending}")
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="rapidformer"):
         assert list_texts(build(data_prefix=str(moved))[0]) == first
     assert "built the index map" not in caplog.text

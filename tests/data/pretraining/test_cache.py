@@ -146,6 +146,16 @@ def test_no_folder_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         IndexCache(tmp_path, tmp_path / "file").load_or_build("x", {}, Builder())
 
 
+def test_a_lock_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    load(tmp_path, Builder())
+    find(tmp_path, "*.json").unlink()
+    lock = find(tmp_path, "*.lock")
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(DataError, match=r"the lock of an index map, .*--data-cache-path"):
+        load(tmp_path, Builder())
+
+
 def test_a_full_disk_leaves_nothing_that_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

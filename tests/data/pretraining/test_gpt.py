@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining import build_train_valid_test_datasets
+from rapidformer.data.pretraining.assemble import build_datasets
 from rapidformer.errors import DataError
 
 from .references import index_gpt_slowly
@@ -51,6 +52,16 @@ def test_split_divides_sequences_not_documents(prefix: str) -> None:
     seen = {int(token) for index in range(len(valid)) for token in valid[index]["text"]}
     assert seen <= {int(token) for sequence in data[border:] for token in sequence}
     assert len(test) > 0
+
+
+def test_tokens_that_the_vocabulary_has_not_are_refused(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "words", [[[3, 4, 5, 9, 3, 4]]])
+    values = {"train_valid_test_num_samples": (3, 0, 0), "seq_length": 4, "seed": 1}
+    enough, *_ = build_datasets("gpt", train_data_prefix=prefix, vocab_size=10, **values)
+    assert len(enough.__getitems__([0, 1])) == 2
+    short, *_ = build_datasets("gpt", train_data_prefix=prefix, vocab_size=9, **values)
+    with pytest.raises(DataError, match="words has the token 9, but tokenizer and model have 9"):
+        short.__getitems__([0, 1])
 
 
 def test_empty_sequences_do_not_break_samples(tmp_path: Path) -> None:

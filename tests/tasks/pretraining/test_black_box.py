@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tasks.pretraining.corpus import LENGTH, SIZES, get_losses, read_metrics
+from tests.tasks.pretraining.corpus import BERT_SPECIAL, LENGTH, SIZES, get_losses, read_metrics
 
 
 def start(command: Any, corpus: list[object], *words: object) -> Any:
@@ -78,6 +78,10 @@ def test_encoder_decoder_learns_hidden_spans(
     assert sentinel == 5 + 70 + 2, "after BERT's tokens and Megatron's two"
     assert model.config.vocab_size == 128, "padded"
     assert model.config.decoder_start_token_id == model.config.pad_token_id == 0
+    assert tokenizer.eos_token_id == model.config.eos_token_id == 5 + 70 + 1
+    words = ["--pretrained-model-name-or-path", tmp_path / "run" / "last", "--train-iters", 1]
+    done = start(command, bert_corpus[:2], *words, "--eval-iters", 0)
+    assert done.returncode == 0, "the folder's own tokenizer has all that is needed" + done.stderr
 
 
 def test_experts_show_their_balance(command: Any, gpt_corpus: list[object], tmp_path: Path) -> None:
@@ -138,13 +142,18 @@ def test_evaluate_gives_the_runs_own_numbers(
         assert done.returncode == 0, done.stderr
         measured[split] = json.loads(done.stdout)
         assert measured[split]["split"] == split
-    assert measured["test"]["loss"] == pytest.approx(read_metrics(run)[-1]["test_loss"], rel=1e-5)
-    assert measured["validation"]["perplexity"] > 1
+    assert measured["test"]["loss"] == pytest.approx(get_losses(run, "test_loss")[-1], rel=1e-5)
+    assert measured["validation"]["loss"] == pytest.approx(get_losses(run, "eval_loss")[-1])
     done = command(
         "evaluate", "--task", "pretraining", "--load", run, *gpt_corpus, "--seq-length", 24,
         "--split", "980,20", "--eval-split", "test",
     )  # fmt: skip
     assert "--split '980,20' leaves none for it" in done.stderr
+    done = command(
+        "evaluate", "--task", "pretraining", "--load", run, *gpt_corpus, "--seq-length", 24,
+        "--split", "80,10,10", "--eval-iters", 1,
+    )  # fmt: skip
+    assert done.returncode == 0, "without a run's length" + done.stderr
 
 
 def test_pretrained_gpt_writes_text(command: Any, gpt_corpus: list[object], tmp_path: Path) -> None:
@@ -188,6 +197,17 @@ def test_it_stops_after_so_many_minutes_and_goes_on(
     assert [x["step"] for x in read_metrics(run) if "loss" in x] == [1, 2, 3, 4]
 
 
+def test_test_data_is_measured_after_the_last_line_of_training(
+    command: Any, gpt_corpus: list[object], tmp_path: Path
+) -> None:
+    """Or that line would count the time as training; here no validation comes in between."""
+    run = tmp_path / "run"
+    words = ["--model-type", "gpt", "--split", "80,0,20", "--log-interval", 3, "--save", run]
+    assert start(command, gpt_corpus, *words).returncode == 0
+    lines = [(line["step"], "test_loss" in line) for line in read_metrics(run)]
+    assert lines == [(1, False), (3, False), (4, False), (4, True)]
+
+
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
@@ -229,6 +249,29 @@ def test_files_that_are_not_there(command: Any, gpt_corpus: list[object]) -> Non
     assert done.returncode == 1
     assert "nowhere/at_all" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_split_without_training_data(command: Any, gpt_corpus: list[object]) -> None:
+    done = start(command, gpt_corpus, "--model-type", "gpt", "--split", "0,50,50")
+    assert "--split '0,50,50' leaves no training data" in done.stderr
+
+
+def test_data_of_another_tokenizer_is_refused(
+    command: Any, gpt_corpus: list[object], bert_corpus: list[object], tmp_path: Path
+) -> None:
+    """Instead of an index out of range, deep in the model."""
+    prefix, others = gpt_corpus[:2], bert_corpus[2:]
+    done = start(command, [*prefix, *others], "--model-type", "gpt2")
+    assert "but tokenizer and model have 77: it was made with another tokenizer" in done.stderr
+    assert done.returncode == 1
+    run = tmp_path / "run"
+    words = ["--train-iters", 1, "--eval-iters", 0]
+    start(command, bert_corpus, "--model-type", "bert", "--vocab-size", 90, "--save", run, *words)
+    words += ["--pretrained-model-name-or-path", run / "last"]
+    larger = tmp_path / "larger.txt"
+    larger.write_text("\n".join([*BERT_SPECIAL, *(f"w{i}" for i in range(200))]) + "\n")
+    done = start(command, bert_corpus, *words, "--vocab-file", larger)
+    assert "has room for 90 tokens, the tokenizer BertWordPieceLowerCase has 205" in done.stderr
 
 
 def test_a_model_that_learns_nothing_from_text(command: Any, gpt_corpus: list[object]) -> None:

@@ -9,16 +9,24 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForPreTraining,
+    BloomConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MarianConfig,
+    MistralConfig,
+    RwkvConfig,
 )
 
 from rapidformer.data.batch import describe_batch
+from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
+from rapidformer.optim.update import scale_loss
+from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
     NextToken,
@@ -31,7 +39,7 @@ TOKENIZER: Any = SimpleNamespace(eod=END)
 
 def make_args(**said: bool) -> Any:
     names = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
-    return SimpleNamespace(**{name: said.get(name, False) for name in names})
+    return SimpleNamespace(seq_length=16, **{name: said.get(name, False) for name in names})
 
 
 def build_decoder(kind: str) -> Any:
@@ -117,7 +125,7 @@ def test_what_follows_an_end_need_not_count(kind: str) -> None:
 
 
 def test_terms_of_bert_are_means_over_the_whole_update() -> None:
-    """Micro-batches with unequal numbers of hidden tokens: their weighted sum is the whole's."""
+    """Micro-batches with unequal numbers of hidden tokens, also none: summed they are the whole."""
     torch.manual_seed(0)
     shape = BertConfig(
         num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32,
@@ -126,7 +134,7 @@ def test_terms_of_bert_are_means_over_the_whole_update() -> None:
     model = BertForPreTraining(shape).eval()
     ids = torch.randint(5, 16, (4, 8))
     labels = torch.full((4, 8), -100)
-    for row, count in enumerate((1, 5, 2, 1)):
+    for row, count in enumerate((0, 5, 2, 1)):
         labels[row, :count] = ids[row, :count]
     batch = {
         "input_ids": ids,
@@ -139,10 +147,48 @@ def test_terms_of_bert_are_means_over_the_whole_update() -> None:
     whole_info = describe_batch(batch)
     whole, total, parts = objective.compute_loss(model, batch, whole_info, whole_info)
     torch.testing.assert_close(whole, model(**batch).loss)
-    torch.testing.assert_close(whole, parts["lm_loss"] + parts["sop_loss"])
+    assert [weight for _, weight in parts.values()] == [8, 4]
+    torch.testing.assert_close(whole, sum(part for part, _ in parts.values()))
     summed = torch.zeros(())
     for rows in (slice(0, 1), slice(1, 4)):
         piece = {name: value[rows] for name, value in batch.items()}
         loss, weight, _ = objective.compute_loss(model, piece, describe_batch(piece), whole_info)
         summed = summed + loss * weight
     torch.testing.assert_close(summed / total, whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "message"),
+    [
+        (BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=16),
+         ["reset_attention_mask"], "takes no mask of rows x columns"),
+        (BloomConfig(n_layer=1, hidden_size=16, n_head=2, vocab_size=16),
+         ["reset_position_ids"], "takes no position_ids"),
+        (RwkvConfig(num_hidden_layers=2, hidden_size=16, vocab_size=16, context_length=16),
+         ["reset_attention_mask"], "lets a document see the one before it all the same"),
+        (MarianConfig(d_model=16, decoder_layers=1, vocab_size=16, decoder_attention_heads=2,
+                      pad_token_id=0, max_position_embeddings=16),
+         ["reset_attention_mask", "reset_position_ids"], "does not number each document anew"),
+        (MistralConfig(sliding_window=8, num_hidden_layers=1, hidden_size=16, vocab_size=16,
+                       num_attention_heads=2, num_key_value_heads=2, intermediate_size=16),
+         ["reset_attention_mask"], "looks 8 tokens back, fewer than --seq-length 16"),
+    ],
+    ids=["mask", "positions", "recurrent", "fixed positions", "window"],
+)  # fmt: skip
+def test_a_model_that_does_not_keep_documents_apart_is_refused(
+    shape: Any, flags: list[str], message: str
+) -> None:
+    objective = make_objective("llama", **dict.fromkeys(flags, True))
+    with pytest.raises(ModelError, match=rf"{flags[-1].replace('_', '-')}: .*{message}"):
+        check_documents(objective, AutoModelForCausalLM.from_config(shape))
+    check_documents(objective, build_decoder("llama-sdpa"))
+
+
+def test_rows_of_nothing_but_ends_have_no_gradient() -> None:
+    """Where what follows an end does not count, such a micro-batch has nothing to count."""
+    model = build_decoder("gpt")
+    text = torch.full((2, 9), END)
+    loss, weight = compute("gpt", model, text, eod_mask_loss=True)
+    scale_loss(loss, weight, 1.0).backward()
+    assert float(weight) == 0
+    assert all(float(p.grad.abs().sum()) == 0 for p in model.parameters())

@@ -19,8 +19,13 @@ from rapidformer.data.pretraining.blend import (
     parse_data_prefix,
 )
 from rapidformer.data.pretraining.layout import Layout
-from rapidformer.data.pretraining.recipes import BertRecipe, GPTRecipe, T5Recipe
-from rapidformer.data.pretraining.source import PretrainingSource, Recipe
+from rapidformer.data.pretraining.recipes import (
+    BertRecipe,
+    GPTRecipe,
+    PretrainingSource,
+    Recipe,
+    T5Recipe,
+)
 from rapidformer.data.pretraining.split import SPLIT_NAMES, SplitRange, parse_split, split_ranges
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
@@ -50,18 +55,20 @@ def build_datasets(
     binary_head: bool = True,
     tokenizer: Any = None,
     layout: Layout = "huggingface",
+    vocab_size: int | None = None,
 ) -> Datasets:
     """Training, validation and test samples for an objective.
 
     Either ``data_prefix``, divided by ``splits_string``, or prefixes of their own for each; every
     one of them a prefix, or weights and prefixes by turns. BERT and T5 take the tokenizer of the
-    run where none is given. ``layout`` is of no account for GPT, whose samples have one form.
+    run where none is given; GPT needs none, and refuses tokens from ``vocab_size`` on if that is
+    given. ``layout`` is of no account for GPT, whose samples have one form.
     """
     _check_settings(train_valid_test_num_samples, seq_length, seed, masked_lm_prob, short_seq_prob)
     recipe = _build_recipe(
         objective, seq_length=seq_length, seq_length_dec=seq_length_dec, seed=seed,
         masked_lm_prob=masked_lm_prob, short_seq_prob=short_seq_prob, binary_head=binary_head,
-        tokenizer=tokenizer, layout=layout,
+        tokenizer=tokenizer, layout=layout, vocab_size=vocab_size,
     )  # fmt: skip
     builder = _Builder(recipe, data_impl, skip_warmup, data_cache_path)
     own = (train_data_prefix, valid_data_prefix, test_data_prefix)
@@ -129,9 +136,10 @@ def _build_recipe(
     binary_head: bool,
     tokenizer: Any,
     layout: Layout,
+    vocab_size: int | None,
 ) -> Recipe:
     if objective == "gpt":
-        return GPTRecipe(seq_length, seed)
+        return GPTRecipe(seq_length, seed, vocab_size)
     if objective not in ("bert", "t5"):
         raise ConfigurationError(f"the objective {objective!r} is not one of gpt, bert and t5.")
     tokenizer = _find_tokenizer(tokenizer)

@@ -26,8 +26,12 @@ def build_pretraining_datasets(
     tokenizer: Any = None,
     binary_head: bool = True,
     layout: Layout = "huggingface",
+    vocab_size: int | None = None,
 ) -> Datasets:
-    """The data that a run's settings name, as samples of the objective gpt, bert or t5."""
+    """The data that a run's settings name, as samples of the objective gpt, bert or t5.
+
+    ``vocab_size``: GPT's samples refuse tokens from there on.
+    """
     if args.seq_length is None:
         raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
     return build_datasets(
@@ -49,6 +53,7 @@ def build_pretraining_datasets(
         binary_head=binary_head,
         tokenizer=tokenizer,
         layout=layout,
+        vocab_size=vocab_size,
     )
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def _build_or_wait(
 @contextmanager
 def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
     """Whose the lock is; none where the file system has no locks, and then everybody builds."""
-    with path.open("a+", encoding="utf-8") as file:
+    with _open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -208,6 +208,18 @@ def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
         file.write(_name_of_process())
         file.flush()
         yield "mine"
+
+
+def _open_lock(path: Path) -> TextIO:
+    try:
+        return path.open("a+", encoding="utf-8")
+    except OSError as error:
+        # Another user's, for one, in a folder that several share.
+        raise DataError(
+            f"the lock of an index map, {path}, cannot be opened ({error.strerror or error}): "
+            "remove it if nobody is building that map, or choose another folder with "
+            "--data-cache-path."
+        ) from error
 
 
 def _read_holder(lock: Path) -> str:

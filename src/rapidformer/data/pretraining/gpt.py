@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rapidformer.data.indexed import IndexedDataset
+from rapidformer.errors import DataError
 
 
 class GPTDataset:
@@ -20,25 +21,35 @@ class GPTDataset:
     """
 
     def __init__(
-        self, data: IndexedDataset, maps: Mapping[str, np.ndarray], *, seq_length: int
+        self,
+        data: IndexedDataset,
+        maps: Mapping[str, np.ndarray],
+        *,
+        seq_length: int,
+        vocab_size: int | None = None,
     ) -> None:
         self._data = data
         self._maps = maps
         self._seq_length = seq_length
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self._maps["shuffle"])
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        row = np.empty(self._seq_length + 1, dtype=np.int64)
-        self._fill(row, index)
-        return {"text": row}
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """A batch's samples, in one piece of memory."""
         rows = np.empty((len(indices), self._seq_length + 1), dtype=np.int64)
         for row, index in zip(rows, indices, strict=True):
             self._fill(row, index)
+        if self._vocab_size is not None and rows.size and rows.max() >= self._vocab_size:
+            # Said here, because on an accelerator the model could only stop without a reason.
+            raise DataError(
+                f"{self._data.prefix} has the token {rows.max()}, but tokenizer and model have "
+                f"{self._vocab_size}: it was made with another tokenizer."
+            )
         return [{"text": row} for row in rows]
 
     def _fill(self, row: np.ndarray, index: int) -> None:

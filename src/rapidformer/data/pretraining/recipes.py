@@ -8,16 +8,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining import bert, t5
+from rapidformer.data.pretraining.cache import Build, IndexCache, IndexMaps, hash_file
 from rapidformer.data.pretraining.gpt import GPTDataset
 from rapidformer.data.pretraining.gpt_index import build_gpt_index
 from rapidformer.data.pretraining.layout import Layout
 from rapidformer.data.pretraining.sentence_map import build_sentence_map
-from rapidformer.data.pretraining.source import PretrainingSource
 from rapidformer.data.pretraining.split import SplitRange
+from rapidformer.errors import DataError
+
+
+class PretrainingSource:
+    """An opened pair of files. Nothing of it but the files' content decides a map's name."""
+
+    def __init__(
+        self, prefix: str, data_impl: str, skip_warmup: bool, data_cache_path: str | Path | None
+    ) -> None:
+        self.data = open_indexed(prefix, data_impl, warmup=not skip_warmup)
+        self.cache = IndexCache(Path(self.data.prefix).parent, data_cache_path)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells these files from others."""
+        prefix = self.data.prefix
+        return {
+            "idx_sha256": hash_file(Path(f"{prefix}.idx")),
+            "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
+            "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
+        }
+
+    def load_or_build_maps(
+        self, objective: str, split: SplitRange, settings: Mapping[str, Any], build: Build
+    ) -> IndexMaps:
+        """The maps of a split under these settings, from the cache if they are there."""
+        description = {
+            "objective": objective,
+            "data": self.fingerprint,
+            "start": split.start,
+            "stop": split.stop,
+            **settings,
+        }
+        try:
+            return self.cache.load_or_build(f"{objective} {split.name} data", description, build)
+        except DataError as error:
+            raise DataError(f"{self.data.prefix}, {split.name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -26,13 +67,16 @@ class GPTRecipe:
 
     seq_length: int
     seed: int
+    vocab_size: int | None = None
 
     def count_units(self, source: PretrainingSource) -> int:
+        """How many things ``--split`` divides."""
         return len(source.data)
 
     def build_dataset(
         self, source: PretrainingSource, split: SplitRange, num_samples: int | None
     ) -> GPTDataset:
+        """The samples of one split; ``num_samples`` None goes through it once."""
         settings = {"seq_length": self.seq_length, "num_samples": num_samples, "seed": self.seed}
 
         def build() -> Mapping[str, np.ndarray]:
@@ -46,7 +90,7 @@ class GPTRecipe:
             )._asdict()
 
         maps = source.load_or_build_maps("gpt", split, settings, build)
-        return GPTDataset(source.data, maps, seq_length=self.seq_length)
+        return GPTDataset(source.data, maps, seq_length=self.seq_length, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -127,6 +171,9 @@ class T5Recipe:
             seed=self.seed,
             layout=self.layout,
         )
+
+
+Recipe = GPTRecipe | BertRecipe | T5Recipe
 
 
 def _load_or_build_sentence_map(

@@ -9,6 +9,7 @@ from rapidformer.errors import ModelError
 from rapidformer.models.build import build_pretrained, load_tokenizer
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location, is_from_scratch
+from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
     HiddenTokens,
@@ -68,6 +69,14 @@ def build_model(objective: Objective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
         return _build_gpt(args, tokenizer)
+    model = _build_hugging_face(objective)
+    if isinstance(objective, NextToken):
+        check_documents(objective, model)
+    return model
+
+
+def _build_hugging_face(objective: Objective) -> nn.Module:
+    args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
         own = load_config(args).vocab_size
@@ -77,6 +86,21 @@ def build_model(objective: Objective) -> nn.Module:
         if is_from_sizes:
             settings |= objective.get_token_ids()
     return build_pretrained(objective.auto_class, args, **settings)
+
+
+def count_usable_tokens(objective: Objective) -> int:
+    """How many tokens both tokenizer and model have; what an objective puts in must be there."""
+    args, tokenizer = objective.args, objective.tokenizer
+    if is_from_scratch(args):
+        return tokenizer.vocab_size
+    room = getattr(load_config(args), "vocab_size", None) or tokenizer.vocab_size
+    needed = objective.count_added_tokens()
+    if room < needed:
+        raise ModelError(
+            f"{get_model_location(args)} has room for {room} tokens, the tokenizer "
+            f"{tokenizer.name} has {needed}: give the model's own tokenizer, or --from-scratch."
+        )
+    return min(room, tokenizer.vocab_size)
 
 
 def _build_gpt(args: TrainingArguments, tokenizer: Tokenizer) -> nn.Module:
@@ -115,4 +139,8 @@ def load_processor(args: TrainingArguments, tokenizer: Tokenizer) -> Any:
         own[token_id] for token_id in range(len(processor), tokenizer.vocab_size) if token_id in own
     ]
     processor.add_tokens(added, special_tokens=True)
+    for role in ("bos", "eos"):
+        # Megatron's form gives BERT's vocabulary an end, which T5 needs.
+        if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
+            setattr(processor, f"{role}_token", own[getattr(tokenizer, role)])
     return processor

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from rapidformer.config import TrainingArguments
     from rapidformer.data.tokenizers import Tokenizer
 
-Loss = tuple[torch.Tensor, float | torch.Tensor, dict[str, torch.Tensor]]
-"""A mean, what it was taken over, and what it is made of."""
+Part = torch.Tensor | tuple[torch.Tensor, float]
+Loss = tuple[torch.Tensor, float | torch.Tensor, dict[str, Part]]
+"""A mean, what it was taken over, and what it is made of (with a count, if over something else)."""
 
 
 class Objective(ABC):
@@ -32,6 +33,8 @@ class Objective(ABC):
     """Which samples: gpt, bert or t5."""
     auto_class: str
     """Name of the Auto class in transformers that builds the model."""
+    has_order_head = False
+    """Whether the model also tells if two pieces of text were swapped."""
     counts_ahead = False
     """Whether ``compute_loss`` needs the counts of the whole update."""
 
@@ -44,6 +47,14 @@ class Objective(ABC):
         self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
     ) -> Loss:
         """The loss of a micro-batch; ``update`` has the counts of its update, in training."""
+
+    def combine_means(self, means: dict[str, float]) -> dict[str, float]:
+        """An evaluation's loss and its parts, from the means over all the data."""
+        return means
+
+    def count_added_tokens(self) -> int:
+        """Ids below this may be put into the text: a pretrained model must have room for them."""
+        return 0
 
     def get_token_ids(self) -> dict[str, int]:
         """The configuration's special tokens, for a model that is built from sizes alone."""
@@ -63,22 +74,23 @@ class NextToken(Objective):
     ) -> Loss:
         text = batch["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        hidden, positions, counted = self._get_masks(tokens)
-        losses, extra = self._get_token_losses(model, tokens, labels, hidden, positions)
+        hidden, positions, counted = self.get_masks(tokens)
+        losses, extra = self.get_token_losses(model, tokens, labels, hidden, positions)
         if counted is None:
             # Every row has as many tokens as any other.
             weight: float | torch.Tensor = info.rows
             mean = losses.mean()
         else:
             weight = counted.sum()
-            mean = (losses * counted).sum() / weight
+            # A micro-batch of nothing but ends weighs nothing, and must not divide by it.
+            mean = (losses * counted).sum() / weight.clamp(min=1)
         if not extra:
             return mean, weight, {}
         balance = torch.stack([part.float() for part in extra]).sum()
         total = mean + model.moe_loss_coeff * balance
         return total, weight, {"lm_loss": mean, "moe_loss": balance}
 
-    def _get_masks(
+    def get_masks(
         self, tokens: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Which positions are hidden, how they are numbered, which count: None as usual."""
@@ -99,7 +111,7 @@ class NextToken(Objective):
             counted if args.eod_mask_loss else None,
         )
 
-    def _get_token_losses(
+    def get_token_losses(
         self,
         model: Any,
         tokens: torch.Tensor,
@@ -118,7 +130,7 @@ class NextToken(Objective):
 class NextTokenInMegatronsForm(NextToken):
     """The same for ``GPTModel``, which is called as Megatron's models are."""
 
-    def _get_token_losses(
+    def get_token_losses(
         self,
         model: Any,
         tokens: torch.Tensor,
@@ -138,17 +150,20 @@ class HiddenTokens(Objective):
     name = "bert"
     auto_class = "AutoModelForMaskedLM"
 
+    def count_added_tokens(self) -> int:
+        return self.tokenizer.own_vocab_size  # random words
+
     def compute_loss(
         self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
     ) -> Loss:
         return _get_mean(model(**_get_inputs(batch)).logits, batch["labels"]), info.labels, {}
 
 
-class HiddenTokensAndOrder(Objective):
+class HiddenTokensAndOrder(HiddenTokens):
     """Guess the tokens that were hidden, and whether two pieces of text were swapped."""
 
-    name = "bert"
     auto_class = "AutoModelForPreTraining"
+    has_order_head = True
     counts_ahead = True
 
     def compute_loss(
@@ -158,15 +173,21 @@ class HiddenTokensAndOrder(Objective):
         order_logits = getattr(outputs, "seq_relationship_logits", None)
         if order_logits is None:
             order_logits = outputs.sop_logits
-        words = _get_mean(outputs.prediction_logits, batch["labels"])
+        words = _get_losses(outputs.prediction_logits, batch["labels"]).sum()
         order = functional.cross_entropy(order_logits.float(), batch["next_sentence_label"])
-        # One is a mean over hidden tokens, the other over rows, and an update's rows may differ
-        # in hidden tokens: so that both are means over the whole update, the second is brought to
-        # the weight of the first.
-        share = 1.0
-        if update is not None and info.labels and update.rows:
-            share = (info.rows / info.labels) * (update.labels / update.rows)
-        return words + share * order, info.labels, {"lm_loss": words, "sop_loss": order}
+        # One is a mean over hidden tokens, the other over rows, and rows differ in hidden tokens:
+        # some have none. So that both are means over the whole update, whatever the micro-batches,
+        # the first is brought to the weight of the second.
+        whole = update or info
+        per_row = words / len(order_logits) * (whole.rows / max(whole.labels, 1))
+        parts: dict[str, Part] = {
+            "lm_loss": (words / max(info.labels, 1), info.labels),
+            "sop_loss": (order, info.rows),
+        }
+        return per_row + order, info.rows, parts
+
+    def combine_means(self, means: dict[str, float]) -> dict[str, float]:
+        return means | {"loss": means["lm_loss"] + means["sop_loss"]}
 
 
 class HiddenSpans(Objective):
@@ -178,8 +199,17 @@ class HiddenSpans(Objective):
     def compute_loss(
         self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
     ) -> Loss:
-        logits = model(**batch, use_cache=False).logits
-        return _get_mean(logits, batch["labels"]), info.labels, {}
+        labels, inputs = batch["labels"], _get_inputs(batch)
+        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+            inputs["decoder_input_ids"] = shifted
+        else:
+            # It shifts them in its forward alone, and computes a loss that nobody needs.
+            inputs["labels"] = labels
+        return _get_mean(model(**inputs, use_cache=False).logits, labels), info.labels, {}
+
+    def count_added_tokens(self) -> int:
+        return self.tokenizer.vocab_size  # the sentinels come last
 
     def get_token_ids(self) -> dict[str, int]:
         ids = super().get_token_ids()

@@ -10,7 +10,12 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.pretraining.models import build_model, choose_objective, load_processor
+from rapidformer.tasks.pretraining.models import (
+    build_model,
+    choose_objective,
+    count_usable_tokens,
+    load_processor,
+)
 from rapidformer.training.forward import interpret_forward
 from rapidformer.training.loop import ForwardResult, Metrics, evaluate_model
 from rapidformer.training.pretrainer import PreTrainer
@@ -29,13 +34,17 @@ class TaskPreTrainer(PreTrainer):
         self.processor = load_processor(self.args, self.tokenizer)
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
-        return build_pretraining_datasets(
+        datasets = build_pretraining_datasets(
             self.objective.name,
             self.args,
             train_val_test_num_samples,
             tokenizer=self.tokenizer,
-            binary_head=self.objective.counts_ahead,
+            binary_head=self.objective.has_order_head,
+            vocab_size=count_usable_tokens(self.objective),
         )
+        if train_val_test_num_samples[0] and datasets[0] is None:
+            raise DataError(f"--split {self.args.split!r} leaves no training data.")
+        return datasets
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         return build_model(self.objective), None, None
@@ -46,6 +55,9 @@ class TaskPreTrainer(PreTrainer):
             return interpret_forward(returned, loader.info, shifts_labels=False)
 
         return forward
+
+    def combine_means(self, means: Metrics) -> Metrics:
+        return self.objective.combine_means(means)
 
 
 def pretrain(engine: RapidformerEngine) -> Metrics:
@@ -62,15 +74,20 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
 
 
 def evaluate_pretraining(engine: RapidformerEngine) -> Metrics:
-    """Loss and perplexity of a model on ``--eval-split`` of the corpus."""
+    """Loss and perplexity of a model on ``--eval-split`` of the corpus.
+
+    With the length and the intervals of a run, the samples are those that the run itself takes.
+    """
     args = engine.args
     split = _SPLITS.get(args.eval_split)
     if split is None:
         raise DataError(f"--eval-split {args.eval_split}: use train, validation or test.")
     trainer = TaskPreTrainer(engine)
-    counts = [0, 0, 0]
-    counts[split] = args.eval_iters * (args.global_batch_size or 1)
-    dataset = trainer.train_valid_test_datasets_provider(counts)[split]
+    counts = [args.eval_iters * (args.global_batch_size or 1)] * 3
+    if engine.get_train_iters() is not None:
+        counts = trainer.count_samples()
+    wanted = [count if number == split else 0 for number, count in enumerate(counts)]
+    dataset = trainer.train_valid_test_datasets_provider(wanted)[split]
     loader = trainer.build_eval_loader(dataset, None)
     if loader is None:
         raise DataError(
