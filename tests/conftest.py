@@ -26,8 +26,11 @@ def _few_threads() -> None:
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test is one process unless it starts others itself."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES"):
-        monkeypatch.delenv(name, raising=False)
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NNODES")
+    for name in (*launched, "RAPIDFORMER_FLAGS", "RAPIDFORMER_NODE"):
+        # Set first: what a test itself sets is then taken back as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
