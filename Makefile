@@ -40,6 +40,9 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/preprocess_rate.py
+	$(BIN)/python benchmarks/index_maps.py
+	$(BIN)/python benchmarks/loader_rate.py
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
