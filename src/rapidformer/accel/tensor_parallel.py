@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +94,10 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
     if not key_value_heads or key_value_heads % size == 0:
         return
     for name in [name for name, style in plan.styles.items() if style == "key_value"]:
-        attention = model.get_submodule(name.rpartition(".")[0])
+        attention: Any = model.get_submodule(name.rpartition(".")[0])
         if hasattr(attention, "num_key_value_groups"):
             # Transformers repeats each key head so often; here there is one for all local heads.
-            setattr(attention, "num_key_value_groups", _get_heads(model) // size)  # noqa: B010
+            attention.num_key_value_groups = _get_heads(model) // size
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
@@ -161,7 +162,7 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         return "has max_norm or scale_grad_by_freq, which need the whole embedding."
     if style in ("embedding_rowwise", "colwise_gather_output", "key_value"):
         return None
-    length = module._parameters["weight"].shape[_get_dim(module, style)]  # type: ignore[union-attr]
+    length = _get_weight(module).shape[_get_dim(module, style)]
     parts = _PARTS.get(style, 1)
     if length % (parts * size):
         return f"has {length // parts} {'inputs' if 'row' in style else 'outputs'}, not a multiple."
@@ -250,7 +251,7 @@ def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[st
     """More processes than key/value heads: the weight stays whole, each process reads its head."""
     group = mesh.get_group()
     head = mesh.get_local_rank() * heads // mesh.size()
-    size = module._parameters["weight"].shape[0] // heads  # type: ignore[union-attr]
+    size = _get_weight(module).shape[0] // heads
     cut = _Cut(
         placement=Replicate(),
         reading=lambda whole: copy_in(whole, group)[head * size : (head + 1) * size],
@@ -276,6 +277,13 @@ def _replace_parameters(
             if cut.reading is not None:
                 readings[module][name] = cut.reading
     return readings
+
+
+def _get_weight(module: nn.Module) -> Tensor:
+    """The parameter itself, not what a split module reads of it."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
 
 
 def _distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -312,7 +320,7 @@ def _extend(
     if isinstance(module, nn.Embedding) and style == "colwise":
         classes = ()  # ids are whole, and its rows are read in parts: nothing to send
     if style in ("embedding_rowwise", "colwise_gather_output"):
-        split.length = module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        split.length = _get_weight(module).shape[0]
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         _localize_padding(module, split)
     extend_class(module, split, *classes)

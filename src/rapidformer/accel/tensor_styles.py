@@ -92,7 +92,8 @@ class Split:
 def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     """This process's part of a parameter, for arithmetic."""
     parameter = module._parameters[name]
-    split: Split = module.rapidformer_split  # type: ignore[assignment]
+    holder: Any = module
+    split: Split = holder.rapidformer_split
     if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
         # At rest, sharded over other processes too: only those who shard it look at it now.
         return parameter
@@ -107,9 +108,10 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
 def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     """Give a module the subclass that reads its parameters in parts and acts by the styles."""
     names = tuple(name for name, p in module._parameters.items() if p is not None)
-    module.rapidformer_split = split  # type: ignore[assignment]
+    holder: Any = module
+    holder.rapidformer_split = split
     cls: Any = type(module)
-    module.__class__ = _get_class(cls, names, styles)
+    holder.__class__ = _get_class(cls, names, styles)
 
 
 @functools.cache

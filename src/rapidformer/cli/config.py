@@ -6,12 +6,12 @@ no file in the home folder that changes runs unseen: the same command must mean 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from rapidformer.cli.own_flags import CommandParser, HelpShownError
 from rapidformer.config import get_settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import count_gpus
@@ -24,18 +24,6 @@ _SHARDING = {
     "3": {"zero_3_memory_optimization": True},
 }
 _MEETING = ("variables", "hostfile", "slurm")
-
-
-class _HelpShownError(Exception):
-    """Help was asked for and has been written: there is nothing left to do."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise _HelpShownError
 
 
 class _Questions:
@@ -77,7 +65,7 @@ def run(argv: list[str]) -> None:
     """Ask, and write the file."""
     try:
         options = vars(_build_parser().parse_args([_dashed(word) for word in argv]))
-    except _HelpShownError:
+    except HelpShownError:
         return
     path = Path(options.pop("output")).expanduser()
     is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")
@@ -195,8 +183,8 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="rapidformer config",
         description="Ask a few questions and write a file for --config. Each answer has a flag; "
         "what a flag answers is not asked.",

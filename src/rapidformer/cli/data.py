@@ -9,8 +9,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
 from rapidformer.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -28,37 +29,17 @@ A PREFIX is the name of a pair of files without .bin and .idx.
 """
 
 
-class _HelpShownError(Exception):
-    """Help was asked for and has been written: there is nothing left to do."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, whose errors are the project's own and which never ends the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise _HelpShownError
-
-
 def run(argv: list[str]) -> None:
     """Run ``info``, ``head`` or ``merge``."""
     try:
-        options = _build_parser().parse_args([_with_dashes(word) for word in argv])
-    except _HelpShownError:
+        options = _build_parser().parse_args([with_dashes(word) for word in argv])
+    except HelpShownError:
         return
     options.function(options)
 
 
-def _with_dashes(word: str) -> str:
-    """--output_prefix is --output-prefix here too."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def _build_parser() -> _Parser:
-    parser = _Parser(
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="rapidformer data",
         description="Look into Megatron's .bin/.idx files and join them.",
         epilog=_EXAMPLES,

@@ -17,6 +17,7 @@ from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
     from rapidformer.config import TrainingArguments
+    from rapidformer.launch.environment import LaunchPlan
 
 # Commands with flags of their own, and so with a help of their own.
 OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config"})
@@ -112,19 +113,23 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         from rapidformer.tasks.registry import get_task
 
         get_task(args.task)
+    plan = None
     if args.user_script is None and args.hostfile is None:
         # Said before any process is started; a script may have flags of its own and checks later,
         # and only the hosts know how many they are.
         args = parse_arguments(words)
-        world_size = plan_launch(args).world_size
-        problems = find_problems(args.replace("the launch", world_size=world_size))
+        plan = plan_launch(args)
+        problems = find_problems(args.replace("the launch", world_size=plan.world_size))
         if problems:
             raise ConfigurationError(problems)
-    return _start(args, [name, *words])
+    return _start(args, [name, *words], plan)
 
 
-def _start(args: TrainingArguments, words: list[str]) -> bool:
-    """Hand over to the launcher; False where this process is enough."""
+def _start(args: TrainingArguments, words: list[str], plan: LaunchPlan | None = None) -> bool:
+    """Hand over to the launcher; False where this process is enough.
+
+    A plan that was made already is not made again: it asks the driver for the GPUs.
+    """
     from rapidformer.launch.environment import is_started_node, needs_agent, plan_launch
 
     def say(text: str) -> None:
@@ -136,7 +141,7 @@ def _start(args: TrainingArguments, words: list[str]) -> bool:
 
         launch_hosts(words, args, say)
         return True
-    plan = plan_launch(args)
+    plan = plan or plan_launch(args)
     if not needs_agent(plan, args):
         return False
     from rapidformer.launch.local import launch

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rapidformer.cli.own_flags import with_dashes
 from rapidformer.errors import ConfigurationError, RapidformerError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _add_switch(group: Any, flag: str, text: str) -> None:
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """What was given, and what is wrong with the flags themselves."""
     known = parser._option_string_actions
-    namespace, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    namespace, unknown = parser.parse_known_args([with_dashes(word) for word in argv])
     given = vars(namespace)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if unknown and not problems:
@@ -170,11 +171,6 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, 
         if value == _WITHOUT_VALUE or value == []:
             problems.append(f"{_flag(name)} needs a value.")
     return given, problems
-
-
-def _with_dashes(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:

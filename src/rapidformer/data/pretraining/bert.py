@@ -14,6 +14,7 @@ import numpy as np
 from rapidformer.data.indexed import IndexedDataset
 from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
 from rapidformer.data.pretraining.masking import Masked, Vocabulary, mask_tokens
+from rapidformer.data.pretraining.sentence_map import read_row
 
 ADDED_TOKENS = 3
 """[CLS] A [SEP] B [SEP]"""
@@ -70,11 +71,7 @@ class BertDataset:
         return len(self._maps["rows"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        start, end, target_length = self._maps["rows"][index].tolist()
-        random = np.random.RandomState((self._seed + index) % 2**32)
+        start, end, target_length, random = read_row(self._maps["rows"], index, self._seed)
         first, second, is_random = self._join(self._data[start:end], random)
         first, second, truncated = truncate_pair(first, second, target_length, random)
         tokens, num_first = self._add_special(first, second)

@@ -60,7 +60,7 @@ class IndexMaps(Mapping[str, np.ndarray]):
         return self._files
 
     def __setstate__(self, files: dict[str, Path]) -> None:
-        self.__init__(files)  # type: ignore[misc]
+        self._files, self._arrays = files, {}
 
 
 class IndexCache:

@@ -280,3 +280,14 @@ def _count_independent(places: np.ndarray, others: np.ndarray, first_use: np.nda
     repeated = int(is_repeated.argmax()) if is_repeated.any() else places.size
     ahead = int(places[0] - others[is_ahead].max()) if is_ahead.any() else places.size
     return min(repeated, ahead)
+
+
+def read_row(
+    rows: np.ndarray, index: int, seed: int
+) -> tuple[int, int, int, np.random.RandomState]:
+    """First sentence, the one after the last, length, and the sample's own random numbers."""
+    if not -len(rows) <= index < len(rows):
+        raise IndexError(f"sample {index} of {len(rows)}")
+    index %= len(rows)
+    start, end, target_length = rows[index].tolist()
+    return start, end, target_length, np.random.RandomState((seed + index) % 2**32)

@@ -21,6 +21,7 @@ import numpy as np
 from rapidformer.data.indexed import IndexedDataset
 from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
 from rapidformer.data.pretraining.masking import Vocabulary, draw_t5_spans
+from rapidformer.data.pretraining.sentence_map import read_row
 from rapidformer.errors import ConfigurationError, DataError
 
 ADDED_TOKENS = 2
@@ -93,11 +94,7 @@ class T5Dataset:
         return len(self._maps["rows"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        start, end, target_length = self._maps["rows"][index].tolist()
-        random = np.random.RandomState((self._seed + index) % 2**32)
+        start, end, target_length, random = read_row(self._maps["rows"], index, self._seed)
         whole = np.concatenate(self._data[start:end]).astype(np.int64)
         tokens = whole[:target_length]
         spans = draw_t5_spans(
