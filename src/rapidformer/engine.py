@@ -89,6 +89,7 @@ class RapidformerEngine:
             self.device.type,
             pipeline=self.args.pipeline_model_parallel_size,
             data=self.args.data_parallel_size,
+            context=self.args.context_parallel_size,
             tensor=self.args.tensor_model_parallel_size,
         )
         self.is_main = processes.is_main

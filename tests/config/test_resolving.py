@@ -202,9 +202,15 @@ def test_two_zero_stages_exclude_each_other() -> None:
     assert "--zero-1-memory-optimization and --zero-3-memory-optimization exclude" in problem
 
 
-def test_parallelism_that_is_not_there_yet_is_said() -> None:
-    (problem,) = problems_of("--pipeline-model-parallel-size", "2", world_size=2)
-    assert problem.startswith("--pipeline-model-parallel-size 2: this version does not have")
+def test_shares_of_every_axis_must_fit_the_processes() -> None:
+    words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    (problem,) = problems_of(*words, world_size=6)
+    assert problem.startswith(
+        "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 does not divide the "
+        "6 processes of this run"
+    )
+    (problem,) = problems_of("--expert-model-parallel-size", "3", world_size=4)
+    assert problem.endswith("the 4 processes that see other tokens: use 1 or 2 or 4.")
 
 
 def test_processes_that_share_layers_see_the_same_rows() -> None:

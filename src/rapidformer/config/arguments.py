@@ -50,7 +50,9 @@ class TrainingArguments(
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
         )
 
     @property

@@ -51,6 +51,7 @@ ALIASES: dict[str, str] = {
     "model_parallel_size": "tensor_model_parallel_size",
     "model_paralle_size": "tensor_model_parallel_size",
     "optimizer_type": "optimizer",
+    "deepspeed_config": "deepspeed",
     "master_ip": "master_addr",
     "num_nodes": "nnodes",
     "num_gpus": "nproc_per_node",
@@ -58,6 +59,8 @@ ALIASES: dict[str, str] = {
     "model_parallel": "tensor_model_parallel_size",
     "pipeline_stage": "pipeline_model_parallel_size",
     "micro_batch_num": "gradient_accumulation_steps",
+    "expert_parallel": "expert_model_parallel_size",
+    "context_parallel": "context_parallel_size",
 }
 
 # Accepted so that existing scripts run, said once to have no effect, and why.

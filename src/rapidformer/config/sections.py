@@ -354,6 +354,12 @@ class AccelerationArguments:
     """ZeRO-3: and of the weights"""
     fsdp_memory_optimization: bool = False
     """the same as --zero-3-memory-optimization"""
+    hybrid_sharding_size: int | None = None
+    """processes that split the state between them; each such group has a copy (default: all)"""
+    cpu_offload: bool = False
+    """with ZeRO: keep weights, gradients and optimizer state in the host's memory"""
+    deepspeed: str | None = None
+    """train by DeepSpeed, with this JSON file of settings"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -366,6 +372,14 @@ class ParallelArguments:
     """with tensor parallelism: split the tokens too, where layers would otherwise be whole"""
     pipeline_model_parallel_size: int = 1
     """processes that share the stack of layers"""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
+    """order of micro-batches in a pipeline (default: 1f1b, interleaved with virtual stages)"""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """layers of a virtual stage: each process then has several, in turn with the others"""
+    context_parallel_size: int = 1
+    """processes that share each sequence, for long ones (Ulysses)"""
+    expert_model_parallel_size: int = 1
+    """processes that share the experts of a mixture"""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -19,7 +19,8 @@ _AT_LEAST_ONE = (
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
-    "num_query_groups", "moe_layer_freq", "moe_router_topk",
+    "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
+    "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
@@ -31,6 +32,11 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
+
+# Processes along these axes work on the same samples.
+_SHARED_BY = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 
 
@@ -86,7 +92,7 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
 def has_sound_batches(args: TrainingArguments) -> bool:
     """Whether the batch sizes can be reckoned with at all."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
-    shares = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    shares = [getattr(args, name) for name in _SHARED_BY]
     is_divided = all(share > 0 for share in shares) and args.world_size % math.prod(shares) == 0
     return is_divided and all(size is None or size > 0 for size in sizes)
 
@@ -173,19 +179,25 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
 
 
 def _check_processes(args: TrainingArguments) -> Iterator[str]:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if pipeline > 1:
-        yield (
-            f"--pipeline-model-parallel-size {pipeline}: this version does not have pipeline "
-            "parallelism yet; use 1. --tensor-model-parallel-size or --zero-3-memory-optimization "
-            "splits a large model over the processes."
-        )
-    elif tensor > 1 and args.world_size % tensor:
+    """Tensor, pipeline and context sizes divide the processes; experts divide what is left."""
+    sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
+    share = math.prod(sizes.values())
+    if args.world_size % share:
+        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        total = f" = {share}" if len(sizes) > 1 else ""
         fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
         yield (
-            f"--tensor-model-parallel-size {tensor} does not divide the {args.world_size} "
-            f"processes of this run: use {' or '.join(fitting)}, or start a multiple of {tensor} "
-            "(--nproc-per-node)."
+            f"{given}{total} does not divide the {args.world_size} processes of this run: "
+            f"use {' or '.join(fitting)}, or start a multiple of {share} (--nproc-per-node)."
+        )
+        return
+    replicas, experts = args.world_size // share, args.expert_model_parallel_size
+    replicas *= args.context_parallel_size
+    if experts > 0 and replicas % experts:
+        fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
+        yield (
+            f"--expert-model-parallel-size {experts} does not divide the {replicas} processes that "
+            f"see other tokens: use {' or '.join(fitting)}."
         )
 
 
