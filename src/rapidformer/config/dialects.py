@@ -58,6 +58,7 @@ ALIASES: dict[str, str] = {
     # MindFormers
     "model_parallel": "tensor_model_parallel_size",
     "pipeline_stage": "pipeline_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
     "micro_batch_num": "gradient_accumulation_steps",
     "expert_parallel": "expert_model_parallel_size",
     "context_parallel": "context_parallel_size",

@@ -20,7 +20,7 @@ _AT_LEAST_ONE = (
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
     "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
-    "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
+    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
@@ -191,8 +191,15 @@ def _check_processes(args: TrainingArguments) -> Iterator[str]:
             f"use {' or '.join(fitting)}, or start a multiple of {share} (--nproc-per-node)."
         )
         return
-    replicas, experts = args.world_size // share, args.expert_model_parallel_size
-    replicas *= args.context_parallel_size
+    if args.data_parallel not in (None, args.world_size // share):
+        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        yield (
+            f"--data-parallel {args.data_parallel} and {given or 'nothing else'} do not make the "
+            f"{args.world_size} processes of this run: --data-parallel {args.world_size // share} "
+            f"does, or start {args.data_parallel * share} (--nproc-per-node)."
+        )
+    replicas = args.world_size // share * args.context_parallel_size
+    experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
         fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
         yield (
