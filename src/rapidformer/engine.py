@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.pipeline.pipeline import MicroBatchResult
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
@@ -47,7 +48,7 @@ from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
-from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.loader import Collate, DistributedLoader, MicroBatch
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
@@ -118,6 +119,11 @@ class RapidformerEngine:
         """The mesh of the run; None in a run of one process."""
         return self.topology.mesh
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is cut into stages: then ``run_update`` replaces ``backward``."""
+        return self.topology.pipeline > 1
+
     # ---- composing -----------------------------------------------------------------------------
 
     def compose(
@@ -163,7 +169,7 @@ class RapidformerEngine:
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         replica = self.topology.get_rank("data")
-        if replica or self.topology.tensor > 1:
+        if replica or self.topology.tensor > 1 or self.topology.pipeline > 1:
             # Same weights everywhere, but every replica drops out other units. Processes that share
             # a layer must drop out the same ones, whatever each has drawn by now.
             torch.manual_seed(self.args.seed + replica)
@@ -171,6 +177,12 @@ class RapidformerEngine:
             warn_once(
                 "--tensor-model-parallel-size with dropout: each process draws the masks of its "
                 "own share, so a run differs from one of another size; only the distribution of "
+                "masks is kept. Everything else is exact."
+            )
+        if self.topology.pipeline > 1 and self.is_main and has_dropout(model):
+            warn_once(
+                "--pipeline-model-parallel-size with dropout: each stage draws the masks of its "
+                "own blocks, so a run differs from one of another size; only the distribution of "
                 "masks is kept. Everything else is exact."
             )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
@@ -272,6 +284,12 @@ class RapidformerEngine:
         ``weight`` is what the mean was taken over (label tokens or samples). After the last
         micro-batch of an update, gradients are those of the mean over the whole global batch.
         """
+        if self.parallelized.pipeline is not None:
+            raise RapidformerError(
+                "a model that is cut into stages (--pipeline-model-parallel-size) runs forward "
+                "and backward passes of several micro-batches at once: use engine.run_update(), "
+                "Finetuner or PreTrainer instead of engine.backward()."
+            )
         loader = self._train_loader if self._current_loader is self._train_loader else None
         if loader is not None and loader.is_filler:
             weight = 0.0
@@ -288,6 +306,71 @@ class RapidformerEngine:
         if is_last:
             beat("update")
             self.clock.finish_gradients(self._trainable, self.scaler)
+
+    def iterate_updates(self, loader: DistributedLoader) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each update of an epoch, for ``run_update``."""
+        self._train_loader = self._train_loader or loader
+        return loader.iterate_updates()
+
+    def run_update(
+        self, forward: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
+    ) -> list[MicroBatchResult]:
+        """Forward and backward of all micro-batches of one update; ``step`` comes next.
+
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. This is the one way to
+        train a model that is cut into stages (``--pipeline-model-parallel-size``), and works for
+        any other as well.
+        """
+        pipeline = self.parallelized.pipeline
+        if pipeline is None:
+            return [self._run_alone(forward, each, micro_batches) for each in micro_batches]
+        count = len(micro_batches)
+        for number in range(count):
+            self.clock.start_micro_batch(ends_epoch=number == count - 1)
+        if self.scaler is not None and self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(micro_batches[0].info.labels))
+        unit = (self.scaler.weight_unit if self.scaler else None) or 1.0
+        scale = self.scaler.scale if self.scaler else 1.0
+
+        def compute(number: int) -> tuple[torch.Tensor, MicroBatchResult]:
+            result = self._run_forward(forward, micro_batches[number])
+            return scale_loss(result.loss, result.weight / unit, scale), result
+
+        beat("pipeline", self.clock.updates + 1)
+        pipeline.run(
+            compute,
+            count,
+            step=self.clock.updates + self.clock.skipped,
+            synchronizer=self.parallelized.synchronizer,
+        )
+        beat("update")
+        results = pipeline.share_results(count)
+        self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
+        self.clock.finish_gradients(self._trainable, self.scaler, pipeline.measure_norm)
+        return results
+
+    def _run_alone(
+        self,
+        forward: Callable[[Any], Any],
+        micro_batch: MicroBatch,
+        update: Sequence[MicroBatch],
+    ) -> MicroBatchResult:
+        result = self._run_forward(forward, micro_batch)
+        with self.accumulate(is_last=micro_batch is update[-1]):
+            self.backward(result.loss, result.weight)
+        return result
+
+    def _run_forward(
+        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
+    ) -> MicroBatchResult:
+        loader = self._train_loader
+        returned = forward(loader.look_at(micro_batch) if loader else micro_batch.batch)
+        loss, weight, parts = (
+            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, 1.0, {})
+        )
+        if micro_batch.is_filler:
+            weight = 0.0
+        return MicroBatchResult(loss=loss, weight=weight, parts=parts)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
         if self.topology.num_replicas == 1:

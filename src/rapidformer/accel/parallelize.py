@@ -1,8 +1,9 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
-Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before
-compile, so that a compiled block is recomputed as compiled; both before sharding, which must see
-the final blocks; the precision last, around everything.
+A pipeline is cut first of all, so that no process works on blocks it will not have. Then tensor
+parallelism: what follows sees layers as they are split. Recompute comes before compile, so that a
+compiled block is recomputed as compiled; both before sharding, which must see the final blocks; the
+precision then goes around everything, and the pipeline's gates stand outside of that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sequence_parallel import apply_sequence_parallel
@@ -52,6 +54,8 @@ class Parallelized:
     synchronizer: GradientSynchronizer
     switches: list[str] = field(default_factory=list)
     """What was switched on, and why: shown at start-up."""
+    pipeline: Pipeline | None = None
+    """The stages of a model that is cut into some."""
 
     def settle(self) -> None:
         """Bring the model into the state between two updates (after an evaluation, say)."""
@@ -68,11 +72,20 @@ def parallelize(
     precision: Precision,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
-    plan = find_plan(model)
+    plan = whole_plan = find_plan(model)
+    pipeline = None
+    if topology.pipeline > 1:
+        is_mixed = precision.dtype is not None
+        pipeline = build_pipeline(
+            model, plan, args, device=device, topology=topology, is_mixed=is_mixed
+        )
+        plan = pipeline.local_plan
     model.to(device)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
-    if topology.mesh is not None:
+    if pipeline is not None:
+        switches.append(f"pipeline of {topology.pipeline} ({pipeline.layout.describe()})")
+    elif topology.mesh is not None:
         broadcast_weights(model)
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
@@ -81,7 +94,8 @@ def parallelize(
             f"tensor parallel over {tensor_mesh.size()} processes (by {tensor_plan.source})"
         )
         if args.sequence_parallel:
-            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh)
+            stacks = pipeline.stacks if pipeline else ()
+            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh, stacks)
             switches.append("sequence parallel between the layers of each block")
         if apply_vocabulary_loss(model, plan, tensor_mesh):
             switches.append("loss over the split vocabulary")
@@ -99,13 +113,23 @@ def parallelize(
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
     elif args.zero_stage:
-        synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
+        # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
+        is_deferred = args.pipeline_schedule == "zero-bubble" and pipeline is not None
+        synchronizer = apply_sharding(model, plan, mesh, 1 if is_deferred else args.zero_stage)
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     else:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
-    return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
+    if pipeline is not None:
+        pipeline.attach(model)
+    return Parallelized(
+        model=model,
+        plan=whole_plan,
+        synchronizer=synchronizer,
+        switches=switches,
+        pipeline=pipeline,
+    )
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

@@ -8,6 +8,8 @@ evaluation keeps its tokens together. Rows of any length will do; shares may dif
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,9 +29,16 @@ _GATHERED = {"colwise", "key_value", "fused_qkv"}
 
 
 def apply_sequence_parallel(
-    model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan, mesh: DeviceMesh
+    model: nn.Module,
+    plan: ModelPlan,
+    tensor_plan: TensorPlan,
+    mesh: DeviceMesh,
+    stacks: Sequence[tuple[str, ...]] = (),
 ) -> nn.Module:
-    """Split the tokens between the layers of every block, which are split already."""
+    """Split the tokens between the layers of every block, which are split already.
+
+    ``stacks`` are the blocks of each stage of a pipeline, between which tokens are whole.
+    """
     problem = _find_problem(model, plan, tensor_plan)
     if problem:
         raise ConfigurationError(
@@ -49,8 +58,9 @@ def apply_sequence_parallel(
                 not is_inside or tensor_plan.styles.get(name) == "rowwise"
             ):
                 _get_split(module, mesh).is_among_tokens = True
-    _extend(model.get_submodule(plan.blocks[0]), region, mesh, FirstBlock)
-    _extend(model.get_submodule(plan.blocks[-1]), region, mesh, LastBlock)
+    for stack in stacks or [plan.blocks]:
+        _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
+        _extend(model.get_submodule(stack[-1]), region, mesh, LastBlock)
     return model
 
 

@@ -103,6 +103,8 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
     """Module to style; a tied weight that one of its owners splits is split for the others too."""
     styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
+    # A layer whose weights are on another stage of a pipeline has nothing to split.
+    styles = {m: s for m, s in styles.items() if any(p is not None for p in m._parameters.values())}
     for owners in _find_owners(model).values():
         chosen = {styles[module] for module, _ in owners if module in styles}
         if chosen & {"embedding_rowwise", "colwise_gather_output"}:

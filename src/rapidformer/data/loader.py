@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,14 @@ from rapidformer.errors import DataError, RapidformerError
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, list[int], bool]
 _Round = tuple[Any, BatchInfo, bool]
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch with what the loader knows of it."""
+
+    batch: Any
+    info: BatchInfo
+    is_filler: bool
 
 
 class DistributedLoader:
@@ -158,6 +166,20 @@ class DistributedLoader:
         """
         is_own_row = self.is_filler and rows == 1
         return self._ended_with_filler and (is_own_row or rows == self._rows_handed_out)
+
+    def iterate_updates(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each update, together."""
+        collected: list[MicroBatch] = []
+        for batch in self:
+            collected.append(MicroBatch(batch, self.info, self.is_filler))
+            if self.is_update_end:
+                yield collected
+                collected = []
+
+    def look_at(self, micro_batch: MicroBatch) -> Any:
+        """Make one of an update's micro-batches the one that is being worked on."""
+        self.info, self.is_filler = micro_batch.info, micro_batch.is_filler
+        return micro_batch.batch
 
     def rewind(self) -> None:
         """Start from the first sample again."""

@@ -35,6 +35,13 @@ class ModelPlan:
     --sequence-parallel may split the tokens between attention and feed-forward layers."""
     has_split_losses: bool = False
     """Whether the model's loss takes logits whose vocabulary is split over processes."""
+    before: Sequence[str] = ()
+    """Modules that are used before the first block: what a pipeline's first stage has. Found out
+    by a trial run where neither this nor ``after`` is said."""
+    after: Sequence[str] = ()
+    """Modules that are used after the last block: what a pipeline's last stage has."""
+    pipeline_problem: str = ""
+    """Why the model cannot be cut into stages, if it cannot."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -44,6 +51,9 @@ class ModelPlan:
 
 def find_plan(model: nn.Module) -> ModelPlan:
     """The plan of a model, from the best source that knows it."""
+    known = model.__dict__.get("rapidformer_known_plan")
+    if isinstance(known, ModelPlan):
+        return known
     tied = _find_tied(model)
     own = getattr(model, "rapidformer_plan", None)
     if callable(own):
@@ -64,7 +74,9 @@ def _read_own_plan(
         plan = _read_mapping(model, plan)
     names = plan.blocks
     known = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in names if name not in known]
+    missing += [n for n in (*plan.before, *plan.after) if n not in known and n not in parameters]
     if missing:
         raise ModelError(
             f"{type(model).__name__}.rapidformer_plan() names modules that the model does not "
@@ -80,6 +92,7 @@ def _read_own_plan(
 def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
     """The same plan written as a plain dictionary, which needs no import of ours."""
     known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
+    known |= {"before", "after"}
     unknown = sorted(set(plan) - known)
     if unknown:
         raise ModelError(
@@ -93,7 +106,13 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
         divided=plan.get("divided", {}),
         has_split_sequences=bool(plan.get("has_split_sequences", False)),
         has_split_losses=bool(plan.get("has_split_losses", False)),
+        before=_read_names(plan.get("before", ())),
+        after=_read_names(plan.get("after", ())),
     )
+
+
+def _read_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _find_marked_blocks(model: nn.Module) -> list[str]:

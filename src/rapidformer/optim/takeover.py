@@ -30,8 +30,15 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
                 f"the optimizer holds {unknown} parameters that are not in the model given to "
                 "compose(): build it from the parameters of that model."
             )
-    replaced = {id(p): current[names[id(p)]] for g in optimizer.param_groups for p in g["params"]}
-    if all(id(new) == old for old, new in replaced.items()):
+    # Those that are not found have gone to another stage of a pipeline.
+    replaced = {
+        id(p): current[names[id(p)]]
+        for g in optimizer.param_groups
+        for p in g["params"]
+        if names[id(p)] in current
+    }
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if count == len(replaced) and all(id(new) == old for old, new in replaced.items()):
         return
     if optimizer.state:
         raise RapidformerError(
@@ -41,7 +48,7 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
             "    engine.load_checkpoint(folder)"
         )
     for group in optimizer.param_groups:
-        group["params"] = [replaced[id(p)] for p in group["params"]]
+        group["params"] = [replaced[id(p)] for p in group["params"] if id(p) in replaced]
 
 
 def take_over_optimizer(

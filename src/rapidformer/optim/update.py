@@ -22,6 +22,8 @@ from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
 
+MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
 
 class UpdateClock:
     """Counts micro-batches into updates, and holds the finished gradient until it is used."""
@@ -83,10 +85,20 @@ class UpdateClock:
         self._weight = self._weight + share
         return share
 
+    def set_weight(self, total: torch.Tensor, unit: float) -> None:
+        """Say the weight of all micro-batches at once, where they were not added one by one."""
+        self._weight, self._unit = total / unit, unit
+
     def finish_gradients(
-        self, parameters: Sequence[nn.Parameter], scaler: LossScaler | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        scaler: LossScaler | None,
+        measure: Callable[[MeasureNorm], torch.Tensor] | None = None,
     ) -> None:
-        """Turn the sum over micro-batches and processes into the mean; measure its norm."""
+        """Turn the sum over micro-batches and processes into the mean; measure its norm.
+
+        ``measure`` is for a gradient of which other stages of a pipeline hold parts.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
         total = _sum_weights(self._weight, gradients)
@@ -94,11 +106,7 @@ class UpdateClock:
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_(self._gradients, factor)
-        if get_topology().tensor > 1:
-            self.grad_norm = get_split_norm(gradients)
-        else:
-            norm = get_total_norm(gradients)
-            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
@@ -176,6 +184,14 @@ def _is_positive_number(weight: float | torch.Tensor) -> bool:
 
 def _get_local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm over gradients that may be split over processes."""
+    if get_topology().tensor > 1:
+        return get_split_norm(gradients)
+    norm = get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
