@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
@@ -94,18 +95,33 @@ def parallelize(
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
-    mesh = topology.get_replica_mesh()
+    mesh = topology.get_sharding_mesh()
     if mesh is None:
-        if args.zero_stage:
-            warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+        _warn_about_idle_sharding(args, device)
     elif args.zero_stage:
-        synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
-        switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
+        synchronizer = apply_sharding(
+            model, plan, mesh, args.zero_stage, offloads=args.cpu_offload
+        )
+        switches.append(_describe_sharding(args, mesh))
     else:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
+
+
+def _warn_about_idle_sharding(args: TrainingArguments, device: torch.device) -> None:
+    if args.zero_stage and not args.cpu_offload:
+        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    elif args.cpu_offload:
+        warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
+
+
+def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
+    text = f"ZeRO-{args.zero_stage} over {mesh.size(-1)} processes"
+    if mesh.ndim > 1:
+        text += f", {mesh.size(0)} copies"
+    return text + (", kept in the host's memory" if args.cpu_offload else "")
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:
