@@ -15,16 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.data_parallel import apply_data_parallel
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sequence_parallel import apply_sequence_parallel
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.accel.tensor_parallel import apply_tensor_parallel
 from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
+from rapidformer.accel.weights import make_weights, place_weights, share_weights
 from rapidformer.config import TrainingArguments
-from rapidformer.dist.topology import Topology
+from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
+from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import ModelPlan, find_plan
 
 
@@ -70,11 +72,12 @@ def parallelize(
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
     plan = find_plan(model)
-    model.to(device)
+    deferred = get_deferred(model)
+    place_weights(model, device, offloads=args.cpu_offload or deferred is not None)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
     if topology.mesh is not None:
-        broadcast_weights(model)
+        share_weights(model, deferred)
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
         tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
@@ -95,30 +98,42 @@ def parallelize(
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
-    mesh = topology.get_sharding_mesh()
-    if mesh is None:
-        _warn_about_idle_sharding(args, device)
-    elif args.zero_stage:
+    mesh = _find_sharding_mesh(args, topology, device)
+    if mesh is not None and args.zero_stage:
         synchronizer = apply_sharding(
             model, plan, mesh, args.zero_stage, offloads=args.cpu_offload
         )
         switches.append(_describe_sharding(args, mesh))
-    else:
+    if deferred is not None:
+        make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
+    if mesh is not None and not args.zero_stage:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
 
 
-def _warn_about_idle_sharding(args: TrainingArguments, device: torch.device) -> None:
-    if args.zero_stage and not args.cpu_offload:
-        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
-    elif args.cpu_offload:
+def _find_sharding_mesh(
+    args: TrainingArguments, topology: Topology, device: torch.device
+) -> DeviceMesh | None:
+    """The processes that see other tokens; one alone, where its weights live elsewhere."""
+    mesh = topology.get_sharding_mesh()
+    if mesh is not None:
+        return mesh
+    if args.cpu_offload and topology.mesh is not None:
+        return topology.mesh["data"]
+    if args.cpu_offload and device.type != "cpu":
+        return build_lone_mesh(device.type)
+    if args.cpu_offload:
         warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
+    elif args.zero_stage:
+        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    return None
 
 
 def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
-    text = f"ZeRO-{args.zero_stage} over {mesh.size(-1)} processes"
+    count = mesh.size(mesh.ndim - 1)
+    text = f"ZeRO-{args.zero_stage} over {count} process{'es' * (count > 1)}"
     if mesh.ndim > 1:
         text += f", {mesh.size(0)} copies"
     return text + (", kept in the host's memory" if args.cpu_offload else "")

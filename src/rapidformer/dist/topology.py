@@ -123,6 +123,14 @@ def build_topology(
     return _current
 
 
+def build_lone_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of this process alone, for what needs one though there is nobody to talk to."""
+    if not dist.is_initialized():
+        backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
+
+
 def _replace_axis(axes: dict[str, int], name: str, parts: dict[str, int]) -> dict[str, int]:
     """The same axes in the same order, one of them in two."""
     replaced: dict[str, int] = {}
