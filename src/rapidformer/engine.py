@@ -92,6 +92,7 @@ class RapidformerEngine:
             data=self.args.data_parallel_size,
             context=self.args.context_parallel_size,
             tensor=self.args.tensor_model_parallel_size,
+            sharding=self.args.hybrid_sharding_size,
         )
         self.is_main = processes.is_main
         self.timers = Timers()

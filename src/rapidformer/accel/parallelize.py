@@ -13,9 +13,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.data_parallel import apply_data_parallel
 from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
@@ -23,9 +24,11 @@ from rapidformer.accel.sequence_parallel import apply_sequence_parallel
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.accel.tensor_parallel import apply_tensor_parallel
 from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
+from rapidformer.accel.weights import make_weights, place_weights, share_weights
 from rapidformer.config import TrainingArguments
-from rapidformer.dist.topology import Topology
+from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
+from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import ModelPlan, find_plan
 
 
@@ -73,6 +76,7 @@ def parallelize(
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
     plan = whole_plan = find_plan(model)
+    deferred = get_deferred(model)
     pipeline = None
     if topology.pipeline > 1:
         is_mixed = precision.dtype is not None
@@ -80,13 +84,13 @@ def parallelize(
             model, plan, args, device=device, topology=topology, is_mixed=is_mixed
         )
         plan = pipeline.local_plan
-    model.to(device)
+    place_weights(model, device, offloads=args.cpu_offload or deferred is not None)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
     if pipeline is not None:
         switches.append(f"pipeline of {topology.pipeline} ({pipeline.layout.describe()})")
     elif topology.mesh is not None:
-        broadcast_weights(model)
+        share_weights(model, deferred)
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
         tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
@@ -108,16 +112,17 @@ def parallelize(
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
-    mesh = topology.get_replica_mesh()
-    if mesh is None:
-        if args.zero_stage:
-            warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
-    elif args.zero_stage:
+    mesh = _find_sharding_mesh(args, topology, device)
+    if mesh is not None and args.zero_stage:
         # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
-        is_deferred = args.pipeline_schedule == "zero-bubble" and pipeline is not None
-        synchronizer = apply_sharding(model, plan, mesh, 1 if is_deferred else args.zero_stage)
-        switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
-    else:
+        is_late = pipeline is not None and args.pipeline_schedule == "zero-bubble"
+        synchronizer = apply_sharding(
+            model, plan, mesh, 1 if is_late else args.zero_stage, offloads=args.cpu_offload
+        )
+        switches.append(_describe_sharding(args, mesh))
+    if deferred is not None:
+        make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
+    if mesh is not None and not args.zero_stage:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
@@ -130,6 +135,32 @@ def parallelize(
         switches=switches,
         pipeline=pipeline,
     )
+
+
+def _find_sharding_mesh(
+    args: TrainingArguments, topology: Topology, device: torch.device
+) -> DeviceMesh | None:
+    """The processes that see other tokens; one alone, where its weights live elsewhere."""
+    mesh = topology.get_sharding_mesh()
+    if mesh is not None:
+        return mesh
+    if args.cpu_offload and topology.mesh is not None:
+        return topology.mesh["data"]
+    if args.cpu_offload and device.type != "cpu":
+        return build_lone_mesh(device.type)
+    if args.cpu_offload:
+        warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
+    elif args.zero_stage:
+        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    return None
+
+
+def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
+    count = mesh.size(mesh.ndim - 1)
+    text = f"ZeRO-{args.zero_stage} over {count} process{'es' * (count > 1)}"
+    if mesh.ndim > 1:
+        text += f", {mesh.size(0)} copies"
+    return text + (", kept in the host's memory" if args.cpu_offload else "")
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

@@ -18,6 +18,9 @@ ALIASES: dict[str, str] = {
     "norm_epsilon": "layernorm_epsilon",
     "recompute_activations": "checkpoint_activations",
     "lr_scheduler_type": "lr_decay_style",
+    # Megatron-DeepSpeed
+    "cpu_optimizer": "cpu_offload",
+    "remote_device": "cpu_offload",
     # Hugging Face
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
@@ -62,6 +65,11 @@ ALIASES: dict[str, str] = {
     "micro_batch_num": "gradient_accumulation_steps",
     "expert_parallel": "expert_model_parallel_size",
     "context_parallel": "context_parallel_size",
+}
+
+# Other systems' words for a value, by our name of the setting.
+VALUES: dict[str, dict[str, bool]] = {
+    "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
 }
 
 # Accepted so that existing scripts run, said once to have no effect, and why.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rapidformer.config.arguments import TrainingArguments
-from rapidformer.config.dialects import ALIASES, WITHOUT_EFFECT
+from rapidformer.config.dialects import ALIASES, VALUES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.errors import ConfigurationError
 
@@ -124,7 +124,7 @@ def _collect(
                 continue  # `seed:` with nothing behind it: the default
             label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
             try:
-                values[name] = setting.convert(raw)
+                values[name] = setting.convert(VALUES.get(name, {}).get(str(raw).lower(), raw))
             except ValueError as reason:
                 problems.append(f"{label} {reason}.")
                 continue

@@ -206,6 +206,26 @@ def _check_processes(args: TrainingArguments) -> Iterator[str]:
             f"--expert-model-parallel-size {experts} does not divide the {replicas} processes that "
             f"see other tokens: use {' or '.join(fitting)}."
         )
+    yield from _check_hybrid_sharding(args, replicas)
+
+
+def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[str]:
+    """Groups that each have the whole state must be equal, and hold whole sequences."""
+    size, context = args.hybrid_sharding_size, args.context_parallel_size
+    if size is None or size < 1:
+        return
+    if not args.zero_stage and not args.cpu_offload:
+        yield (
+            f"--hybrid-sharding-size {size} says how many processes split the state, but nothing "
+            "is split: add --zero-1-memory-optimization, -2- or --fsdp-memory-optimization."
+        )
+    if replicas % size or size % context:
+        fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
+        whole = f" of whole sequences ({context} processes each)" if context > 1 else ""
+        yield (
+            f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
+            f"into equal groups{whole}: use {' or '.join(fitting)}."
+        )
 
 
 def _check_sizes(args: TrainingArguments) -> Iterator[str]:

@@ -30,11 +30,20 @@ if TYPE_CHECKING:
 
 
 def build_pretrained(auto_class_name: str, args: Any, **config_overrides: Any) -> nn.Module:
-    """A model by the name of its Auto class, fp32, in evaluation mode as Hugging Face gives it."""
+    """A model by the name of its Auto class, fp32, in evaluation mode as Hugging Face gives it.
+
+    Where the run splits weights, they are made later: each process reads its share.
+    """
+    from rapidformer.models.deferred import build_for_split
+
+    config = load_config(args, **config_overrides)
+    return build_for_split(args, lambda: _build(auto_class_name, args, config))
+
+
+def _build(auto_class_name: str, args: Any, config: Any) -> nn.Module:
     import torch
     import transformers
 
-    config = load_config(args, **config_overrides)
     auto_class = getattr(transformers, auto_class_name)
     if is_from_scratch(args):
         with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):

@@ -223,7 +223,10 @@ def _sum_weights(
 ) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
     if get_topology().num_replicas == 1 or not gradients:
-        return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
+        if isinstance(weight, torch.Tensor):
+            # Offloaded gradients are in the host's memory, the count on the device.
+            return weight.to(gradients[0].device) if gradients else weight
+        return weight or 1.0
     device = gradients[0].device
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
