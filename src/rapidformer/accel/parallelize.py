@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.context_parallel import apply_context_parallel
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
@@ -93,6 +94,10 @@ def parallelize(
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
+    context_mesh = topology.get_submesh("context")
+    if context_mesh is not None:
+        apply_context_parallel(model, plan, context_mesh)
+        switches.append(f"context parallel: sequences over {context_mesh.size()} processes")
     synchronizer: GradientSynchronizer = _Alone()
     mesh = topology.get_replica_mesh()
     if mesh is None:

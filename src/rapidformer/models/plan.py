@@ -33,6 +33,12 @@ class ModelPlan:
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
     --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    has_split_attention: bool = False
+    """Whether the tokens of a block meet in torch's scaled_dot_product_attention alone, on
+    [batch, heads, tokens, size], so that --context-parallel-size may share them out."""
+    token_dims: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of a block with a value for every token, to the dimension of the tokens; those of
+    [batch, tokens] and [batch, tokens, size] are found by themselves."""
     has_split_losses: bool = False
     """Whether the model's loss takes logits whose vocabulary is split over processes."""
     source: str = field(default="", compare=False)
@@ -80,6 +86,7 @@ def _read_own_plan(
 def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
     """The same plan written as a plain dictionary, which needs no import of ours."""
     known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
+    known |= {"has_split_attention", "token_dims"}
     unknown = sorted(set(plan) - known)
     if unknown:
         raise ModelError(
@@ -93,6 +100,8 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
         divided=plan.get("divided", {}),
         has_split_sequences=bool(plan.get("has_split_sequences", False)),
         has_split_losses=bool(plan.get("has_split_losses", False)),
+        has_split_attention=bool(plan.get("has_split_attention", False)),
+        token_dims=plan.get("token_dims", {}),
     )
 
 
