@@ -163,7 +163,7 @@ class RapidformerEngine:
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         replica = self.topology.get_rank("data")
-        if replica or self.topology.tensor > 1:
+        if replica or self.topology.tensor > 1 or self.topology.context > 1:
             # Same weights everywhere, but every replica drops out other units. Processes that share
             # a layer must drop out the same ones, whatever each has drawn by now.
             torch.manual_seed(self.args.seed + replica)
@@ -172,6 +172,12 @@ class RapidformerEngine:
                 "--tensor-model-parallel-size with dropout: each process draws the masks of its "
                 "own share, so a run differs from one of another size; only the distribution of "
                 "masks is kept. Everything else is exact."
+            )
+        if self.topology.context > 1 and self.is_main and has_dropout(model):
+            warn_once(
+                "--context-parallel-size with dropout: each process draws the masks of its own "
+                "tokens, so a run differs from one of another size; only the distribution of masks "
+                "is kept. Everything else is exact."
             )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 

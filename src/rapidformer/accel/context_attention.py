@@ -6,7 +6,8 @@ exchange turns heads into tokens again. Two ways in: Hugging Face's attention in
 name of our own that stands for the implementation the model had (so that sliding windows, soft caps
 and masks stay its own); and, for models that call it themselves, torch's
 ``scaled_dot_product_attention``. What a reader would get wrong: key/value heads are repeated only
-where there are fewer of them than processes.
+where there are fewer of them than processes. Compiled blocks pause for it: the two exchanges take
+another shape for every length, and would be compiled for each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -53,6 +55,7 @@ def _register(name: str) -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -85,7 +88,7 @@ def exchange_heads(
     region: ContextRegion, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens of this process's heads, from its own tokens of all heads."""
-    region.exchanges += 1
+    region.has_attended = True
     times = get_repeats(query.shape[1], key.shape[1], region.size)
     if times > 1:
         key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
@@ -147,6 +150,7 @@ class SharedTorchAttention(TorchFunctionMode):
         return _attend_by_torch(self._region, *args, **kwargs)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_by_torch(
     region: ContextRegion,
     query: Tensor,

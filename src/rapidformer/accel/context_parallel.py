@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +28,7 @@ from rapidformer.accel.context_attention import (
     apply_context_attention,
     find_configs,
 )
-from rapidformer.accel.tensor_parallel import list_choices
+from rapidformer.accel.tensor_parallel import has_dropout, list_choices
 from rapidformer.accel.tensor_styles import replace_first
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
@@ -40,6 +41,38 @@ _ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_
 """What comes out of every layer, where it would be a share of the tokens."""
 
 
+class _OwnDraws:
+    """Random numbers of this process's own, while it works on its own tokens.
+
+    Outside, all processes of the group must draw the same: they compute the same there.
+    """
+
+    def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
+        self._region = region
+        self._is_needed = is_needed
+        self._device: torch.device | None = None
+        self._before: list[Tensor] = []
+
+    def start(self, device: torch.device, *, is_needed: bool) -> None:
+        if not (self._is_needed and is_needed):
+            return
+        seed = int(torch.randint(2**40, ()))
+        self._device = device
+        self._before = [torch.get_rng_state()]
+        if device.type == "cuda":
+            self._before.append(torch.cuda.get_rng_state(device))
+        torch.manual_seed(seed + self._region.rank)
+
+    def stop(self) -> None:
+        if not self._before:
+            return
+        torch.set_rng_state(self._before[0])
+        if len(self._before) > 1:
+            assert self._device is not None
+            torch.cuda.set_rng_state(self._before[1], self._device)
+        self._before = []
+
+
 @dataclass(kw_only=True, eq=False)
 class _Place:
     """What a block knows of its part; it is kept on the block itself."""
@@ -48,6 +81,7 @@ class _Place:
     name: str
     is_first: bool
     is_last: bool
+    draws: _OwnDraws
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
     token_dims: dict[str, int] = field(default_factory=dict)
@@ -65,12 +99,14 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
     blocks = plan.get_blocks(model)
     if not plan.has_split_attention:
         apply_context_attention(model, blocks, region)
+    draws = _OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
         place = _Place(
             region=region,
             name=name,
             is_first=number == 0,
             is_last=number == len(blocks) - 1,
+            draws=draws,
             uses_torch=plan.has_split_attention,
             token_dims=dict(plan.token_dims),
             names=tuple(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:],
@@ -202,6 +238,7 @@ class SharedBlock:
     """A block that works on this process's tokens."""
 
     rapidformer_place: _Place
+    training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = self.rapidformer_place
@@ -216,11 +253,13 @@ class SharedBlock:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = _share_arguments(place, args, kwargs, length)
         if place.is_first:
+            place.draws.start(hidden.device, is_needed=self.training)
             args, kwargs = replace_first(args, kwargs, region.enter)
         output = super().__call__(*args, **kwargs, **{_LENGTH: length})  # type: ignore[misc]
         if not place.is_last:
             return output
         region.incoming = 0
+        place.draws.stop()
         if isinstance(output, tuple):
             return (region.leave(output[0], length), *output[1:])
         return region.leave(output, length)
@@ -231,13 +270,13 @@ class SharedBlock:
         region.length = kwargs.pop(_LENGTH, 0)
         if not region.length:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        before = region.exchanges
+        region.has_attended = False
         try:
             with SharedTorchAttention(region) if place.uses_torch else nullcontext():
                 output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             region.length = 0
-        if region.exchanges == before:
+        if not region.has_attended:
             raise TrainingError(
                 f"{_FLAG}: {place.name} has not called the attention that shares tokens, so its "
                 "tokens meet in some other way, and sharing them would change the result. "

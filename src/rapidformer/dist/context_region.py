@@ -38,8 +38,8 @@ class ContextRegion:
     """The same for the forward pass that is under way, between two blocks."""
     is_off: bool = False
     """True while sequences stay whole: in generation, or where every layer's tokens are asked."""
-    exchanges: int = 0
-    """How often attention went through here: a block that never does mixes tokens elsewhere."""
+    has_attended: bool = False
+    """Whether attention came here in this block: one in which it does not mixes tokens elsewhere."""
 
     def __post_init__(self) -> None:
         self.size = dist.get_world_size(self.group)
