@@ -91,6 +91,7 @@ class RapidformerEngine:
             data=self.args.data_parallel_size,
             context=self.args.context_parallel_size,
             tensor=self.args.tensor_model_parallel_size,
+            expert=self.args.expert_model_parallel_size,
         )
         self.is_main = processes.is_main
         self.timers = Timers()

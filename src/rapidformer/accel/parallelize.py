@@ -16,6 +16,11 @@ from torch import nn
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.context_parallel import apply_context_parallel
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.expert_parallel import (
+    ExpertGradients,
+    apply_expert_parallel,
+    shard_experts,
+)
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sequence_parallel import apply_sequence_parallel
@@ -98,14 +103,25 @@ def parallelize(
     if context_mesh is not None:
         apply_context_parallel(model, plan, context_mesh)
         switches.append(f"context parallel: sequences over {context_mesh.size()} processes")
+    experts: list[nn.Module] = []
+    expert_mesh, same_experts = (topology.get_expert_mesh(a) for a in ("expert", "expert_data"))
+    if expert_mesh is not None:
+        is_sharded = bool(args.zero_stage)
+        experts = apply_expert_parallel(model, plan, expert_mesh, is_sharded=is_sharded)
+        switches.append(f"expert parallel: mixtures over {expert_mesh.size()} processes")
     synchronizer: GradientSynchronizer = _Alone()
     mesh = topology.get_replica_mesh()
     if mesh is None:
         if args.zero_stage:
             warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
     elif args.zero_stage:
+        if same_experts is not None:
+            shard_experts(experts, same_experts, args.zero_stage)
         synchronizer = apply_sharding(model, plan, mesh, args.zero_stage)
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
+    elif same_experts is not None:
+        synchronizer = ExpertGradients(model, experts, mesh, same_experts)
+        switches.append(f"data parallel over {mesh.size()} processes")
     else:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")

@@ -3,7 +3,8 @@
 Ranks are laid out as Megatron lays them out: tensor-parallel neighbours are next to each other,
 then context, then data, and pipeline stages are farthest apart. What a reader would get wrong: a
 *replica* is a process that has seen tokens of its own, so losses and gradients are summed over data
-and context together; rows of results are gathered over data alone.
+and context together; rows of results are gathered over data alone. The expert axis cuts across:
+neighbouring replicas share the experts of a mixture, and each of them has its own tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class Topology:
     data: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    """The replicas once more, as groups that hold the same experts by groups that share them."""
 
     def get_size(self, axis: str) -> int:
         """How many processes there are along an axis."""
@@ -62,6 +66,11 @@ class Topology:
             return self.mesh["context"]
         return self.mesh["data", "context"]._flatten("replica")
 
+    def get_expert_mesh(self, axis: str) -> DeviceMesh | None:
+        """The replicas that share a mixture's experts (``expert``), or that hold the same ones
+        (``expert_data``); None where experts are not shared."""
+        return None if self.expert_mesh is None else self.expert_mesh[axis]
+
     def get_replica_group(self) -> dist.ProcessGroup | None:
         """Those processes as a group: what losses and gradients are summed over."""
         mesh = self.get_replica_mesh()
@@ -72,7 +81,13 @@ _current = Topology()
 
 
 def build_topology(
-    device_type: str, *, pipeline: int = 1, data: int = 1, context: int = 1, tensor: int = 1
+    device_type: str,
+    *,
+    pipeline: int = 1,
+    data: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> Topology:
     """Make the groups of every axis, on every process, and make them the current ones."""
     global _current
@@ -83,7 +98,13 @@ def build_topology(
         names = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
         shape = tuple(sizes[axis] for axis in names)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
-    _current = Topology(mesh=mesh, **sizes)
+    expert_mesh = None
+    if expert > 1:
+        shape = (pipeline, data * context // expert, expert, tensor)
+        expert_mesh = init_device_mesh(
+            device_type, shape, mesh_dim_names=("outer", "expert_data", "expert", "inner")
+        )
+    _current = Topology(mesh=mesh, expert=expert, expert_mesh=expert_mesh, **sizes)
     return _current
 
 

@@ -41,6 +41,10 @@ class ModelPlan:
     [batch, tokens] and [batch, tokens, size] are found by themselves."""
     has_split_losses: bool = False
     """Whether the model's loss takes logits whose vocabulary is split over processes."""
+    experts: tuple[str, ...] = ()
+    """Patterns of modules with one slice of every parameter for each expert, which are called with
+    rows sorted by expert and the ends of each expert's stretch: what --expert-model-parallel-size
+    shares out."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -86,14 +90,14 @@ def _read_own_plan(
 def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
     """The same plan written as a plain dictionary, which needs no import of ours."""
     known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
-    known |= {"has_split_attention", "token_dims"}
+    known |= {"has_split_attention", "token_dims", "experts"}
     unknown = sorted(set(plan) - known)
     if unknown:
         raise ModelError(
             f"{type(model).__name__}.rapidformer_plan() has unknown keys: {', '.join(unknown)}. "
             f"Known are {', '.join(sorted(known))}."
         )
-    blocks = plan.get("blocks", ())
+    blocks, experts = plan.get("blocks", ()), plan.get("experts", ())
     return ModelPlan(
         blocks=(blocks,) if isinstance(blocks, str) else tuple(blocks),
         tensor=plan.get("tensor", {}),
@@ -102,6 +106,7 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
         has_split_losses=bool(plan.get("has_split_losses", False)),
         has_split_attention=bool(plan.get("has_split_attention", False)),
         token_dims=plan.get("token_dims", {}),
+        experts=(experts,) if isinstance(experts, str) else tuple(experts),
     )
 
 

@@ -175,6 +175,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             has_split_losses=True,
             has_split_attention=True,
             token_dims={"rotation": 2},
+            experts=("layers.*.feed_forward.experts",),
         )
 
     def get_input_embeddings(self) -> nn.Module:
