@@ -58,7 +58,12 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
-from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
+from rapidformer.optim.takeover import (
+    repoint_optimizer,
+    split_groups_by_mesh,
+    take_over_optimizer,
+    take_over_scheduler,
+)
 from rapidformer.optim.update import UpdateClock, scale_loss
 from rapidformer.timers import Timers
 
@@ -157,6 +162,8 @@ class RapidformerEngine:
             optimizer = build_optimizer(model, self.args)
         else:
             repoint_optimizer(optimizer, model, names)
+        if self.topology.expert > 1:
+            split_groups_by_mesh(optimizer, lr_scheduler)
         # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
         self.optimizer = take_over_optimizer(
