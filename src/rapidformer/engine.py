@@ -59,7 +59,12 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
-from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
+from rapidformer.optim.takeover import (
+    repoint_optimizer,
+    split_groups_by_mesh,
+    take_over_optimizer,
+    take_over_scheduler,
+)
 from rapidformer.optim.update import UpdateClock, scale_loss
 from rapidformer.timers import Timers
 
@@ -92,6 +97,7 @@ class RapidformerEngine:
             data=self.args.data_parallel_size,
             context=self.args.context_parallel_size,
             tensor=self.args.tensor_model_parallel_size,
+            expert=self.args.expert_model_parallel_size,
             sharding=self.args.hybrid_sharding_size,
         )
         self.is_main = processes.is_main
@@ -163,30 +169,39 @@ class RapidformerEngine:
             optimizer = build_optimizer(model, self.args)
         else:
             repoint_optimizer(optimizer, model, names)
+        if self.topology.expert > 1:
+            split_groups_by_mesh(optimizer, lr_scheduler)
         # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
         self.optimizer = take_over_optimizer(
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
-        replica = self.topology.get_rank("data")
-        if replica or self.topology.tensor > 1 or self.topology.pipeline > 1:
-            # Same weights everywhere, but every replica drops out other units. Processes that share
-            # a layer must drop out the same ones, whatever each has drawn by now.
-            torch.manual_seed(self.args.seed + replica)
-        if self.topology.tensor > 1 and self.is_main and has_dropout(model):
-            warn_once(
-                "--tensor-model-parallel-size with dropout: each process draws the masks of its "
-                "own share, so a run differs from one of another size; only the distribution of "
-                "masks is kept. Everything else is exact."
-            )
-        if self.topology.pipeline > 1 and self.is_main and has_dropout(model):
-            warn_once(
-                "--pipeline-model-parallel-size with dropout: each stage draws the masks of its "
-                "own blocks, so a run differs from one of another size; only the distribution of "
-                "masks is kept. Everything else is exact."
-            )
+        self._seed_dropout(model)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
+
+    def _seed_dropout(self, model: nn.Module) -> None:
+        """Same weights everywhere, but every replica drops out other units.
+
+        Processes that share a layer must drop out the same ones, whatever each has drawn by now.
+        """
+        axes = {
+            "tensor": ("--tensor-model-parallel-size", "process", "share"),
+            "pipeline": ("--pipeline-model-parallel-size", "stage", "blocks"),
+            "context": ("--context-parallel-size", "process", "tokens"),
+        }
+        split = [words for axis, words in axes.items() if self.topology.get_size(axis) > 1]
+        replica = self.topology.get_rank("data")
+        if replica or split:
+            torch.manual_seed(self.args.seed + replica)
+        if not self.is_main or not has_dropout(model):
+            return
+        for flag, who, what in split:
+            warn_once(
+                f"{flag} with dropout: each {who} draws the masks of its own {what}, so a run "
+                "differs from one of another size; only the distribution of masks is kept. "
+                "Everything else is exact."
+            )
 
     def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""

@@ -32,9 +32,9 @@ class _Bucket:
 class GradientReducer:
     """Sums gradients over the processes while the backward pass is still running."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._buckets = _build_buckets(p for p in model.parameters() if p.requires_grad)
+        self._buckets = _build_buckets(p for p in parameters if p.requires_grad)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._is_active = False
         self._next = 0
@@ -76,7 +76,7 @@ class GradientReducer:
 
 def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
     """Sum gradients over the processes of the group from now on."""
-    return GradientReducer(model, group)
+    return GradientReducer(model.parameters(), group)
 
 
 def broadcast_weights(model: nn.Module) -> None:

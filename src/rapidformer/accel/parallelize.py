@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.context_parallel import apply_context_parallel
 from rapidformer.accel.data_parallel import apply_data_parallel
+from rapidformer.accel.expert_parallel import (
+    ExpertGradients,
+    apply_expert_parallel,
+    shard_experts,
+)
 from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
@@ -111,9 +117,21 @@ def parallelize(
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
+    context_mesh = topology.get_submesh("context")
+    if context_mesh is not None:
+        apply_context_parallel(model, plan, context_mesh)
+        switches.append(f"context parallel: sequences over {context_mesh.size()} processes")
+    experts: list[nn.Module] = []
+    expert_mesh, same_experts = (topology.get_expert_mesh(a) for a in ("expert", "expert_data"))
+    if expert_mesh is not None:
+        is_sharded = bool(args.zero_stage)
+        experts = apply_expert_parallel(model, plan, expert_mesh, is_sharded=is_sharded)
+        switches.append(f"expert parallel: mixtures over {expert_mesh.size()} processes")
     synchronizer: GradientSynchronizer = _Alone()
     mesh = _find_sharding_mesh(args, topology, device)
     if mesh is not None and args.zero_stage:
+        if same_experts is not None:
+            shard_experts(experts, same_experts, args.zero_stage)
         # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
         is_late = pipeline is not None and args.pipeline_schedule == "zero-bubble"
         synchronizer = apply_sharding(
@@ -123,8 +141,11 @@ def parallelize(
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
     if mesh is not None and not args.zero_stage:
-        synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
+        if same_experts is not None:
+            synchronizer = ExpertGradients(model, experts, mesh, same_experts)
+        else:
+            synchronizer = apply_data_parallel(model, mesh.get_group())
     apply_mixed_precision(model, precision, device)
     if pipeline is not None:
         pipeline.attach(model)

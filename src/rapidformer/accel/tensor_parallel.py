@@ -273,7 +273,7 @@ def _replace_parameters(
         module, name = owners[0]
         parameter = module._parameters[name]
         assert parameter is not None
-        replaced = _distribute(parameter, cut.placement, mesh)
+        replaced = distribute(parameter, cut.placement, mesh)
         for module, name in owners:
             module._parameters[name] = replaced
             if cut.reading is not None:
@@ -288,7 +288,8 @@ def _get_weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    """This process's part of a weight that all of them hold, as a DTensor."""
     whole = parameter.data
     if placement.is_replicate():
         local = whole

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
-from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.collectives import sum_over_rows
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
@@ -209,7 +209,7 @@ class DistributedLoader:
         """Hold the rounds of each update until they are counted, on every process."""
         while update := list(islice(rounds, self._count_rounds())):
             counts = [sum(column) for column in zip(*(info for _, info, _ in update), strict=True)]
-            total = sum_over_replicas(torch.tensor(counts)) if self._num_replicas > 1 else counts
+            total = sum_over_rows(torch.tensor(counts)) if self._num_replicas > 1 else counts
             self.update_info = BatchInfo(*map(int, total))
             yield from update
 

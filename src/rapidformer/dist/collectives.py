@@ -28,6 +28,14 @@ def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sum_over_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes that have seen other rows, in place."""
+    group = get_topology().get_group("data")
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
 def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
     """Join the rows (dimension 0) of all data-parallel processes, in their order.
 

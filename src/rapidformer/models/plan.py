@@ -33,6 +33,12 @@ class ModelPlan:
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
     --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    has_split_attention: bool = False
+    """Whether the tokens of a block meet in torch's scaled_dot_product_attention alone, on
+    [batch, heads, tokens, size], so that --context-parallel-size may share them out."""
+    token_dims: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of a block with a value for every token, to the dimension of the tokens; those of
+    [batch, tokens] and [batch, tokens, size] are found by themselves."""
     has_split_losses: bool = False
     """Whether the model's loss takes logits whose vocabulary is split over processes."""
     before: Sequence[str] = ()
@@ -42,6 +48,10 @@ class ModelPlan:
     """Modules that are used after the last block: what a pipeline's last stage has."""
     pipeline_problem: str = ""
     """Why the model cannot be cut into stages, if it cannot."""
+    experts: tuple[str, ...] = ()
+    """Patterns of modules with one slice of every parameter for each expert, which are called with
+    rows sorted by expert and the ends of each expert's stretch: what --expert-model-parallel-size
+    shares out."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -93,13 +103,14 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
     """The same plan written as a plain dictionary, which needs no import of ours."""
     known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
     known |= {"before", "after"}
+    known |= {"has_split_attention", "token_dims", "experts"}
     unknown = sorted(set(plan) - known)
     if unknown:
         raise ModelError(
             f"{type(model).__name__}.rapidformer_plan() has unknown keys: {', '.join(unknown)}. "
             f"Known are {', '.join(sorted(known))}."
         )
-    blocks = plan.get("blocks", ())
+    blocks, experts = plan.get("blocks", ()), plan.get("experts", ())
     return ModelPlan(
         blocks=(blocks,) if isinstance(blocks, str) else tuple(blocks),
         tensor=plan.get("tensor", {}),
@@ -108,6 +119,9 @@ def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
         has_split_losses=bool(plan.get("has_split_losses", False)),
         before=_read_names(plan.get("before", ())),
         after=_read_names(plan.get("after", ())),
+        has_split_attention=bool(plan.get("has_split_attention", False)),
+        token_dims=plan.get("token_dims", {}),
+        experts=(experts,) if isinstance(experts, str) else tuple(experts),
     )
 
 

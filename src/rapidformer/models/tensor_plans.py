@@ -155,7 +155,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
         patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
         divided = {prefix + pattern: names for pattern, names in family.divided.items()}
         source, problem = "our table", family.sequence_problem
-    styles = dict(_expand(model, patterns))
+    styles = dict(expand_patterns(model, patterns))
     _check_styles(model, styles)
     if not styles:
         raise ModelError(_explain_missing(model))
@@ -163,7 +163,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
         styles = {**_find_vocabulary(model), **styles}
     return TensorPlan(
         styles=styles,
-        divided={name: tuple(names) for name, names in _expand(model, divided)},
+        divided={name: tuple(names) for name, names in expand_patterns(model, divided)},
         sequence_problem=problem,
         source=source,
     )
@@ -209,7 +209,7 @@ def _find_base_prefix(model: Any) -> str:
     return next(f"{n}." if n else "" for n, module in model.named_modules() if module is base)
 
 
-def _expand(model: nn.Module, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def expand_patterns(model: nn.Module, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Patterns to modules; a pattern that meets no module is none of this model's business."""
     compiled = [
         (re.compile(re.escape(pattern).replace(r"\*", "[^.]+")), value)

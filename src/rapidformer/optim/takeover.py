@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -49,6 +51,30 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
         )
     for group in optimizer.param_groups:
         group["params"] = [replaced[id(p)] for p in group["params"] if id(p) in replaced]
+
+
+def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
+    """Give parameters that are split over other processes (shared experts) groups of their own.
+
+    torch updates a group's parameters together, and cannot do so across kinds of tensors.
+    """
+    for group in list(optimizer.param_groups):
+        kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            kinds.setdefault(mesh, []).append(parameter)
+        if len(kinds) < 2:
+            continue
+        if ready_made is not None:
+            raise RapidformerError(
+                "--expert-model-parallel-size gives experts parameter groups of their own, which "
+                "a scheduler that was made before does not know: pass compose() a function, "
+                "lr_scheduler_fn=lambda optimizer: ..., instead of lr_scheduler."
+            )
+        group["params"], *others = kinds.values()
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for parameters in others:
+            optimizer.param_groups.append({**settings, "params": parameters})
 
 
 def take_over_optimizer(

@@ -188,7 +188,7 @@ def _get_local(gradient: torch.Tensor) -> torch.Tensor:
 
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over gradients that may be split over processes."""
-    if get_topology().tensor > 1:
+    if get_topology().tensor > 1 or get_topology().expert > 1:
         return get_split_norm(gradients)
     norm = get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -200,22 +200,29 @@ def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     (torch's own would send a number for every parameter.) What several processes hold whole is
     counted by each of them in part, so that the sum counts it once.
     """
-    squares: dict[int, list[torch.Tensor]] = defaultdict(list)
-    mesh: DeviceMesh | None = None
+    parts: dict[DeviceMesh | None, dict[int, list[torch.Tensor]]] = {}
     for gradient in gradients:
-        assert isinstance(gradient, DTensor)
-        mesh = gradient.device_mesh
-        copies = 1
-        for axis, placement in enumerate(gradient.placements):
-            copies *= mesh.size(axis) if placement.is_replicate() else 1
-        squares[copies].append(gradient.to_local())
-    if mesh is None:
-        return torch.tensor(0.0)
-    total = sum(get_total_norm(parts).double().square() / n for n, parts in squares.items())
-    assert isinstance(total, torch.Tensor)
-    for axis in range(mesh.ndim):
+        mesh, copies = None, 1
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            for axis, placement in enumerate(gradient.placements):
+                copies *= mesh.size(axis) if placement.is_replicate() else 1
+        squares = parts.setdefault(mesh, defaultdict(list))
+        squares[copies].append(_get_local(gradient))
+    sums = [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
+    return torch.stack(sums).sum().sqrt().float() if sums else torch.tensor(0.0)
+
+
+def _sum_squares(
+    squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None
+) -> torch.Tensor:
+    """Over all processes of the mesh on which these are split; what is plain is equal on all."""
+    totals = [get_total_norm(some).double().square() / n for n, some in squares.items()]
+    total = torch.stack(totals).sum()
+    for axis in range(mesh.ndim if mesh is not None else 0):
+        assert mesh is not None
         dist.all_reduce(total, group=mesh.get_group(axis))
-    return total.sqrt().float()
+    return total
 
 
 def _sum_weights(

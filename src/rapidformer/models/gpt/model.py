@@ -173,6 +173,9 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             tensor=_TENSOR_PLAN,
             has_split_sequences=True,
             has_split_losses=True,
+            has_split_attention=True,
+            token_dims={"rotation": 2},
+            experts=("layers.*.feed_forward.experts",),
         )
 
     def get_input_embeddings(self) -> nn.Module:
