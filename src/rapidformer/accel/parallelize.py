@@ -24,7 +24,7 @@ from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
 from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
-from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
 
 class GradientSynchronizer(Protocol):
@@ -66,9 +66,10 @@ def parallelize(
     device: torch.device,
     topology: Topology,
     precision: Precision,
+    given_plan: GivenPlan | None = None,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
-    plan = find_plan(model)
+    plan = find_plan(model, given_plan)
     model.to(device)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
