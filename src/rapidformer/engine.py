@@ -57,6 +57,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
+from rapidformer.models.plan import GivenPlan
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.takeover import (
@@ -143,10 +144,13 @@ class RapidformerEngine:
         *,
         model_obj: nn.Module | None = None,
         lr_scheduler: Any = None,
+        plan: GivenPlan | None = None,
     ) -> tuple[Any, ...]:
         """Switch everything on. Returns model, optimizer, lr_scheduler, then the loaders given.
 
         Without an optimizer, the one that the flags describe is made; likewise the schedule.
+        ``plan`` says where the model's blocks are and how they may be split, for a model that
+        does not say so itself: the same mapping as its ``rapidformer_plan()`` would return.
         """
         model = model if model is not None else model_obj
         if model is None:
@@ -160,7 +164,12 @@ class RapidformerEngine:
         ]
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
-            model, self.args, device=self.device, topology=self.topology, precision=self.precision
+            model,
+            self.args,
+            device=self.device,
+            topology=self.topology,
+            precision=self.precision,
+            given_plan=plan,
         )
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
@@ -203,10 +212,17 @@ class RapidformerEngine:
                 "Everything else is exact."
             )
 
-    def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
+    def compose_for_evaluation(
+        self, model: nn.Module, *, plan: GivenPlan | None = None
+    ) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
         self._parallelized = parallelize(
-            model, self.args, device=self.device, topology=self.topology, precision=self.precision
+            model,
+            self.args,
+            device=self.device,
+            topology=self.topology,
+            precision=self.precision,
+            given_plan=plan,
         )
         self.model = model.eval()
         return model

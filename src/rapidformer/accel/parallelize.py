@@ -35,7 +35,7 @@ from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
 from rapidformer.models.deferred import get_deferred
-from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
 
 class GradientSynchronizer(Protocol):
@@ -79,9 +79,10 @@ def parallelize(
     device: torch.device,
     topology: Topology,
     precision: Precision,
+    given_plan: GivenPlan | None = None,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
-    plan = whole_plan = find_plan(model)
+    plan = whole_plan = find_plan(model, given_plan)
     deferred = get_deferred(model)
     pipeline = None
     if topology.pipeline > 1:

@@ -20,7 +20,8 @@ _AT_LEAST_ONE = (
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
     "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
-    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
+    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage",
+    "hybrid_sharding_size",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
