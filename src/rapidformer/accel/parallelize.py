@@ -15,6 +15,7 @@ from torch import nn
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.deepspeed import DeepSpeedStrategy
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sequence_parallel import apply_sequence_parallel
@@ -53,6 +54,18 @@ class Parallelized:
     switches: list[str] = field(default_factory=list)
     """What was switched on, and why: shown at start-up."""
 
+    @property
+    def deepspeed(self) -> DeepSpeedStrategy | None:
+        """The strategy that makes the updates itself, if it is the one."""
+        return self.synchronizer if isinstance(self.synchronizer, DeepSpeedStrategy) else None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate what the engine has made of a loss."""
+        if self.deepspeed is not None:
+            self.deepspeed.backward(loss)
+        else:
+            loss.backward()
+
     def settle(self) -> None:
         """Bring the model into the state between two updates (after an evaluation, say)."""
         if isinstance(self.synchronizer, ShardedGradients):
@@ -66,9 +79,12 @@ def parallelize(
     device: torch.device,
     topology: Topology,
     precision: Precision,
+    for_training: bool = True,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
     plan = find_plan(model)
+    if args.deepspeed is not None and for_training:
+        return _hand_to_deepspeed(model, plan, args, device, topology, precision)
     model.to(device)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
@@ -86,10 +102,7 @@ def parallelize(
         if apply_vocabulary_loss(model, plan, tensor_mesh):
             switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
-        granularity = args.recompute_granularity or "full"
-        apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
-        every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
-        switches.append(f"recompute: {granularity}{every} of {len(plan.blocks)} blocks")
+        switches.append(_recompute(model, plan, args))
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
@@ -106,6 +119,40 @@ def parallelize(
         switches.append(f"data parallel over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
+
+
+def _hand_to_deepspeed(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    device: torch.device,
+    topology: Topology,
+    precision: Precision,
+) -> Parallelized:
+    """What DeepSpeed does not do itself; it takes the model over once there is an optimizer."""
+    strategy = DeepSpeedStrategy(
+        model, plan, args, device=device, topology=topology, precision=precision
+    )
+    model.to(device)
+    apply_fp32_weights(model, precision)
+    switches = [f"precision: {precision.reason}", strategy.describe()]
+    if topology.mesh is not None:
+        broadcast_weights(model)
+    if args.checkpoint_activations:
+        switches.append(_recompute(model, plan, args))
+    if args.compile:
+        apply_compile(model, plan, backend=args.compile_backend)
+        switches.append(_describe_compile(args, plan))
+    if not strategy.keeps_precision:
+        apply_mixed_precision(model, precision, device)
+    return Parallelized(model=model, plan=plan, synchronizer=strategy, switches=switches)
+
+
+def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments) -> str:
+    granularity = args.recompute_granularity or "full"
+    apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
+    every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
+    return f"recompute: {granularity}{every} of {len(plan.blocks)} blocks"
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

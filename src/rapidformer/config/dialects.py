@@ -63,6 +63,11 @@ ALIASES: dict[str, str] = {
     "context_parallel": "context_parallel_size",
 }
 
+# Switches that another system's scripts put bare beside the flag that has the value.
+BARE_BESIDE: dict[str, str] = {
+    "--deepspeed": "--deepspeed-config",  # DeepSpeed's launcher
+}
+
 # Accepted so that existing scripts run, said once to have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "gradients are always reduced by torch.distributed",
