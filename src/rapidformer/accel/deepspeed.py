@@ -42,6 +42,7 @@ _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD",
     "Rprop",
 )  # fmt: skip
+_LARGEST_BUCKET = 1024 * 488_281
 
 
 class DeepSpeedStrategy:
@@ -67,6 +68,11 @@ class DeepSpeedStrategy:
         self.has_own_optimizer = not uses_our_optimizer(content)
         self.settings = build_deepspeed_config(args, kind)
         self.stage = int(self.settings["zero_optimization"]["stage"])
+        # DeepSpeed sets aside half a billion numbers each, however small the model.
+        numbers = sum(p.numel() for p in model.parameters())
+        size = min(_LARGEST_BUCKET, 1024 * (numbers // 1024 + 1))
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            self.settings["zero_optimization"].setdefault(name, size)
         self.engine: Any = None
         self._args = args
         self._plan = plan
