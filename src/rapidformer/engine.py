@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from rapidformer.accel.deepspeed import DeepSpeedStrategy
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import MicroBatchResult
 from rapidformer.accel.precision import LossScaler, choose_precision
@@ -58,7 +59,7 @@ from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import GivenPlan
-from rapidformer.optim.optimizers import build_optimizer
+from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.takeover import (
     repoint_optimizer,
@@ -174,10 +175,16 @@ class RapidformerEngine:
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
         self._trainable = [p for p in model.parameters() if p.requires_grad]
-        if optimizer is None:
-            optimizer = build_optimizer(model, self.args)
-        else:
+        deepspeed = self._parallelized.deepspeed
+        if deepspeed is not None:
+            deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
+        if optimizer is not None:
             repoint_optimizer(optimizer, model, names)
+        elif deepspeed is None or not deepspeed.has_own_optimizer:
+            optimizer = build_optimizer(model, self.args)
+        if deepspeed is not None:
+            optimizer = self._start_deepspeed(deepspeed, optimizer)
+        assert optimizer is not None
         if self.topology.expert > 1:
             split_groups_by_mesh(optimizer, lr_scheduler)
         # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
@@ -188,6 +195,16 @@ class RapidformerEngine:
         take_over_scheduler(self.lr_scheduler, self.clock)
         self._seed_dropout(model)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
+
+    def _start_deepspeed(
+        self, strategy: DeepSpeedStrategy, optimizer: Optimizer | None
+    ) -> Optimizer:
+        """Hand model and optimizer over: gradients and updates are DeepSpeed's from now on."""
+        groups = group_parameters(strategy.model, self.args.weight_decay)
+        bypass = functools.partial(bypass_clock, self.clock)
+        optimizer = strategy.start(optimizer, groups, bypass)
+        self.clock.keeper = strategy
+        return optimizer
 
     def _seed_dropout(self, model: nn.Module) -> None:
         """Same weights everywhere, but every replica drops out other units.
@@ -223,6 +240,7 @@ class RapidformerEngine:
             topology=self.topology,
             precision=self.precision,
             given_plan=plan,
+            for_training=False,
         )
         self.model = model.eval()
         return model
@@ -333,7 +351,7 @@ class RapidformerEngine:
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
-        scale_loss(loss, share, scale).backward()
+        self.parallelized.backward(scale_loss(loss, share, scale))
         synchronizer.after_backward()
         if is_last:
             beat("update")
@@ -505,11 +523,17 @@ class RapidformerEngine:
         """Save the model alone, as a folder that ``transformers`` loads."""
         with in_phase("save"):
             self.parallelized.settle()
-            return export_model(self.parallelized.model, Path(folder), processor=processor)
+            deepspeed = self.parallelized.deepspeed
+            weights = deepspeed.state.gather_weights() if deepspeed else None
+            return export_model(
+                self.parallelized.model, Path(folder), processor=processor, weights=weights
+            )
 
     def close(self) -> None:
         """Leave the other processes; the last call of a script."""
         beat("end")
+        if self._parallelized is not None and self._parallelized.deepspeed is not None:
+            self._parallelized.deepspeed.close()
         stop_processes()
 
     # ---- inside --------------------------------------------------------------------------------
@@ -535,6 +559,10 @@ class RapidformerEngine:
             if isinstance(function, functools.partial):
                 function = fill_training_steps(function, train_iters)
             return function(optimizer)  # type: ignore[no-any-return]
+        deepspeed = self.parallelized.deepspeed
+        of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, train_iters)
+        if of_file is not None:
+            return of_file  # type: ignore[no-any-return]
         return build_scheduler(
             optimizer,
             self.args,
@@ -571,6 +599,7 @@ class RapidformerEngine:
             step=self.clock.updates,
             device=self.device,
             bypass=functools.partial(bypass_clock, self.clock),
+            gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
         )
 
 

@@ -183,7 +183,11 @@ def _count_heads(model: nn.Module) -> Iterator[int]:
 
 def _get_tensor_size(model: nn.Module) -> int:
     split = next(
-        (m.__dict__["rapidformer_split"] for m in model.modules() if "rapidformer_split" in m.__dict__),
+        (
+            m.__dict__["rapidformer_split"]
+            for m in model.modules()
+            if "rapidformer_split" in m.__dict__
+        ),
         None,
     )
     return 1 if split is None else int(split.mesh.size())
@@ -325,5 +329,3 @@ def _share(place: _Place, name: str, value: Any, length: int) -> Any:
             return value
         dim = TOKENS
     return place.region.slice(value, dim)
-
-

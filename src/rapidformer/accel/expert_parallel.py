@@ -104,9 +104,7 @@ def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type
         return
     patterns: dict[str, str] = getattr(model, "_ep_plan", None) or {}
     parents = {
-        pattern.rpartition(".")[0]
-        for pattern, style in patterns.items()
-        if style == _SPLIT_EXPERTS
+        pattern.rpartition(".")[0] for pattern, style in patterns.items() if style == _SPLIT_EXPERTS
     }
     yield from expand_patterns(model, dict.fromkeys(sorted(parents), RoutedExperts))
 
@@ -153,9 +151,7 @@ class SortedExperts(Style):
 class RoutedExperts(Style):
     """Hugging Face's experts: tokens with the experts that were chosen for them."""
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         split, choices = self.rapidformer_split, top_k_index.shape[-1]
         own: int = self.num_experts  # type: ignore[attr-defined]
         by_expert, order = top_k_index.flatten().sort(stable=True)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.context_parallel import apply_context_parallel
-from rapidformer.accel.data_parallel import apply_data_parallel
+from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.deepspeed import DeepSpeedStrategy
 from rapidformer.accel.expert_parallel import (
     ExpertGradients,
     apply_expert_parallel,
@@ -66,6 +67,18 @@ class Parallelized:
     pipeline: Pipeline | None = None
     """The stages of a model that is cut into some."""
 
+    @property
+    def deepspeed(self) -> DeepSpeedStrategy | None:
+        """The strategy that makes the updates itself, if it is the one."""
+        return self.synchronizer if isinstance(self.synchronizer, DeepSpeedStrategy) else None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate what the engine has made of a loss."""
+        if self.deepspeed is not None:
+            self.deepspeed.backward(loss)
+        else:
+            loss.backward()
+
     def settle(self) -> None:
         """Bring the model into the state between two updates (after an evaluation, say)."""
         if isinstance(self.synchronizer, ShardedGradients):
@@ -80,9 +93,12 @@ def parallelize(
     topology: Topology,
     precision: Precision,
     given_plan: GivenPlan | None = None,
+    for_training: bool = True,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
     plan = whole_plan = find_plan(model, given_plan)
+    if args.deepspeed is not None and for_training:
+        return _hand_to_deepspeed(model, plan, args, device, topology, precision)
     deferred = get_deferred(model)
     pipeline = None
     if topology.pipeline > 1:
@@ -111,10 +127,7 @@ def parallelize(
         if apply_vocabulary_loss(model, plan, tensor_mesh):
             switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
-        granularity = args.recompute_granularity or "full"
-        apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
-        every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
-        switches.append(f"recompute: {granularity}{every} of {len(plan.blocks)} blocks")
+        switches.append(_recompute(model, plan, args))
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
@@ -183,6 +196,40 @@ def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
     if mesh.ndim > 1:
         text += f", {mesh.size(0)} copies"
     return text + (", kept in the host's memory" if args.cpu_offload else "")
+
+
+def _hand_to_deepspeed(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    device: torch.device,
+    topology: Topology,
+    precision: Precision,
+) -> Parallelized:
+    """What DeepSpeed does not do itself; it takes the model over once there is an optimizer."""
+    strategy = DeepSpeedStrategy(
+        model, plan, args, device=device, topology=topology, precision=precision
+    )
+    model.to(device)
+    apply_fp32_weights(model, precision)
+    switches = [f"precision: {precision.reason}", strategy.describe()]
+    if topology.mesh is not None:
+        broadcast_weights(model)
+    if args.checkpoint_activations:
+        switches.append(_recompute(model, plan, args))
+    if args.compile:
+        apply_compile(model, plan, backend=args.compile_backend)
+        switches.append(_describe_compile(args, plan))
+    if not strategy.keeps_precision:
+        apply_mixed_precision(model, precision, device)
+    return Parallelized(model=model, plan=plan, synchronizer=strategy, switches=switches)
+
+
+def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments) -> str:
+    granularity = args.recompute_granularity or "full"
+    apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
+    every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
+    return f"recompute: {granularity}{every} of {len(plan.blocks)} blocks"
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

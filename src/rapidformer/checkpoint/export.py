@@ -18,10 +18,20 @@ from rapidformer.dist.collectives import wait_for_all
 from rapidformer.models.location import quiet_transformers
 
 
-def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Path:
-    """Save weights, configuration and tokenizer; every process must call this."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+def export_model(
+    model: nn.Module,
+    folder: Path,
+    *,
+    processor: Any = None,
+    weights: dict[str, Any] | None = None,
+) -> Path:
+    """Save weights, configuration and tokenizer; every process must call this.
+
+    ``weights`` are given where only the strategy that has split them can join them.
+    """
+    if weights is None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = dict(get_model_state_dict(model, options=options))
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)

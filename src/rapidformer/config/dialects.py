@@ -72,6 +72,11 @@ VALUES: dict[str, dict[str, bool]] = {
     "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
 }
 
+# Switches that another system's scripts put bare beside the flag that has the value.
+BARE_BESIDE: dict[str, str] = {
+    "--deepspeed": "--deepspeed-config",  # DeepSpeed's launcher
+}
+
 # Accepted so that existing scripts run, said once to have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "gradients are always reduced by torch.distributed",

@@ -318,9 +318,7 @@ class _Disguise(TorchFunctionMode):
         super().__init__()
         self.recording = recording
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_GET_IS_META, _GET_DEVICE) and self.recording.holds(args[0]):
             return _CPU if func == _GET_DEVICE else False
         return func(*args, **(kwargs or {}))

@@ -89,10 +89,13 @@ def take_over_optimizer(
             return
         if closure is not None:
             raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
-        clock.use_gradients(functools.partial(cls.step, self), clip_grad, scaler)
+        keeper = clock.keeper
+        update = keeper.update if keeper else functools.partial(cls.step, self)
+        clock.use_gradients(update, clip_grad, scaler)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not clock.is_accumulating:
+        # A keeper clears its own gradients; what the optimizer holds there is not a gradient.
+        if not clock.is_accumulating and clock.keeper is None:
             cls.zero_grad(self, set_to_none)
 
     # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,23 @@ from torch.nn.utils import get_total_norm
 from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import get_topology
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import RapidformerError, TrainingError
+
+
+class GradientKeeper(Protocol):
+    """A strategy that keeps gradients itself: it is told what to do with them."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def finish(self, divisor: float) -> torch.Tensor:
+        """Divide the sums; returns the norm of the result."""
+
+    def set_clip(self, max_norm: float, norm: torch.Tensor) -> None: ...
+
+    def update(self) -> None:
+        """Make the update, or drop it where the gradient is not finite."""
+
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -41,6 +58,7 @@ class UpdateClock:
         """Weight of the last finished global batch."""
         self.is_bypassed = False
         """True while checkpoint code drives the optimizer itself."""
+        self.keeper: GradientKeeper | None = None
         self._rounds = 0
         self._is_complete = False
         self._outcome: str | None = None
@@ -99,9 +117,16 @@ class UpdateClock:
 
         ``measure`` is for a gradient of which other stages of a pipeline hold parts.
         """
+        if self.keeper is not None:
+            total = _sum_weights(self._weight, self.keeper.device)
+            self.total_weight = total * self._unit
+            scale = scaler.scale if scaler else 1.0
+            self.grad_norm = self.keeper.finish(float(total) * scale)
+            self._is_complete = True
+            return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
-        total = _sum_weights(self._weight, gradients)
+        total = _sum_weights(self._weight, gradients[0].device if gradients else None)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if isinstance(factor, torch.Tensor) or factor != 1.0:
@@ -114,7 +139,9 @@ class UpdateClock:
         if not self._is_complete or self.grad_norm is None:
             return None
         self._is_clipped = True
-        if max_norm > 0 and self._gradients:
+        if self.keeper is not None:
+            self.keeper.set_clip(max_norm, self.grad_norm)
+        elif max_norm > 0 and self._gradients:
             coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(self._gradients, coefficient)
         return self.grad_norm
@@ -133,9 +160,17 @@ class UpdateClock:
         if scaler is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
             self._outcome = "skipped"
             self.skipped += 1
+            if self.keeper is not None:
+                self.keeper.update()
             scaler.update(overflowed=True)
             self._pending_schedule = None
             return
+        if self.keeper is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
+            # Without a word, such a strategy would leave out this update and every later one.
+            raise TrainingError(
+                f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
+                "the loss, or lower --lr."
+            )
         if not self._is_clipped:
             self.clip(clip_grad)
         step()
@@ -213,9 +248,7 @@ def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(sums).sum().sqrt().float() if sums else torch.tensor(0.0)
 
 
-def _sum_squares(
-    squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None
-) -> torch.Tensor:
+def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
     """Over all processes of the mesh on which these are split; what is plain is equal on all."""
     totals = [get_total_norm(some).double().square() / n for n, some in squares.items()]
     total = torch.stack(totals).sum()
@@ -225,16 +258,13 @@ def _sum_squares(
     return total
 
 
-def _sum_weights(
-    weight: float | torch.Tensor, gradients: list[torch.Tensor]
-) -> float | torch.Tensor:
+def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
-    if get_topology().num_replicas == 1 or not gradients:
+    if get_topology().num_replicas == 1 or device is None:
         if isinstance(weight, torch.Tensor):
             # Offloaded gradients are in the host's memory, the count on the device.
-            return weight.to(gradients[0].device) if gradients else weight
+            return weight if device is None else weight.to(device)
         return weight or 1.0
-    device = gradients[0].device
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
     else:
