@@ -212,18 +212,24 @@ def train(engine: RapidformerEngine, model: nn.Module, loader: Any, epochs: int)
     return trace
 
 
-def join(traces: list[Trace]) -> Trace:
-    """What all processes hold together; copies must be equal, bit for bit after an update."""
+def join(traces: list[Trace], *, is_bit_equal: bool = True) -> Trace:
+    """What all processes hold together; copies must be equal.
+
+    Bit for bit, but where layers are split: sums over processes round differently on each.
+    """
+    tolerance = 0.0 if is_bit_equal else 1e-5
     joined = Trace(losses=traces[0].losses, norms=traces[0].norms)
     for trace in traces:
-        assert np.allclose(trace.losses, joined.losses, rtol=1e-12)
-        assert trace.norms == joined.norms
+        assert np.allclose(trace.losses, joined.losses, rtol=tolerance, atol=0)
+        assert np.allclose(trace.norms, joined.norms, rtol=tolerance, atol=0)
         for mine, all_of_them in (
             (trace.gradients, joined.gradients),
             (trace.weights, joined.weights),
         ):
             for key, value in mine.items():
-                assert np.array_equal(all_of_them.setdefault(key, value), value), key
+                held = all_of_them.setdefault(key, value)
+                distance = np.linalg.norm(held - value)
+                assert distance <= tolerance * max(float(np.linalg.norm(held)), 1e-3), key
         joined.parameter_bytes = max(joined.parameter_bytes, trace.parameter_bytes)
         joined.ties |= trace.ties
     return joined
