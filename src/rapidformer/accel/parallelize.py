@@ -103,15 +103,16 @@ def parallelize(
         granularity = args.recompute_granularity or "full"
         apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
         every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
-        switches.append(f"recompute: {granularity}{every} of {len(plan.blocks)} blocks")
+        switches.append(f"recompute: {granularity}{every} of {len(whole_plan.blocks)} blocks")
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
     synchronizer: GradientSynchronizer = _Alone()
     mesh = topology.get_replica_mesh()
     if mesh is None:
-        if args.zero_stage:
-            warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+        if args.zero_stage and topology.is_first_process:
+            where = "in one process" if topology.mesh is None else "without data parallelism"
+            warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: nothing to split.")
     elif args.zero_stage:
         # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
         is_deferred = args.pipeline_schedule == "zero-bubble" and pipeline is not None

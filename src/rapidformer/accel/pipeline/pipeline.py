@@ -69,10 +69,13 @@ class Pipeline:
         topology: Topology,
         device: torch.device,
         seed: int,
+        counts: tuple[int, int],
     ) -> None:
         assert topology.mesh is not None
         self.layout = layout
         self.plan = plan
+        self.num_parameters, self.num_trained = counts
+        """Of the whole model."""
         self.holdings = holdings
         self._context = context
         self._mesh = topology.mesh
@@ -293,8 +296,16 @@ def build_pipeline(
     context = StageContext(
         dtype=_choose_dtype(model, is_mixed=is_mixed), returns_tuple=usage.returns_tuple
     )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     pipeline = Pipeline(
-        plan, layout, holdings, context, topology=topology, device=device, seed=args.seed
+        plan,
+        layout,
+        holdings,
+        context,
+        topology=topology,
+        device=device,
+        seed=args.seed,
+        counts=(sum(sizes.values()), trained),
     )
     apply_cut(model, holdings.get_held(topology.get_rank("pipeline")), device)
     # Kept: the blocks can no longer be found by their parameters.
