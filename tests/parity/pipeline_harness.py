@@ -163,19 +163,19 @@ def run_staged(cases: list[tuple[str, int, dict[str, Any]]], epochs: int = EPOCH
     """The same through the engine; called in every process. One trace per case."""
     traces = []
     for name, layers, settings in cases:
-        given = {**SETTINGS, "micro_batch_size": 1, "keep_last": True, **settings}
+        given = {**SETTINGS, "keep_last": True, **settings}
         engine = RapidformerEngine(args=given)
         model = build_model(name, layers)
         loader = engine.build_data_loader(
             build_data(name), collate, shuffle=False, is_training=True
         )
-        engine.compose(model, make_sgd(model), _constant)
+        engine.compose(model, make_sgd(model), constant)
         traces.append(train(engine, model, loader, epochs))
     engine.close()
     return traces
 
 
-def _constant(optimizer: torch.optim.Optimizer) -> Any:
+def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 

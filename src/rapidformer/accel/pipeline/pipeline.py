@@ -127,11 +127,12 @@ class Pipeline:
         self._results.clear()
         synchronizer.before_backward(False)
         try:
+            # At first on all stages, so that a mistake in the forward step is found by all at once.
             self._shapes = {
                 (stage.index, number): self._probe(stage, number)
                 for stage in self.stages
-                if not stage.is_first
                 for number in range(count)
+                if not stage.is_first or self._steps is None
             }
             self._get_steps(count).run()
         except RuntimeError as error:
