@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -390,7 +391,7 @@ class RapidformerEngine:
         pipeline.run(
             compute,
             count,
-            step=self.clock.updates + self.clock.skipped,
+            step=self.clock.updates,
             synchronizer=self.parallelized.synchronizer,
         )
         beat("update")
@@ -408,7 +409,7 @@ class RapidformerEngine:
         result = self._run_forward(forward, micro_batch)
         with self.accumulate(is_last=micro_batch is update[-1]):
             self.backward(result.loss, result.weight)
-        return result
+        return replace(result, loss=result.loss.detach())
 
     def _run_forward(
         self, forward: Callable[[Any], Any], micro_batch: MicroBatch

@@ -163,19 +163,19 @@ def run_staged(cases: list[tuple[str, int, dict[str, Any]]], epochs: int = EPOCH
     """The same through the engine; called in every process. One trace per case."""
     traces = []
     for name, layers, settings in cases:
-        given = {**SETTINGS, "micro_batch_size": 1, "keep_last": True, **settings}
+        given = {**SETTINGS, "keep_last": True, **settings}
         engine = RapidformerEngine(args=given)
         model = build_model(name, layers)
         loader = engine.build_data_loader(
             build_data(name), collate, shuffle=False, is_training=True
         )
-        engine.compose(model, make_sgd(model), _constant)
+        engine.compose(model, make_sgd(model), constant)
         traces.append(train(engine, model, loader, epochs))
     engine.close()
     return traces
 
 
-def _constant(optimizer: torch.optim.Optimizer) -> Any:
+def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
@@ -212,18 +212,24 @@ def train(engine: RapidformerEngine, model: nn.Module, loader: Any, epochs: int)
     return trace
 
 
-def join(traces: list[Trace]) -> Trace:
-    """What all processes hold together; copies must be equal, bit for bit after an update."""
+def join(traces: list[Trace], *, is_bit_equal: bool = True) -> Trace:
+    """What all processes hold together; copies must be equal.
+
+    Bit for bit, but where layers are split: sums over processes round differently on each.
+    """
+    tolerance = 0.0 if is_bit_equal else 1e-5
     joined = Trace(losses=traces[0].losses, norms=traces[0].norms)
     for trace in traces:
-        assert np.allclose(trace.losses, joined.losses, rtol=1e-12)
-        assert trace.norms == joined.norms
+        assert np.allclose(trace.losses, joined.losses, rtol=tolerance, atol=0)
+        assert np.allclose(trace.norms, joined.norms, rtol=tolerance, atol=0)
         for mine, all_of_them in (
             (trace.gradients, joined.gradients),
             (trace.weights, joined.weights),
         ):
             for key, value in mine.items():
-                assert np.array_equal(all_of_them.setdefault(key, value), value), key
+                held = all_of_them.setdefault(key, value)
+                distance = np.linalg.norm(held - value)
+                assert distance <= tolerance * max(float(np.linalg.norm(held)), 1e-3), key
         joined.parameter_bytes = max(joined.parameter_bytes, trace.parameter_bytes)
         joined.ties |= trace.ties
     return joined

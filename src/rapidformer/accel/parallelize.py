@@ -127,7 +127,7 @@ def parallelize(
         if apply_vocabulary_loss(model, plan, tensor_mesh):
             switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
-        switches.append(_recompute(model, plan, args))
+        switches.append(_recompute(model, plan, args, len(whole_plan.blocks)))
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
@@ -185,8 +185,9 @@ def _find_sharding_mesh(
         return build_lone_mesh(device.type)
     if args.cpu_offload:
         warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
-    elif args.zero_stage:
-        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    elif args.zero_stage and topology.is_first_process:
+        where = "in one process" if topology.mesh is None else "without data parallelism"
+        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: nothing to split.")
     return None
 
 
@@ -216,7 +217,7 @@ def _hand_to_deepspeed(
     if topology.mesh is not None:
         broadcast_weights(model)
     if args.checkpoint_activations:
-        switches.append(_recompute(model, plan, args))
+        switches.append(_recompute(model, plan, args, len(plan.blocks)))
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
@@ -225,11 +226,11 @@ def _hand_to_deepspeed(
     return Parallelized(model=model, plan=plan, synchronizer=strategy, switches=switches)
 
 
-def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments) -> str:
+def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments, total: int) -> str:
     granularity = args.recompute_granularity or "full"
     apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
     every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
-    return f"recompute: {granularity}{every} of {len(plan.blocks)} blocks"
+    return f"recompute: {granularity}{every} of {total} blocks"
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

@@ -36,7 +36,7 @@ from rapidformer.checkpoint.publish import (
 )
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
-from rapidformer.dist.collectives import broadcast_object, wait_for_all
+from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -286,6 +286,8 @@ def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Say plainly where a checkpoint was made for another model or optimizer."""
     saved = read_shapes(folder / "state")
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    # Of a model in stages, each process has some names only.
+    elsewhere = {name for names in gather_from_stages(sorted(wanted)) for name in names}
     problems = [f"{name} is not in it" for name in wanted if name not in saved]
     problems += [
         f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"
@@ -295,7 +297,7 @@ def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     problems += [
         f"{name} is in it, but not in the model"
         for name in saved
-        if name not in wanted and name.startswith("model.")
+        if name not in elsewhere and name.startswith("model.")
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" * (len(problems) > 5))

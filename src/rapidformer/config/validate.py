@@ -49,6 +49,7 @@ def find_problems(args: TrainingArguments) -> list[str]:
         *_check_length(args),
         *_check_switches(args),
         *_check_processes(args),
+        *_check_pipeline(args),
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_files(args),
@@ -77,6 +78,12 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
     ]
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
+    if args.pipeline_model_parallel_size == 1:
+        idle += [
+            f"{_flag(name)} has no effect without --pipeline-model-parallel-size."
+            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
+            if args.is_given(name)
+        ]
     if args.mixed_precision not in ("fp16", "auto"):
         idle += [
             f"{_flag(name)} has no effect without --mixed-precision fp16."
@@ -177,6 +184,16 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
     ]
     if len(stages) > 1:
         yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
+
+
+def _check_pipeline(args: TrainingArguments) -> Iterator[str]:
+    if args.pipeline_model_parallel_size == 1:
+        return
+    if args.compile and args.pipeline_schedule == "zero-bubble":
+        yield (
+            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved. "
+            "(Compiled blocks compute both gradients at once, which zero-bubble takes apart.)"
+        )
 
 
 def _check_processes(args: TrainingArguments) -> Iterator[str]:

@@ -62,6 +62,11 @@ class Topology:
         return self.joined[axis] if axis in self.joined else self.mesh[axis]
 
     @property
+    def is_first_process(self) -> bool:
+        """Whether this process speaks for all of them."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    @property
     def num_replicas(self) -> int:
         """Processes that each see other tokens."""
         return self.data * self.context

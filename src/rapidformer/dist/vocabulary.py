@@ -62,5 +62,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         result = shares.clone()
         if result.shape[-1]:
             result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
-        result *= (gradient * is_kept)[:, None]
+        # Not times zero: the gradient of a mean over no labels is not a number.
+        result *= gradient.masked_fill(~is_kept, 0.0)[:, None]
         return result, None, None, None, None

@@ -25,6 +25,9 @@ def describe_run(
     model = parallelized.model
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if parallelized.pipeline is not None:  # which has let most of them go
+        total = parallelized.pipeline.num_parameters
+        trained = parallelized.pipeline.num_trained
     plan = parallelized.plan
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
     lines = [

@@ -7,6 +7,7 @@ and is not a number: were it ever used for a result, the loss would show it at o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -38,12 +39,16 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
     for name, _ in model.named_parameters(remove_duplicate=False):
         own = next((i for block, i in number_of.items() if name.startswith(block)), None)
         blocks = {own} if own is not None else usage.blocks_of[name]
-        # One that the hollow forward pass has not met may be needed anywhere.
-        found[name] = frozenset(layout.find_owner(block) for block in blocks) or everywhere
-    for names in plan.tied:
-        together = frozenset().union(*(found[name] for name in names))
+        found[name] = frozenset(layout.find_owner(block) for block in blocks)
+    beside: dict[str, list[str]] = defaultdict(list)
+    for name in found:
+        beside[name.rpartition(".")[0]].append(name)
+    # A module's own parameters stay together too: a layer has its weight and its bias, or neither.
+    for names in (*plan.tied, *beside.values(), *plan.tied):
+        together = frozenset[int]().union(*(found[name] for name in names))
         found |= dict.fromkeys(names, together)
-    return Holdings(processes_of=found)
+    # One that the hollow forward pass has not met may be needed anywhere.
+    return Holdings(processes_of={name: found[name] or everywhere for name in found})
 
 
 def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Module:

@@ -81,7 +81,7 @@ class StageContext:
             return (hidden,) if self.returns_tuple else hidden
         if index == stage.end:
             raise StageEnd(self._prepare(get_first(args, kwargs)))
-        if index == stage.start and not stage.is_first:
+        if index == stage.start and (self.is_probing or not stage.is_first):
             args, kwargs = self._enter(args, kwargs)
         output = run(*args, **kwargs)
         self._check_output(index, output)

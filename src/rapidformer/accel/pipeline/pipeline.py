@@ -69,10 +69,13 @@ class Pipeline:
         topology: Topology,
         device: torch.device,
         seed: int,
+        counts: tuple[int, int],
     ) -> None:
         assert topology.mesh is not None
         self.layout = layout
         self.plan = plan
+        self.num_parameters, self.num_trained = counts
+        """Of the whole model."""
         self.holdings = holdings
         self._context = context
         self._mesh = topology.mesh
@@ -124,11 +127,12 @@ class Pipeline:
         self._results.clear()
         synchronizer.before_backward(False)
         try:
+            # At first on all stages, so that a mistake in the forward step is found by all at once.
             self._shapes = {
                 (stage.index, number): self._probe(stage, number)
                 for stage in self.stages
-                if not stage.is_first
                 for number in range(count)
+                if not stage.is_first or self._steps is None
             }
             self._get_steps(count).run()
         except RuntimeError as error:
@@ -293,8 +297,16 @@ def build_pipeline(
     context = StageContext(
         dtype=_choose_dtype(model, is_mixed=is_mixed), returns_tuple=usage.returns_tuple
     )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     pipeline = Pipeline(
-        plan, layout, holdings, context, topology=topology, device=device, seed=args.seed
+        plan,
+        layout,
+        holdings,
+        context,
+        topology=topology,
+        device=device,
+        seed=args.seed,
+        counts=(sum(sizes.values()), trained),
     )
     apply_cut(model, holdings.get_held(topology.get_rank("pipeline")), device)
     # Kept: the blocks can no longer be found by their parameters.
