@@ -31,7 +31,9 @@ KNOWN = ("sdpa", "eager")
 """The implementations that take a mask of tokens x tokens, or none."""
 
 
-def apply_context_attention(model: nn.Module, blocks: list[nn.Module], region: ContextRegion) -> None:
+def apply_context_attention(
+    model: nn.Module, blocks: list[nn.Module], region: ContextRegion
+) -> None:
     """Send the attention of the blocks through our name in Hugging Face's interface."""
     for block in blocks:
         for module in block.modules():

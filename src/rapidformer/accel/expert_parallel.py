@@ -11,6 +11,7 @@ processes that hold the same experts; everything else is summed over all.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def apply_expert_parallel(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
 ) -> list[nn.Module]:
     """Split the experts over the mesh, in place; returns the modules that hold them."""
+    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found = dict(_find_experts(model, plan))
     problems = list(_find_problems(model, found, mesh.size()))
     if problems:
@@ -104,9 +107,7 @@ def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type
         return
     patterns: dict[str, str] = getattr(model, "_ep_plan", None) or {}
     parents = {
-        pattern.rpartition(".")[0]
-        for pattern, style in patterns.items()
-        if style == _SPLIT_EXPERTS
+        pattern.rpartition(".")[0] for pattern, style in patterns.items() if style == _SPLIT_EXPERTS
     }
     yield from expand_patterns(model, dict.fromkeys(sorted(parents), RoutedExperts))
 
@@ -153,9 +154,7 @@ class SortedExperts(Style):
 class RoutedExperts(Style):
     """Hugging Face's experts: tokens with the experts that were chosen for them."""
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         split, choices = self.rapidformer_split, top_k_index.shape[-1]
         own: int = self.num_experts  # type: ignore[attr-defined]
         by_expert, order = top_k_index.flatten().sort(stable=True)
@@ -168,4 +167,5 @@ class RoutedExperts(Style):
         ones = top_k_weights.new_ones(len(rows), 1)
         made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
         chosen = route.send_back(made).index_select(0, order.argsort()).unflatten(0, (-1, choices))
-        return (chosen * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
+        mixed: Tensor = (chosen * top_k_weights[..., None]).sum(dim=1)
+        return mixed.to(hidden_states.dtype)

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.dist.regions import gather_slices, operations, pad_to, take_slice, sum_over, wait, get_share
+from rapidformer.dist.regions import (
+    gather_slices,
+    operations,
+    pad_to,
+    take_slice,
+    sum_over,
+    wait,
+    get_share,
+)
 
 Group = dist.ProcessGroup
 TOKENS = 1
@@ -170,6 +178,4 @@ def _join_heads(attended: Tensor, group: Group) -> Tensor:
 def _exchange(sent: Tensor, group: Group) -> Tensor:
     """Send the n-th row to the n-th process."""
     rows = [1] * len(sent)
-    return wait(
-        operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name)
-    )
+    return wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))

@@ -197,9 +197,7 @@ def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(sums).sum().sqrt().float() if sums else torch.tensor(0.0)
 
 
-def _sum_squares(
-    squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None
-) -> torch.Tensor:
+def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
     """Over all processes of the mesh on which these are split; what is plain is equal on all."""
     totals = [get_total_norm(some).double().square() / n for n, some in squares.items()]
     total = torch.stack(totals).sum()
