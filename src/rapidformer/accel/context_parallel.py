@@ -152,6 +152,8 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
         return "its decoder looks at an encoder's output, which has tokens of its own."
     if len({block.rpartition(".")[0] for block in plan.blocks}) != 1:
         return "its blocks are not one list."
+    if any("forward" in vars(block) for block in plan.get_blocks(model)):
+        return "forward was replaced on its blocks themselves (by hooks of another library)."
     if plan.has_split_attention:
         return None
     configs = find_configs(model)

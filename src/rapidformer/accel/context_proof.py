@@ -36,7 +36,8 @@ def prove_context(model: Any, region: ContextRegion) -> None:
     except RapidformerError:
         raise
     except Exception as reason:  # a block may choke on a share in any way it likes
-        raise ConfigurationError(_explain(model, region, f"it fails: {reason}")) from reason
+        finding = f"it fails ({str(reason).rstrip('.')})"
+        raise ConfigurationError(_explain(model, region, finding)) from reason
     finally:
         region.is_off = False
         model.train(was_training)
@@ -50,8 +51,9 @@ def prove_context(model: Any, region: ContextRegion) -> None:
 
 def _explain(model: Any, region: ContextRegion, finding: str) -> str:
     return (
-        f"--context-parallel-size {region.size}: tokens of {describe_model(model)} meet outside "
-        f"attention too. Tried on a few tokens, whole and shared out, {finding}. Leave it out; "
+        f"--context-parallel-size {region.size} cannot share the sequences of "
+        f"{describe_model(model)}: something besides its attention looks at all tokens, or at all "
+        f"heads. Tried on a few tokens, whole and shared out, {finding}. Leave it out; "
         "--zero-3-memory-optimization and --checkpoint-activations save memory on any model."
     )
 
@@ -64,7 +66,7 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
     embedding = model.get_input_embeddings()
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 4096
-    length = min(3 * region.size + 1, limit - 2)  # RoBERTa counts positions from 2
+    length = min(4 * region.size - 1, limit - 2)  # RoBERTa counts positions from 2
     if not region.can_share(length):
         return None
     dice = torch.Generator().manual_seed(0)

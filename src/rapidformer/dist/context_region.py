@@ -57,8 +57,10 @@ class ContextRegion:
         return dist.get_rank(self.group)
 
     def can_share(self, length: int) -> bool:
-        """Whether every process gets a token of so many."""
-        return not self.is_off and length > -(-length // self.size) * (self.size - 1)
+        """Whether every process gets tokens of so many: two, since one alone looks to a model
+        like a step of generation, which is not causal."""
+        last = length - -(-length // self.size) * (self.size - 1)
+        return not self.is_off and last > 1
 
     def enter(self, whole: Tensor) -> Tensor:
         """This process's tokens."""
