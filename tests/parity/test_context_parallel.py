@@ -37,7 +37,7 @@ from tests.parity.tensor_harness import (
 from tests.parity.test_tensor_parallel import _constant, _generate, check
 from tests.processes import run_in_processes
 
-UPDATES, ROWS = 10, 4
+UPDATES, ROWS = 3, 4
 CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "global_batch_size": ROWS}
 
 
@@ -125,8 +125,9 @@ def more_models_and_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_two_processes_that_share_sequences_equal_one() -> None:
+def test_two_processes_that_share_sequences_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd lengths, padding, labels that meet at the cut, tied weights, accumulation."""
+    monkeypatch.setattr(tensor_harness, "UPDATES", 10)
     lengths = [len(row["input_ids"]) for row in build_rows("llama")]
     assert any(length % 2 for length in lengths)
     names = ["bert", "bert-mlm", "gpt2", "llama", "qwen3", "gpt", "mistral", "own"]
@@ -135,7 +136,7 @@ def test_two_processes_that_share_sequences_equal_one() -> None:
 
 def test_shared_sequences_under_data_parallelism() -> None:
     """Rows are counted once, though two processes have each: AdamW would show it by its size."""
-    check(4, ["qwen3", "bert-mlm"], {**CONTEXT, "micro_batch_size": 1}, make_adamw)
+    check(4, ["qwen3"], {**CONTEXT, "micro_batch_size": 1}, make_adamw)
 
 
 def test_shared_sequences_under_sharding_with_recompute() -> None:
@@ -146,7 +147,7 @@ def test_shared_sequences_under_sharding_with_recompute() -> None:
 def test_more_processes_than_key_value_heads_share_sequences() -> None:
     """Rows too short for four processes are computed whole by each."""
     assert min(len(row["input_ids"]) for row in build_rows("llama")) < 8
-    check(4, ["llama", "gpt-rope"], {**CONTEXT, "context_parallel_size": 4, "micro_batch_size": 1})
+    check(4, ["llama"], {**CONTEXT, "context_parallel_size": 4, "micro_batch_size": 1})
 
 
 def test_shared_layers_and_shared_sequences() -> None:
@@ -228,7 +229,7 @@ def test_a_share_of_one_token_is_no_step_of_generation() -> None:
 
 
 def test_processes_that_share_sequences_generate_the_same_text() -> None:
-    names = ["gpt2", "llama", "gpt"]
+    names = ["llama", "gpt"]
     expected = _generate(names, {})
     for answers in run_in_processes(_generate, 2, names, CONTEXT):
         for name in names:
