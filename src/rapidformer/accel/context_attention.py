@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.dist.context_region import ContextRegion
+from rapidformer.errors import TrainingError
 
 MARK = "rapidformer_context"
 """Where a module of a block keeps its region."""
@@ -136,6 +137,15 @@ def _find_eager(module: nn.Module) -> Callable[..., Any]:
     raise AssertionError(f"{type(module).__name__} has no attention of its own")
 
 
+_OTHER_MEETINGS = {
+    functional.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    torch.conv1d,
+    torch.conv2d,
+}
+
+
 class SharedTorchAttention(TorchFunctionMode):
     """While a block runs: torch's attention sees all tokens of this process's heads."""
 
@@ -147,6 +157,12 @@ class SharedTorchAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OTHER_MEETINGS:
+            raise TrainingError(
+                f"--context-parallel-size: a block calls {func.__name__}, in which tokens meet as "
+                "well. Only torch's scaled_dot_product_attention can be shared: call it instead, "
+                "or leave --context-parallel-size out."
+            )
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return _attend_by_torch(self._region, *args, **kwargs)

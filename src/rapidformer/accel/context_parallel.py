@@ -28,8 +28,11 @@ from rapidformer.accel.context_attention import (
     apply_context_attention,
     find_configs,
 )
+from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
+from rapidformer.accel.context_proof import prove_context
 from rapidformer.accel.tensor_parallel import has_dropout, list_choices
-from rapidformer.accel.tensor_styles import replace_first
+from rapidformer.accel.tensor_styles import extend_module, replace_first
+from rapidformer.accel.vocabulary_loss import has_labels
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.plan import ModelPlan
@@ -111,20 +114,14 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
             token_dims=dict(plan.token_dims),
             names=tuple(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:],
         )
-        _extend(block, SharedBlock, place)
-    _extend(model, SharedModel, region)
+        extend_module(block, SharedBlock, place)
+        for module in block.modules():
+            if hasattr(module, "context_region"):
+                module.context_region = region  # type: ignore[assignment]
+    head = None if _get_tensor_size(model) > 1 else apply_shared_loss(model, plan, region, mesh)
+    extend_module(model, SharedModel, _WholeModel(region=region, head=head))
+    prove_context(model, region)
     return region
-
-
-def _extend(module: nn.Module, style: type, place: Any) -> None:
-    holder: Any = module
-    holder.rapidformer_place = place
-    holder.__class__ = _get_class(type(module), style)
-
-
-@functools.cache
-def _get_class(cls: Any, style: type) -> Any:
-    return type(cls.__name__, (style, cls), {"__module__": cls.__module__})
 
 
 # ---- what cannot work ----------------------------------------------------------------------------
@@ -155,6 +152,8 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
         return "its decoder looks at an encoder's output, which has tokens of its own."
     if len({block.rpartition(".")[0] for block in plan.blocks}) != 1:
         return "its blocks are not one list."
+    if any("forward" in vars(block) for block in plan.get_blocks(model)):
+        return "forward was replaced on its blocks themselves (by hooks of another library)."
     if plan.has_split_attention:
         return None
     configs = find_configs(model)
@@ -200,28 +199,45 @@ def _get_tensor_share(model: nn.Module) -> str:
 # ---- modules -------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True, eq=False)
+class _WholeModel:
+    """What the whole model knows."""
+
+    region: ContextRegion
+    head: SharedHeadPlace | None
+    """Of the output layer, where the model's own loss takes a share of the tokens."""
+
+
 class SharedModel:
     """The whole model: says when sequences stay whole, and asks for no cache in vain."""
 
-    rapidformer_place: ContextRegion
+    rapidformer_place: _WholeModel
+    training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        region, config = self.rapidformer_place, getattr(self, "config", None)
+        place, config = self.rapidformer_place, getattr(self, "config", None)
+        region, head = place.region, place.head
         was_off = region.is_off
         region.is_off |= any(
             kwargs.get(name, getattr(config, name, False)) for name in _ASKS_FOR_LAYERS
         )
-        if _takes_cache(type(self)) and kwargs.get("past_key_values") is None:
+        cls: Any = type(self)
+        if _takes_cache(cls) and kwargs.get("past_key_values") is None:
             # A cache holds whole sequences, and would be made only to be thrown away.
             kwargs.setdefault("use_cache", False)
+        if head is not None:
+            forward = super().forward  # type: ignore[misc]
+            head.keeps_share = self.training and has_labels(forward, args, kwargs)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             region.is_off = was_off
+            if head is not None:
+                head.keeps_share = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Step by step there is no sequence to share: every process generates the same."""
-        region = self.rapidformer_place
+        region = self.rapidformer_place.region
         region.is_off = True
         try:
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -11,6 +11,7 @@ processes that hold the same experts; everything else is summed over all.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def apply_expert_parallel(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
 ) -> list[nn.Module]:
     """Split the experts over the mesh, in place; returns the modules that hold them."""
+    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found = dict(_find_experts(model, plan))
     problems = list(_find_problems(model, found, mesh.size()))
     if problems:
@@ -164,4 +167,5 @@ class RoutedExperts(Style):
         ones = top_k_weights.new_ones(len(rows), 1)
         made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
         chosen = route.send_back(made).index_select(0, order.argsort()).unflatten(0, (-1, choices))
-        return (chosen * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
+        mixed: Tensor = (chosen * top_k_weights[..., None]).sum(dim=1)
+        return mixed.to(hidden_states.dtype)

@@ -126,6 +126,14 @@ def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     holder.__class__ = _get_class(cls, names, styles)
 
 
+def extend_module(module: nn.Module, style: type, place: Any) -> None:
+    """Give a module the subclass that acts by a style, and what that needs to know."""
+    holder: Any = module
+    holder.rapidformer_place = place
+    cls: Any = type(module)
+    holder.__class__ = _get_class(cls, (), (style,))
+
+
 @functools.cache
 def _get_class(cls: type, names: tuple[str, ...], styles: tuple[type, ...]) -> Any:
     readers = {name: _build_reader(name) for name in names}

@@ -50,6 +50,7 @@ def find_problems(args: TrainingArguments) -> list[str]:
         *_check_switches(args),
         *_check_processes(args),
         *_check_pipeline(args),
+        *_check_sharing(args),
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_files(args),
@@ -244,6 +245,23 @@ def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[s
             f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
             f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
+
+
+def _check_sharing(args: TrainingArguments) -> Iterator[str]:
+    """Which ways of sharing a model do not go together."""
+    if args.expert_model_parallel_size > 1 and args.tensor_model_parallel_size > 1:
+        yield (
+            "--expert-model-parallel-size and --tensor-model-parallel-size exclude each other: "
+            "what the one sends between processes the other expects on all of them. Experts are "
+            "most of a mixture's weights: give --expert-model-parallel-size, and "
+            "--zero-3-memory-optimization for the rest."
+        )
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        if getattr(args, name) > 1 and args.pipeline_model_parallel_size > 1:
+            yield (
+                f"{_flag(name)} and --pipeline-model-parallel-size exclude each other: give "
+                "--zero-3-memory-optimization instead of stages."
+            )
 
 
 def _check_sizes(args: TrainingArguments) -> Iterator[str]:

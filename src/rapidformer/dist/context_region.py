@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.dist.regions import gather_slices, operations, pad_to, take_slice, sum_over, wait, get_share
+from rapidformer.dist.regions import (
+    gather_slices,
+    operations,
+    pad_to,
+    take_slice,
+    sum_over,
+    wait,
+    get_share,
+)
 
 Group = dist.ProcessGroup
 TOKENS = 1
@@ -49,8 +57,10 @@ class ContextRegion:
         return dist.get_rank(self.group)
 
     def can_share(self, length: int) -> bool:
-        """Whether every process gets a token of so many."""
-        return not self.is_off and length > -(-length // self.size) * (self.size - 1)
+        """Whether every process gets tokens of so many: two, since one alone looks to a model
+        like a step of generation, which is not causal."""
+        last = length - -(-length // self.size) * (self.size - 1)
+        return not self.is_off and last > 1
 
     def enter(self, whole: Tensor) -> Tensor:
         """This process's tokens."""
@@ -170,6 +180,4 @@ def _join_heads(attended: Tensor, group: Group) -> Tensor:
 def _exchange(sent: Tensor, group: Group) -> Tensor:
     """Send the n-th row to the n-th process."""
     rows = [1] * len(sent)
-    return wait(
-        operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name)
-    )
+    return wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))

@@ -79,6 +79,23 @@ def get_context_parallel_group() -> dist.ProcessGroup | None:
     return get_topology().get_group("context")
 
 
+def get_expert_model_parallel_world_size() -> int:
+    """Processes that share the experts of a mixture."""
+    return get_topology().expert
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Which of them this one is."""
+    mesh = get_topology().get_expert_mesh("expert")
+    return 0 if mesh is None else mesh.get_local_rank()
+
+
+def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None where every process has all experts."""
+    mesh = get_topology().get_expert_mesh("expert")
+    return None if mesh is None else mesh.get_group()
+
+
 def get_model_parallel_world_size() -> int:
     """The older name of the processes that share each layer."""
     return get_tensor_model_parallel_world_size()

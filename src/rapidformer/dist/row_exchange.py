@@ -67,6 +67,4 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    return wait(
-        operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
-    )
+    return wait(operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name))
