@@ -100,9 +100,7 @@ def parallelize(
     synchronizer: GradientSynchronizer = _Alone()
     mesh = _find_sharding_mesh(args, topology, device)
     if mesh is not None and args.zero_stage:
-        synchronizer = apply_sharding(
-            model, plan, mesh, args.zero_stage, offloads=args.cpu_offload
-        )
+        synchronizer = apply_sharding(model, plan, mesh, args.zero_stage, offloads=args.cpu_offload)
         switches.append(_describe_sharding(args, mesh))
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
