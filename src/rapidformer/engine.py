@@ -59,6 +59,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
+from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
@@ -135,6 +136,14 @@ class RapidformerEngine:
         return self.topology.pipeline > 1
 
     # ---- composing -----------------------------------------------------------------------------
+
+    def build_model(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """``build()``; where the run splits weights, no process ever holds all of them.
+
+        The model then has no values until ``compose`` has split it and each process has made (read
+        or drawn) its share, equal to what one process would have.
+        """
+        return build_for_split(self.args, build)
 
     def compose(
         self,

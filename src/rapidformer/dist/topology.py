@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -155,7 +156,7 @@ def build_lone_mesh(device_type: str) -> DeviceMesh:
     """A mesh of this process alone, for what needs one though there is nobody to talk to."""
     if not dist.is_initialized():
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
 
 

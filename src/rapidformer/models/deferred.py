@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.log import get_logger
-from rapidformer.models.recording import CannotRecord, Recording, Spans, record, take
+from rapidformer.models.recording import RecordingError, Recording, Spans, record, take
 from rapidformer.models.weight_files import record_files
 
 _ATTRIBUTE = "rapidformer_deferred"
@@ -104,7 +104,7 @@ def _build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
         if parameter.is_meta and not recording.has_values(parameter)
     ]
     if missing:
-        raise CannotRecord(f"nothing gives {missing[0]} its values")
+        raise RecordingError(f"nothing gives {missing[0]} its values")
     setattr(model, _ATTRIBUTE, DeferredWeights(recording, parameters))
     return model
 
@@ -117,7 +117,7 @@ def _make_buffers(model: nn.Module, recording: Recording) -> None:
         if isinstance(tensor, nn.Parameter) or not tensor.is_meta:
             return tensor
         if not recording.has_values(tensor):
-            raise CannotRecord("nothing gives a buffer its values")
+            raise RecordingError("nothing gives a buffer its values")
         return made.setdefault(id(tensor), recording.read(tensor))
 
     for module in model.modules():

@@ -35,7 +35,7 @@ _tensor_class: Any = Tensor
 _GET_IS_META, _GET_DEVICE = _tensor_class.is_meta.__get__, _tensor_class.device.__get__
 
 
-class CannotRecord(Exception):
+class RecordingError(Exception):
     """Something that only a plain build can do."""
 
 
@@ -132,7 +132,7 @@ class Recording:
         if not gives_tensors or any(not tensor.is_meta for tensor in written):
             return function(*self._realize(args), **self._realize(kwargs))
         if name in _CHANGES_MEMORY or kwargs.get("generator") is not None:
-            raise CannotRecord(f"{name} with memory or random numbers of its own")
+            raise RecordingError(f"{name} with memory or random numbers of its own")
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = torch.get_rng_state()
@@ -205,7 +205,7 @@ class Recording:
         if not tensor.is_meta:
             return tensor.detach().clone()
         if not name.startswith(_ONLY_SHAPES):
-            raise CannotRecord(f"{name} of a tensor that was made without values")
+            raise RecordingError(f"{name} of a tensor that was made without values")
         return _Blank(tuple(tensor.shape), tensor.dtype)
 
     def _add_storage(self, tensor: Tensor) -> None:
@@ -241,8 +241,9 @@ class Recording:
             return cast(PartialSource, step.function)
         name = getattr(getattr(step.function, "_schema", None), "name", "")
         earlier = step.args[0] if step.args else None
-        is_copy = name in ("aten::_to_copy", "aten::clone") and isinstance(earlier, _View)
-        is_same = is_copy and earlier.size == view.size and earlier.stride == view.stride
+        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, _View):
+            return None
+        is_same = earlier.size == view.size and earlier.stride == view.stride
         return self._find_source(earlier) if is_same else None
 
     def _find_steps(self, storage: int, before: int) -> list[int]:

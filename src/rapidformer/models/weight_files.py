@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapidformer.models.recording import CannotRecord, Recording, Spans
+from rapidformer.models.recording import RecordingError, Recording, Spans
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _DTYPES = {
@@ -119,7 +119,7 @@ class _RecordedSlice:
     def __getitem__(self, index: Any) -> Tensor:
         dtype = _DTYPES.get(self._dtype_name)
         if dtype is None:
-            raise CannotRecord(f"{self._key} in {self._path} holds {self._dtype_name}")
+            raise RecordingError(f"{self._key} in {self._path} holds {self._dtype_name}")
         source = FileTensor(self._path, self._key, dtype)
         return self._recording.add_source(source, self._shape, dtype)[index]
 
