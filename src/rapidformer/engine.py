@@ -33,6 +33,7 @@ from rapidformer.accel.deepspeed import DeepSpeedStrategy
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import MicroBatchResult
 from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.accel.tensor_check import check_whole_gradients
 from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
@@ -114,6 +115,7 @@ class RapidformerEngine:
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.resumed_from: Path | None = None
+        self._first_update = 0
         self._trainable: list[nn.Parameter] = []
         self._parallelized: Parallelized | None = None
         self._current_loader: DistributedLoader | None = None
@@ -366,6 +368,9 @@ class RapidformerEngine:
         if is_last:
             beat("update")
             self.clock.finish_gradients(self._trainable, self.scaler)
+            group = self.topology.get_group("tensor")
+            if group is not None and self.clock.updates == self._first_update:
+                check_whole_gradients(self.parallelized.model, group)
 
     def iterate_updates(self, loader: DistributedLoader) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each update of an epoch, for ``run_update``."""
@@ -525,7 +530,7 @@ class RapidformerEngine:
             with_random_states=self.args.load_rng and not only_weights,
             with_position=not only_weights,
         )
-        self.clock.updates = state.step
+        self.clock.updates = self._first_update = state.step
         self.resumed_from = state.loaded_from
         return extra
 

@@ -16,13 +16,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -92,8 +98,23 @@ class CustomBlock(nn.Module):
         return hidden + self.scale * self.down(nn.functional.gelu(self.up(hidden)))
 
 
-class CustomModel(nn.Module):
-    """A model with a plan of its own, whose head is the embedding's weight, read by hand."""
+PLAN: dict[str, Any] = {
+    "blocks": "layers",
+    "tensor": {
+        "head": "colwise_gather_output",
+        "layers.*.attention.query": "colwise",
+        "layers.*.attention.key": "colwise",
+        "layers.*.attention.value": "colwise",
+        "layers.*.attention.output": "rowwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+    },
+    "divided": {"layers.*.attention": ["num_heads"]},
+}
+
+
+class UnplannedModel(nn.Module):
+    """A model that says nothing of itself, whose head is the embedding's weight, read by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,21 +123,6 @@ class CustomModel(nn.Module):
         self.head = nn.Linear(32, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=0.1)
-
-    def rapidformer_plan(self) -> dict[str, Any]:
-        return {
-            "blocks": "layers",
-            "tensor": {
-                "head": "colwise_gather_output",
-                "layers.*.attention.query": "colwise",
-                "layers.*.attention.key": "colwise",
-                "layers.*.attention.value": "colwise",
-                "layers.*.attention.output": "rowwise",
-                "layers.*.up": "colwise",
-                "layers.*.down": "rowwise",
-            },
-            "divided": {"layers.*.attention": ["num_heads"]},
-        }
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
@@ -127,6 +133,17 @@ class CustomModel(nn.Module):
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
+
+
+class CustomModel(UnplannedModel):
+    """The same with a plan of its own."""
+
+    def rapidformer_plan(self) -> dict[str, Any]:
+        return PLAN
+
+
+GIVEN_PLANS = {"unplanned": PLAN}
+"""What is told to ``compose`` of models that do not say it themselves."""
 
 
 def _bert(dropout: float) -> dict[str, Any]:
@@ -170,6 +187,21 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
         Gemma2Config(**_llama(final_logit_softcapping=30.0, attn_implementation="eager"))
     ),
     "mixtral": lambda p: MixtralForCausalLM(MixtralConfig(**_llama(num_local_experts=4))),
+    # Learnt activations, whose weights work on a share of the width.
+    "apertus": lambda p: ApertusForCausalLM(ApertusConfig(**_llama())),
+    # A key's turned part is one for all heads; the first block's feed-forward layer is dense.
+    "deepseek": lambda p: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **_llama(num_key_value_heads=4, head_dim=4), q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, n_group=1,
+            topk_group=1, first_k_dense_replace=1,
+        )
+    ),
+    # A number per head beside the layers.
+    "gpt-oss": lambda p: GptOssForCausalLM(
+        GptOssConfig(**_llama(num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
+    ),
     "phi3": lambda p: Phi3ForCausalLM(Phi3Config(**_llama())),
     "gpt": lambda p: GPTForCausalLM(
         GPTConfig(
@@ -199,6 +231,7 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
         )
     ),
     "custom": lambda p: CustomModel(),
+    "unplanned": lambda p: UnplannedModel(),
 }  # fmt: skip
 
 
@@ -294,6 +327,7 @@ def run_split(
             model,
             make_optimizer(model),
             lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+            plan=GIVEN_PLANS.get(name),
         )
         traces[name] = train(engine, model, loader)
     engine.close()

@@ -52,7 +52,7 @@ def apply_sequence_parallel(
     region = SequenceRegion(mesh.get_group())
     gatherers = _find_gatherers(tensor_plan)
     for block in plan.blocks:
-        whole = list(_find_whole(model, block, tensor_plan, gatherers))
+        whole = list(_find_whole(block, model.get_submodule(block), tensor_plan, gatherers))
         for name in whole:
             _extend(model.get_submodule(name), region, mesh, WholeTokens)
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -76,15 +76,19 @@ def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:
 
 
 def _find_whole(
-    model: nn.Module, block: str, plan: TensorPlan, gatherers: set[str]
+    block: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
 ) -> Iterator[str]:
     """Parts of a block that must be given all tokens, and give all of them back.
 
     A part has a style that keeps its outputs together, or something inside that the plan does not
     know (it may be an attention, or a mixture of experts).
     """
-    for child, part in model.get_submodule(block).named_children():
+    for child, part in module.named_children():
         name = f"{block}.{child}"
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            # Not a part itself: the block calls its members.
+            yield from _find_whole(name, part, plan, gatherers)
+            continue
         styles = {s for n, s in plan.styles.items() if n == name or n.startswith(f"{name}.")}
         if not styles <= _KNOWN or any(_find_unknown(name, part, plan, gatherers)):
             yield name

@@ -106,16 +106,13 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         owner = model.get_submodule(name)
         for attribute in attributes:
             setattr(owner, attribute, getattr(owner, attribute) // size)
-    few = {
-        name.rpartition(".")[0]
-        for name, style in plan.styles.items()
-        if style == "key_value" and count_key_value_heads(model, name) % size
-    }
-    for name in few:
+    heads = _get_heads(model)
+    for name in {name.rpartition(".")[0] for name in plan.styles}:
         attention: Any = model.get_submodule(name)
-        if hasattr(attention, "num_key_value_groups"):
+        groups = getattr(attention, "num_key_value_groups", 0)
+        if groups and (heads // groups) % size:
             # Transformers repeats each key head so often; here there is one for all local heads.
-            attention.num_key_value_groups = _get_heads(model) // size
+            attention.num_key_value_groups = heads // size
 
 
 def count_key_value_heads(model: nn.Module, name: str) -> int:
@@ -128,7 +125,7 @@ def count_key_value_heads(model: nn.Module, name: str) -> int:
 
 
 def _count_shared_outputs(model: nn.Module, name: str) -> int:
-    """The outputs that are a key of all heads (its turned part): the rest goes to the next layer."""
+    """The outputs that are a key of all heads: its turned part. The rest goes to a split layer."""
     attention: Any = model.get_submodule(name.rpartition(".")[0])
     return int(attention.qk_rope_head_dim)
 

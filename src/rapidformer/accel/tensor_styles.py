@@ -31,6 +31,7 @@ from rapidformer.dist.regions import (
     slice_in,
     sum_out,
 )
+from rapidformer.dist.vocabulary import check_ids
 from rapidformer.errors import TrainingError
 
 Reading = Callable[[Tensor], Tensor]
@@ -48,7 +49,7 @@ class SequenceRegion:
     def enter(self, hidden: Tensor) -> Tensor:
         if hidden.dim() != 3:
             raise TrainingError(
-                f"--sequence-parallel: the blocks of this model pass on {list(hidden.shape)}, not "
+                f"--sequence-parallel: a layer of this model passes on {list(hidden.shape)}, not "
                 "[batch, tokens, hidden]. Leave the switch out."
             )
         self.length = hidden.shape[_SEQUENCE_DIM]
@@ -239,6 +240,8 @@ class VocabularyEmbedding(Style):
     def forward(self, ids: Tensor) -> Tensor:
         split = self.rapidformer_split
         first, end = get_share(split.length, split.group)
+        # An id that nobody has would become zeros; a whole embedding refuses it.
+        check_ids(ids, split.length, "an id of the batch")
         is_foreign = (ids < first) | (ids >= end)
         found = super().forward((ids - first).masked_fill(is_foreign, 0))  # type: ignore[misc]
         return sum_out(found.masked_fill(is_foreign[..., None], 0.0), split.group)
