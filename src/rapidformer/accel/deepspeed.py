@@ -93,7 +93,7 @@ class DeepSpeedStrategy:
     ) -> Optimizer:
         """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
         self.bypass = bypass
-        ties = [[self.model.get_parameter(name) for name in group] for group in self._plan.tied]
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
         with _in_process_group(self.device):
             try:
                 self.engine, *_ = self.deepspeed.initialize(
@@ -106,9 +106,10 @@ class DeepSpeedStrategy:
                 Exception
             ) as reason:  # DeepSpeed's own checks are assertions and errors of all kinds
                 raise self._explain(reason) from reason
-        self._check_ties(ties)
-        self._forward_through_deepspeed()
         self._state = GatheredState(self) if self.stage else None
+        if self._topology.tensor > 1:
+            self._check_split(shapes)
+        self._forward_through_deepspeed()
         started: Optimizer = self.engine.basic_optimizer
         return started
 
@@ -279,14 +280,25 @@ class DeepSpeedStrategy:
         if problems:
             raise ConfigurationError(problems)
 
-    def _check_ties(self, before: list[list[nn.Parameter]]) -> None:
-        for names, parameters in zip(self._plan.tied, before, strict=True):
-            now = {id(self.model.get_parameter(name)) for name in names}
-            if len({id(p) for p in parameters}) == 1 and len(now) > 1:
-                raise ConfigurationError(
-                    f"DeepSpeed's AutoTP has untied {' and '.join(names)}: use "
-                    "--tensor-model-parallel-size without --deepspeed, which keeps ties."
-                )
+    def _check_split(self, before: dict[str, torch.Size]) -> None:
+        """AutoTP must have kept every tie, and split only what it can join again."""
+        assert self._state is not None
+        now = self._state.get_whole_shapes()
+        problems = [
+            f"{name} has become {list(now[name])} of {list(shape)}"
+            for name, shape in before.items()
+            if name in now and now[name] != shape
+        ]
+        problems += [
+            f"{' and '.join(names)} are no longer one weight"
+            for names in self._plan.tied
+            if len({id(self.model.get_parameter(name)) for name in names}) > 1
+        ]
+        if problems:
+            raise ConfigurationError(
+                f"DeepSpeed's AutoTP does not split this model rightly ({'; '.join(problems[:3])}):"
+                " use --tensor-model-parallel-size without --deepspeed."
+            )
 
     def _explain(self, reason: Exception) -> Exception:
         """DeepSpeed's refusal in one line, with the way out where there is one."""

@@ -235,6 +235,10 @@ class GatheredState:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
+    def get_whole_shapes(self) -> dict[str, torch.Size]:
+        """The shape that each weight would have alone, by its first name."""
+        return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
+
     def _get_whole_shape(self, parameter: Any) -> torch.Size:
         own = getattr(parameter, "ds_shape", parameter.shape)
         if not is_split_by_tensor(parameter):
