@@ -539,7 +539,7 @@ class RapidformerEngine:
         with in_phase("save"):
             self.parallelized.settle()
             deepspeed = self.parallelized.deepspeed
-            weights = deepspeed.state.gather_weights() if deepspeed else None
+            weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None
             return export_model(
                 self.parallelized.model, Path(folder), processor=processor, weights=weights
             )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from rapidformer.accel.deepspeed_state import GatheredState, is_split_by_tensor
+from rapidformer.accel.deepspeed_state import GatheredState
 from rapidformer.accel.precision import Precision, to_fp32
 from rapidformer.config import TrainingArguments
 from rapidformer.config.deepspeed_file import (
@@ -93,7 +93,7 @@ class DeepSpeedStrategy:
     ) -> Optimizer:
         """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
         self.bypass = bypass
-        ties = [[self.model.get_parameter(name) for name in group] for group in self._plan.tied]
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
         with _in_process_group(self.device):
             try:
                 self.engine, *_ = self.deepspeed.initialize(
@@ -106,9 +106,10 @@ class DeepSpeedStrategy:
                 Exception
             ) as reason:  # DeepSpeed's own checks are assertions and errors of all kinds
                 raise self._explain(reason) from reason
-        self._check_ties(ties)
+        self._state = GatheredState(self) if self.stage else None
+        if self._topology.tensor > 1:
+            self._check_split(shapes)
         self._forward_through_deepspeed()
-        self._state = GatheredState(self)
         started: Optimizer = self.engine.basic_optimizer
         return started
 
@@ -145,7 +146,9 @@ class DeepSpeedStrategy:
             parts.append(f"AutoTP over {tensor} processes")
         if self.keeps_precision:
             parts.append("16-bit weights beside fp32 ones")
-        return f"{', '.join(parts)} over {self._topology.num_replicas} replicas ({self.file})"
+        replicas = self._topology.num_replicas
+        over = f" over {replicas} processes" if replicas > 1 else ""
+        return f"{', '.join(parts)}{over} ({self.file})"
 
     # ---- a backward pass -----------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class DeepSpeedStrategy:
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, 1.0 / divisor)
-            return self._get_whole_norm(gradients)
+            return get_total_norm(gradients)
         self._set_scale(divisor)
         norm = self._get_split_norm() / divisor
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
@@ -204,24 +207,11 @@ class DeepSpeedStrategy:
             norm = combine_grad_norm_groups(optimizer._get_norm_groups())
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
-    def _get_whole_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        group = self._topology.get_group("tensor")
-        if group is None:
-            return get_total_norm(gradients)
-        split = [
-            p.grad for p in self.model.parameters() if p.grad is not None and is_split_by_tensor(p)
-        ]
-        known = {id(g) for g in split}
-        square = get_total_norm(split).double().square()
-        dist.all_reduce(square, group=group)
-        rest = get_total_norm([g for g in gradients if id(g) not in known]).double().square()
-        return (square + rest).sqrt().float()
-
     # ---- state ---------------------------------------------------------------------------------
 
     @property
-    def state(self) -> GatheredState:
-        assert self._state is not None
+    def state(self) -> GatheredState | None:
+        """What joins weights and optimizer state; None where nothing has been cut."""
         return self._state
 
     def close(self) -> None:
@@ -290,14 +280,25 @@ class DeepSpeedStrategy:
         if problems:
             raise ConfigurationError(problems)
 
-    def _check_ties(self, before: list[list[nn.Parameter]]) -> None:
-        for names, parameters in zip(self._plan.tied, before, strict=True):
-            now = {id(self.model.get_parameter(name)) for name in names}
-            if len({id(p) for p in parameters}) == 1 and len(now) > 1:
-                raise ConfigurationError(
-                    f"DeepSpeed's AutoTP has untied {' and '.join(names)}: use "
-                    "--tensor-model-parallel-size without --deepspeed, which keeps ties."
-                )
+    def _check_split(self, before: dict[str, torch.Size]) -> None:
+        """AutoTP must have kept every tie, and split only what it can join again."""
+        assert self._state is not None
+        now = self._state.get_whole_shapes()
+        problems = [
+            f"{name} has become {list(now[name])} of {list(shape)}"
+            for name, shape in before.items()
+            if name in now and now[name] != shape
+        ]
+        problems += [
+            f"{' and '.join(names)} are no longer one weight"
+            for names in self._plan.tied
+            if len({id(self.model.get_parameter(name)) for name in names}) > 1
+        ]
+        if problems:
+            raise ConfigurationError(
+                f"DeepSpeed's AutoTP does not split this model rightly ({'; '.join(problems[:3])}):"
+                " use --tensor-model-parallel-size without --deepspeed."
+            )
 
     def _explain(self, reason: Exception) -> Exception:
         """DeepSpeed's refusal in one line, with the way out where there is one."""

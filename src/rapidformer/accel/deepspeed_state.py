@@ -124,12 +124,10 @@ class GatheredState:
         }
 
     def _get_pieces(self) -> list[torch.Tensor]:
-        """What the optimizer's state is kept for: flat pieces, or the parameters themselves."""
-        stage, optimizer = self._strategy.stage, self._strategy.engine.optimizer
-        if stage == 0:
-            return [p for p in self._strategy.model.parameters() if p.requires_grad]
-        name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
-        pieces: list[torch.Tensor] = list(getattr(optimizer, name))
+        """What the optimizer's state is kept for."""
+        is_third = self._strategy.stage == 3
+        name = "fp32_partitioned_groups_flat" if is_third else "single_partition_of_fp32_groups"
+        pieces: list[torch.Tensor] = list(getattr(self._strategy.engine.optimizer, name))
         return pieces
 
     def _get_keys(self) -> list[str]:
@@ -148,7 +146,7 @@ class GatheredState:
 
     def _gather_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 weight that updates are made on."""
-        if not parameter.requires_grad or self._strategy.stage == 0:
+        if not parameter.requires_grad:
             return self._gather_model_weight(parameter)
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -165,11 +163,8 @@ class GatheredState:
         """A tensor of the optimizer's state; a number (how many updates) is the same for all."""
         state = self._strategy.engine.basic_optimizer.state
         if self._is_number(key):
-            piece = parameter if self._strategy.stage == 0 else self._get_pieces()[0]
-            number: torch.Tensor = state[piece][key]
+            number: torch.Tensor = state[self._get_pieces()[0]][key]
             return number
-        if self._strategy.stage == 0:
-            return _join_tensor_split(parameter, state[parameter][key])
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_state()
@@ -191,21 +186,18 @@ class GatheredState:
         else:
             with self._strategy.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(own)
-        if self._strategy.stage and parameter.requires_grad:
+        if parameter.requires_grad:
             self._put_piece(parameter, None, own)
 
     def _put(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         state = self._strategy.engine.basic_optimizer.state
         if value.dim() == 0:
-            pieces = [parameter] if self._strategy.stage == 0 else self._get_pieces()
-            for piece in pieces:
+            for piece in self._get_pieces():
                 state[piece][key].copy_(value)
             return
-        own = _cut_tensor_split(parameter, value.to(self._strategy.device))
-        if self._strategy.stage == 0:
-            state[parameter][key].copy_(own)
-        else:
-            self._put_piece(parameter, key, own)
+        self._put_piece(
+            parameter, key, _cut_tensor_split(parameter, value.to(self._strategy.device))
+        )
 
     def _put_piece(self, parameter: Any, key: str | None, whole: torch.Tensor) -> None:
         if self._strategy.stage < 3:
@@ -236,14 +228,16 @@ class GatheredState:
         for piece in pieces:
             piece.grad = torch.zeros_like(piece)
         with strategy.bypass(), torch.no_grad():
-            if strategy.stage == 0:
-                optimizer.step()
-            for index in range(len(pieces) if strategy.stage else 0):
+            for index in range(len(pieces)):
                 strategy.engine.optimizer._optimizer_step(index)
         for piece, gradient in zip(pieces, kept, strict=True):
             piece.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def get_whole_shapes(self) -> dict[str, torch.Size]:
+        """The shape that each weight would have alone, by its first name."""
+        return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
 
     def _get_whole_shape(self, parameter: Any) -> torch.Size:
         own = getattr(parameter, "ds_shape", parameter.shape)

@@ -235,6 +235,12 @@ def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
     stage = get_zero_stage(args, content)
     if stage not in (0, 1, 2, 3):
         yield f"zero_optimization.stage {stage} in {file} must be 0, 1, 2 or 3."
+    if stage == 3 and args.tensor_model_parallel_size > 1:
+        yield (
+            f"{_describe(args, 'tensor_model_parallel_size')} with zero_optimization.stage 3 in "
+            f"{file}: DeepSpeed's AutoTP goes with stage 1 or 2; --zero-3-memory-optimization "
+            "without --deepspeed goes with both."
+        )
     if stage and args.optimizer in ("adafactor", "muon"):
         yield (
             f"--optimizer {args.optimizer} looks at whole matrices, and DeepSpeed's ZeRO-{stage} "

@@ -86,7 +86,9 @@ def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None)
     stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
     is_half = has_own_precision(content, mixed_precision)
     zero = content.setdefault("zero_optimization", {})
-    zero["stage"] = max(stage, 1) if is_half else stage
+    # Without ZeRO, AutoTP's gradients come out wrong, and 16-bit weights have other optimizers.
+    needs_zero = is_half or args.tensor_model_parallel_size > 1
+    zero["stage"] = max(stage, 1) if needs_zero else stage
     if args.cpu_offload and stage:
         zero.setdefault("offload_optimizer", {"device": "cpu"})
         if stage == 3:
@@ -110,7 +112,8 @@ def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None)
     content["gradient_clipping"] = args.clip_grad
     content["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     content["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    content["train_batch_size"] = args.global_batch_size
+    # It reckons this one itself, and takes processes that share layers for replicas.
+    content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
     if args.tensor_model_parallel_size > 1:
         tensor = content.setdefault("tensor_parallel", {})
