@@ -56,6 +56,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
+from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
@@ -77,7 +78,7 @@ class RapidformerEngine:
         *,
         args: Arguments = None,
     ) -> None:
-        given = _read_arguments(args, extra_args_provider)
+        given = get_observer().change_settings(_read_arguments(args, extra_args_provider))
         configure_logging(given.log_level)
         processes = start_processes(
             device=given.device, timeout_minutes=given.distributed_timeout_minutes
@@ -145,6 +146,7 @@ class RapidformerEngine:
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
+        get_observer().before_compose(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
             model, self.args, device=self.device, topology=self.topology, precision=self.precision
@@ -173,6 +175,7 @@ class RapidformerEngine:
                 "own share, so a run differs from one of another size; only the distribution of "
                 "masks is kept. Everything else is exact."
             )
+        get_observer().after_compose(self)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
@@ -275,6 +278,7 @@ class RapidformerEngine:
         loader = self._train_loader if self._current_loader is self._train_loader else None
         if loader is not None and loader.is_filler:
             weight = 0.0
+        get_observer().see_loss(loss, weight, loader.info if loader is not None else None)
         is_last = self.clock.start_micro_batch(
             ends_epoch=loader is not None and loader.is_update_end
         )

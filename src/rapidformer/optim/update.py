@@ -21,6 +21,7 @@ from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError
+from rapidformer.optim.observer import get_observer
 
 
 class UpdateClock:
@@ -100,6 +101,7 @@ class UpdateClock:
             norm = get_total_norm(gradients)
             self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._is_complete = True
+        get_observer().see_gradients()
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm; the same arithmetic as torch's own."""
@@ -140,6 +142,7 @@ class UpdateClock:
         if self._pending_schedule is not None:
             self._pending_schedule()
             self._pending_schedule = None
+        get_observer().see_update()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: after it, at once or when it comes; or not at all."""
