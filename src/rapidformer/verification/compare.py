@@ -1,10 +1,10 @@
 """Two runs of the same updates, compared: loss, gradient norm, every gradient, every weight.
 
 What a reader would get wrong: a gradient that is zero in theory (a key's bias, say) is round-off in
-any run. Where a gradient is below a floor of the whole gradient's norm, it is not held against
-itself but must stay round-off: a ten-millionth of that norm. And where gradients of many rows
-cancel, round-off is a large part of what is left: how large, a run of one process from weights
-that differ in their last bits tells (``noise``); nothing less than that can be asked of a switch.
+any run. A first gradient below a millionth of the whole one's norm is not held against itself but
+must stay round-off. And where gradients of many rows cancel, round-off is a large part of what is
+left: how large, a run of one process from weights that differ in their last bits tells (``noise``);
+nothing less than that can be asked of a switch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rapidformer.verification.trace import Tensors, Trace, compute_losses, count
 
 LIMIT = 1e-5
 QUANTITIES = ("starting weights", "loss", "gradient norm", "gradients", "updated weights")
-# Below this share of the norm a gradient is round-off: at first, and once round-off has gone
-# through an update.
-_FLOOR, _LATER_FLOOR = 1e-6, 1e-4
-_ROUND_OFF = 1e-2
+# A first gradient below this share of the norm is zero in theory, and held to the other share.
+_FLOOR, _ROUND_OFF = 1e-6, 1e-2
+# Once round-off has gone through an update, no gradient is held to less than this share.
+_LATER_ROUND_OFF = 1e-1
 # Round-off happens in every operation, not in the weights alone; but a fault is never taken for it.
 _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
 # Weights that start at zero have no size to speak of yet.
@@ -188,7 +188,6 @@ def _compare_norms(reference: Trace, traces: list[Trace]) -> Iterator[Difference
 def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
     for update, expected in enumerate(reference.gradients):
         norm = math.sqrt(sum(_get_norm(g) ** 2 for g in _drop_ties(reference, expected).values()))
-        floor = (_LATER_FLOOR if update else _FLOOR) * norm
         for process, trace in enumerate(traces):
             mine = trace.gradients[update]
             for name in [name for name in trace.start if name in expected or name in mine]:
@@ -199,8 +198,15 @@ def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Differ
                     difference = size if a is None else _get_norm(a)
                 else:
                     difference = _get_difference(a, b)
-                value = _divide(difference, size if size > floor else _ROUND_OFF * norm)
+                value = _divide(difference, _get_measure(size, norm, update))
                 yield Difference(value=value, update=update, name=name, process=process)
+
+
+def _get_measure(size: float, norm: float, update: int) -> float:
+    """What a gradient's difference is put in relation to."""
+    if update:
+        return max(size, _LATER_ROUND_OFF * norm)
+    return size if size > _FLOOR * norm else _ROUND_OFF * norm
 
 
 def _compare_weights(expected: Tensors, traces: list[Trace], which: str) -> Iterator[Difference]:
