@@ -62,6 +62,7 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan
+from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.takeover import (
@@ -88,7 +89,7 @@ class RapidformerEngine:
         *,
         args: Arguments = None,
     ) -> None:
-        given = _read_arguments(args, extra_args_provider)
+        given = get_observer().change_settings(_read_arguments(args, extra_args_provider))
         configure_logging(given.log_level)
         processes = start_processes(
             device=given.device, timeout_minutes=given.distributed_timeout_minutes
@@ -175,6 +176,7 @@ class RapidformerEngine:
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
+        get_observer().before_compose(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
             model,
@@ -206,6 +208,7 @@ class RapidformerEngine:
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         self._seed_dropout(model)
+        get_observer().after_compose(self)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def _start_deepspeed(
@@ -355,6 +358,7 @@ class RapidformerEngine:
         loader = self._train_loader if self._current_loader is self._train_loader else None
         if loader is not None and loader.is_filler:
             weight = 0.0
+        get_observer().see_loss(loss, weight, loader.info if loader is not None else None)
         is_last = self.clock.start_micro_batch(
             ends_epoch=loader is not None and loader.is_update_end
         )

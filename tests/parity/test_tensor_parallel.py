@@ -20,6 +20,7 @@ from rapidformer.dist.vocabulary import compute_split_losses
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.gpt import GPTConfig, GPTModel
+from tests.parity.harness import check_equal
 from tests.parity.tensor_harness import (
     GIVEN_PLANS,
     PLAN,
@@ -40,21 +41,22 @@ from tests.parity.tensor_harness import (
 )
 from tests.processes import run_in_processes
 
-TOLERANCE = {"loss": 1e-6, "norm": 1e-6, "gradient": 5e-6, "weight": 5e-6}
+FIRST_LIMITS = {"loss": 1e-6, "gradient norm": 1e-6, "gradients": 5e-6}
 
 
 def check(
-    world_size: int, names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd
+    world_size: int,
+    names: list[str],
+    settings: dict[str, Any],
+    make_optimizer: Any = make_sgd,
+    epochs: int = 1,
 ) -> dict[str, list[Trace]]:
     """Compare every process's view with one process; returns their traces by model."""
-    traces = run_in_processes(run_split, world_size, names, settings, make_optimizer)
+    traces = run_in_processes(run_split, world_size, names, settings, make_optimizer, epochs)
     for name in names:
-        reference = run_one(name, make_optimizer)
-        for trace in (each[name] for each in traces):
-            worst = compare(trace, reference)
-            too_far = {k: v for k, v in worst.items() if v[0] > TOLERANCE[k]}
-            assert not too_far, (name, too_far)
-            assert trace.ties == reference.ties, name
+        reference = run_one(name, make_optimizer, epochs).to_recorded()
+        mine = [each[name].to_recorded() for each in traces]
+        check_equal(reference, mine, first_limits=FIRST_LIMITS)
     return {name: [each[name] for each in traces] for name in names}
 
 
@@ -66,6 +68,11 @@ def test_two_processes_that_share_layers_equal_one() -> None:
     for name in ("gpt2", "t5", "llama", "qwen3", "gpt"):
         whole = run_one(name).parameter_bytes
         assert all(trace.parameter_bytes < 0.54 * whole for trace in traces[name]), name
+
+
+def test_ten_updates_of_shared_layers() -> None:
+    """Round-off may not grow into a difference, in weights that are split or kept whole."""
+    check(2, ["gpt2", "qwen3"], {"tensor_model_parallel_size": 2}, epochs=4)
 
 
 def test_more_processes_than_key_value_heads() -> None:

@@ -22,6 +22,7 @@ from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import get_topology
 from rapidformer.errors import RapidformerError, TrainingError
+from rapidformer.optim.observer import get_observer
 
 
 class GradientKeeper(Protocol):
@@ -133,6 +134,7 @@ class UpdateClock:
             torch._foreach_mul_(self._gradients, factor)
         self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
+        get_observer().see_gradients()
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm; the same arithmetic as torch's own."""
@@ -183,6 +185,7 @@ class UpdateClock:
         if self._pending_schedule is not None:
             self._pending_schedule()
             self._pending_schedule = None
+        get_observer().see_update()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: after it, at once or when it comes; or not at all."""
