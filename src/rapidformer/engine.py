@@ -71,7 +71,7 @@ from rapidformer.optim.takeover import (
     take_over_optimizer,
     take_over_scheduler,
 )
-from rapidformer.optim.update import UpdateClock, scale_loss
+from rapidformer.optim.update import MeasureNorm, UpdateClock, scale_loss
 from rapidformer.timers import Timers
 
 Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
@@ -371,10 +371,7 @@ class RapidformerEngine:
         synchronizer.after_backward()
         if is_last:
             beat("update")
-            self.clock.finish_gradients(self._trainable, self.scaler)
-            group = self.topology.get_group("tensor")
-            if group is not None and self.clock.updates == self._first_update:
-                check_whole_gradients(self.parallelized.model, group)
+            self._finish_gradients()
 
     def iterate_updates(self, loader: DistributedLoader) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each update of an epoch, for ``run_update``."""
@@ -414,9 +411,19 @@ class RapidformerEngine:
         )
         beat("update")
         results = pipeline.share_results(count)
+        for each, result in zip(micro_batches, results, strict=True):
+            get_observer().see_loss(result.loss, result.weight, each.info)
         self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
-        self.clock.finish_gradients(self._trainable, self.scaler, pipeline.measure_norm)
+        self._finish_gradients(pipeline.measure_norm)
         return results
+
+    def _finish_gradients(
+        self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None
+    ) -> None:
+        self.clock.finish_gradients(self._trainable, self.scaler, measure)
+        group = self.topology.get_group("tensor")
+        if group is not None and self.clock.updates == self._first_update:
+            check_whole_gradients(self.parallelized.model, group)
 
     def _run_alone(
         self,

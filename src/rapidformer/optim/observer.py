@@ -34,7 +34,7 @@ class RunObserver:
     def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
         """A micro-batch's mean loss, what it is a mean over, and the loader's counts of it.
 
-        Processes that do not compute a loss (early stages of a pipeline) see none.
+        All stages of a pipeline see what the last one has computed.
         """
 
     def see_gradients(self) -> None:
