@@ -117,7 +117,8 @@ def parallelize(
         # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
         is_deferred = args.pipeline_schedule == "zero-bubble" and pipeline is not None
         synchronizer = apply_sharding(model, plan, mesh, 1 if is_deferred else args.zero_stage)
-        switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
+        how = ", but weights and gradients are whole during an update" if is_deferred else ""
+        switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes{how}")
     else:
         synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"data parallel over {mesh.size()} processes")
