@@ -104,7 +104,7 @@ class UpdateClock:
         total = _sum_weights(self._weight, gradients)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
+        if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(self._gradients, factor)
         self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
@@ -222,9 +222,11 @@ def _sum_weights(
     weight: float | torch.Tensor, gradients: list[torch.Tensor]
 ) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
-    if get_topology().num_replicas == 1 or not gradients:
-        return weight if isinstance(weight, torch.Tensor) else (weight or 1.0)
-    device = gradients[0].device
+    is_tensor = isinstance(weight, torch.Tensor)
+    if get_topology().num_replicas == 1 or not (gradients or is_tensor):
+        return weight if is_tensor else (weight or 1.0)
+    # A stage of a pipeline that is frozen has no gradients, but counts with the others.
+    device = gradients[0].device if gradients else weight.device  # type: ignore[union-attr]
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
     else:
