@@ -101,6 +101,16 @@ def _build_custom(layers: int) -> nn.Module:
     model = CustomModel()
     block = type(model.layers[0])
     model.layers = nn.ModuleList([block() for _ in range(layers)])
+    for layer in model.layers:
+        for linear in (layer.attention.query, layer.attention.key):
+            nn.init.normal_(linear.weight, std=0.5)  # or their gradients are mostly round-off
+    return model
+
+
+def _freeze(model: nn.Module) -> nn.Module:
+    """As adapters would have it: the first stage learns nothing, the others a little."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.3.attn" in name or "h.2.mlp" in name)
     return model
 
 
@@ -123,6 +133,7 @@ MODELS: dict[str, Callable[[int, float], nn.Module]] = {
             vocab_size=68, hidden_dropout=p, attention_dropout=p, init_method_std=0.1,
         )
     ),
+    "gpt2-frozen": lambda n, p: _freeze(MODELS["gpt2"](n, p)),
     "custom": lambda n, p: _build_custom(n),
     "shared-bias": lambda n, p: SharedBias(n),
 }  # fmt: skip

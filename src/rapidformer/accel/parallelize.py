@@ -151,7 +151,8 @@ def parallelize(
         synchronizer = apply_sharding(
             model, plan, mesh, 1 if is_late else args.zero_stage, offloads=args.cpu_offload
         )
-        switches.append(_describe_sharding(args, mesh))
+        how = ", but weights and gradients are whole during an update" if is_late else ""
+        switches.append(_describe_sharding(args, mesh) + how)
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
     if mesh is not None and not args.zero_stage:

@@ -130,7 +130,7 @@ class UpdateClock:
         total = _sum_weights(self._weight, gradients[0].device if gradients else None)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
+        if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(self._gradients, factor)
         self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
@@ -263,11 +263,12 @@ def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None
 
 def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
+    if device is None and isinstance(weight, torch.Tensor):
+        # A stage of a pipeline that is frozen has no gradients, but counts with the others.
+        device = weight.device
     if get_topology().num_replicas == 1 or device is None:
-        if isinstance(weight, torch.Tensor):
-            # Offloaded gradients are in the host's memory, the count on the device.
-            return weight if device is None else weight.to(device)
-        return weight or 1.0
+        # Offloaded gradients are in the host's memory, the count on the device.
+        return weight.to(device) if isinstance(weight, torch.Tensor) else (weight or 1.0)
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
     else:
