@@ -1,8 +1,9 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
 Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before
-compile, so that a compiled block is recomputed as compiled; both before sharding, which must see
-the final blocks; the precision last, around everything.
+compile, so that a compiled block is recomputed as compiled; both before context parallelism, which
+cuts and joins tokens outside of them. Experts are shared out before sharding, which must see the
+final blocks and splits what each process has of them; the precision last, around everything.
 """
 
 from __future__ import annotations
@@ -121,10 +122,13 @@ def parallelize(
         switches.append(f"ZeRO-{args.zero_stage} over {mesh.size()} processes")
     elif same_experts is not None:
         synchronizer = ExpertGradients(model, experts, mesh, same_experts)
-        switches.append(f"data parallel over {mesh.size()} processes")
+        switches.append(
+            f"gradients summed over {mesh.size()} processes, of experts over {same_experts.size()}"
+        )
     else:
         synchronizer = apply_data_parallel(model, mesh.get_group())
-        switches.append(f"data parallel over {mesh.size()} processes")
+        what = "data parallel" if topology.context == 1 else "gradients summed"
+        switches.append(f"{what} over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
 
