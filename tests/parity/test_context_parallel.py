@@ -19,6 +19,7 @@ from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.training.meter import Meter
 from tests.parity import tensor_harness
 from tests.parity.tensor_harness import (
@@ -195,6 +196,31 @@ def test_each_process_has_its_share_of_tokens_and_logits() -> None:
         assert np.allclose(mine["joined"], mine["whole"], rtol=1e-5, atol=1e-6)
         assert mine["states"] == {7}  # what every layer gave: asked for, so whole
         assert mine["cache"] is None  # a cache of shares would mislead
+
+
+def _run_packed(settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model: Any = build_model("llama")
+    apply_packed_attention(model, 16)
+    engine.compose(model, make_sgd(model), _constant)
+    ids = torch.arange(1, 31).view(2, 15)
+    positions = torch.tensor([[*range(5), *range(4), *range(6)], [*range(3), *range(12)]])
+    inputs = get_inputs(model, {"input_ids": ids, "position_ids": positions, "labels": ids})
+    loss = model.train()(**inputs).loss
+    with engine.accumulate(is_last=True):
+        engine.backward(loss)
+    gradients = get_gradients(model)
+    engine.close()
+    return loss.item(), gradients
+
+
+def test_examples_of_a_packed_row_stay_apart() -> None:
+    """One of them lies on both sides of the cut."""
+    loss, gradients = _run_packed({})
+    for mine in run_in_processes(_run_packed, 2, CONTEXT):
+        assert mine[0] == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert np.allclose(mine[1][name], gradient, rtol=1e-4, atol=1e-6), name
 
 
 def _run_twice_before_backward(settings: dict[str, Any]) -> dict[str, np.ndarray]:

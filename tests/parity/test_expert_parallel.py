@@ -82,7 +82,8 @@ def run_micro_batches(name: str, make_optimizer: Any) -> Trace:
 
 
 def _cut(rows: list[Any]) -> list[list[Any]]:
-    return [rows[i : i + ROWS] for i in range(0, len(rows), ROWS)]
+    size = tensor_harness.ROWS
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def check(

@@ -5,7 +5,8 @@ experts, through them, and back. Nothing but the modules of experts is changed: 
 become DTensors on the expert axis, split along dimension 0. What a reader would get wrong: the
 processes that share experts see *other* tokens (they are data- or context-parallel neighbours), so
 an expert's gradient has already been summed over them when it arrives, and is summed only over the
-processes that hold the same experts; everything else is summed over all.
+processes that hold the same experts; everything else is summed over all. A compiled block pauses
+here: how many rows travel is known only when they do.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
 class SortedExperts(Style):
     """Experts that take rows sorted by expert, and where each one's stretch ends."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
         route = plan_route(counts, self.rapidformer_split.group)
@@ -154,6 +156,7 @@ class SortedExperts(Style):
 class RoutedExperts(Style):
     """Hugging Face's experts: tokens with the experts that were chosen for them."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         split, choices = self.rapidformer_split, top_k_index.shape[-1]
         own: int = self.num_experts  # type: ignore[attr-defined]

@@ -2,8 +2,10 @@
 
 A pipeline is cut first of all, so that no process works on blocks it will not have. Then tensor
 parallelism: what follows sees layers as they are split. Recompute comes before compile, so that a
-compiled block is recomputed as compiled; both before sharding, which must see the final blocks; the
-precision then goes around everything, and the pipeline's gates stand outside of that.
+compiled block is recomputed as compiled; both before context parallelism, which cuts and joins
+tokens outside of them. Experts are shared out before sharding, which must see the final blocks and
+splits what each process has of them; the precision then goes around everything, and the pipeline's
+gates stand outside of that.
 """
 
 from __future__ import annotations
@@ -156,11 +158,13 @@ def parallelize(
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
     if mesh is not None and not args.zero_stage:
-        switches.append(f"data parallel over {mesh.size()} processes")
+        what = "data parallel" if topology.context == 1 else "gradients summed"
         if same_experts is not None:
             synchronizer = ExpertGradients(model, experts, mesh, same_experts)
+            what += f" (of experts over {same_experts.size()})"
         else:
             synchronizer = apply_data_parallel(model, mesh.get_group())
+        switches.append(f"{what} over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     if pipeline is not None:
         pipeline.attach(model)
