@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.log import get_logger
-from rapidformer.models.recording import Recording, RecordingError, Spans, record, take
+from rapidformer.models.recording import Recording, record
+from rapidformer.models.steps import RecordingError, Spans, take
 from rapidformer.models.weight_files import record_files
 
 _ATTRIBUTE = "rapidformer_deferred"

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,70 +20,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Spans = Sequence[Sequence[tuple[int, int]]]
-"""A part of a tensor: for each dimension the stretches that belong to it, in their order."""
+from rapidformer.models.steps import (
+    CPU,
+    META,
+    Blank,
+    PartialSource,
+    RecordingError,
+    Spans,
+    Step,
+    View,
+    find_written,
+    on_cpu,
+    on_meta,
+    take,
+    to_meta,
+)
 
 # Steps after which nothing of the earlier values is left, if they cover the whole memory.
 _OVERWRITING = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_"}
 _WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ONLY_SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand", "new_")
 _CHANGES_MEMORY = {"set_", "resize_"}
-_META = torch.device("meta")
-_CPU = torch.device("cpu")
 _tensor_class: Any = Tensor
 _GET_IS_META, _GET_DEVICE = _tensor_class.is_meta.__get__, _tensor_class.device.__get__
-
-
-class RecordingError(Exception):
-    """Something that only a plain build can do."""
-
-
-class PartialSource(Protocol):
-    """Where a whole tensor comes from that can also be read in part, such as a file."""
-
-    def __call__(self) -> Tensor: ...
-
-    def read(self, spans: Spans) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor by its place in a piece of memory: views need no steps of their own."""
-
-    storage: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Blank:
-    """A tensor of which only the shape matters."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(kw_only=True, eq=False)
-class _Step:
-    function: Any
-    args: Any
-    kwargs: dict[str, Any]
-    results: list[_View]
-    """New memory that the step returns; empty where it writes into what was there."""
-    random_state: Tensor | None
-    overwrites: bool
 
 
 class Recording:
     """The steps of a build, and what can be made from them."""
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
         # Kept alive: the address of one that is gone could be another's.
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._scratch: torch.UntypedStorage | None = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor was recorded."""
@@ -106,9 +75,9 @@ class Recording:
 
     def add_source(self, source: PartialSource, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A recorded tensor whose values come from elsewhere."""
-        tensor = torch.empty(tuple(size), dtype=dtype, device=_META)
+        tensor = torch.empty(tuple(size), dtype=dtype, device=META)
         self._add_storage(tensor)
-        step = _Step(
+        step = Step(
             function=source,
             args=(),
             kwargs={},
@@ -127,7 +96,7 @@ class Recording:
         if not self._concerns(function, tensors, kwargs):
             return function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
-        written = _find_written(function, args, kwargs)
+        written = find_written(function, args, kwargs)
         gives_tensors = any("Tensor" in str(each.type) for each in function._schema.returns)
         if not gives_tensors or any(not tensor.is_meta for tensor in written):
             return function(*self._realize(args), **self._realize(kwargs))
@@ -138,7 +107,7 @@ class Recording:
             state = torch.get_rng_state()
             self._draw(function, args, kwargs, written)
         try:
-            output = function(*_to_meta(args), **_to_meta(_on_meta(function, kwargs)))
+            output = function(*to_meta(args), **to_meta(on_meta(function, kwargs)))
         except NotImplementedError:  # the shape depends on the values
             return function(*self._realize(args), **self._realize(kwargs))
         self._note(function, name, args, kwargs, output, written, state)
@@ -159,12 +128,26 @@ class Recording:
         places = {id(tensor) for tensor in written}
 
         def get(tensor: Tensor) -> Tensor:
+            if len(places) == 1 and id(tensor) in places:
+                return self._get_scratch(tensor)
             if id(tensor) in places or not self.holds(tensor):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return self.read(tensor)
 
         args, kwargs = tree_map_only(Tensor, get, (args, kwargs))
-        function(*args, **_on_cpu(kwargs))
+        function(*args, **on_cpu(kwargs))
+
+    def _get_scratch(self, tensor: Tensor) -> Tensor:
+        """Memory for a draw, the same each time: thousands of pieces would not be given back."""
+        size = tensor.untyped_storage().nbytes()
+        if self._scratch is None or self._scratch.nbytes() < size:
+            self._scratch = torch.UntypedStorage(size, device="cpu")
+        place = torch.empty(0, dtype=tensor.dtype)
+        return place.set_(self._scratch, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+    def finish(self) -> None:
+        """Let go of what only recording needs."""
+        self._scratch = None
 
     def _note(
         self,
@@ -189,13 +172,13 @@ class Recording:
         if name in _WITHOUT_VALUES:
             return
         covers = [t.numel() * t.element_size() == t.untyped_storage().nbytes() for t in written]
-        step = _Step(
+        step = Step(
             function=function,
             args=freeze[0],
-            kwargs=_on_cpu(freeze[1]),
+            kwargs=on_cpu(freeze[1]),
             results=[self._describe(tensor) for tensor in new],
             random_state=state,
-            overwrites=bool(new) or (name in _OVERWRITING and all(covers)),
+            overwrites=not written or (name in _OVERWRITING and all(covers)),
         )
         self._add(step, [*new, *written])
 
@@ -206,19 +189,19 @@ class Recording:
             return tensor.detach().clone()
         if not name.startswith(_ONLY_SHAPES):
             raise RecordingError(f"{name} of a tensor that was made without values")
-        return _Blank(tuple(tensor.shape), tensor.dtype)
+        return Blank(tuple(tensor.shape), tensor.dtype)
 
     def _add_storage(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
 
-    def _add(self, step: _Step, changed: list[Tensor]) -> None:
+    def _add(self, step: Step, changed: list[Tensor]) -> None:
         self._steps.append(step)
         for key in {tensor.untyped_storage()._cdata for tensor in changed}:
             self._writers[key].append(len(self._steps) - 1)
 
-    def _describe(self, tensor: Tensor) -> _View:
-        return _View(
+    def _describe(self, tensor: Tensor) -> View:
+        return View(
             tensor.untyped_storage()._cdata,
             int(tensor.storage_offset()),
             tuple(tensor.shape),
@@ -231,7 +214,7 @@ class Recording:
 
     # ---- making --------------------------------------------------------------------------------
 
-    def _find_source(self, view: _View) -> PartialSource | None:
+    def _find_source(self, view: View) -> PartialSource | None:
         """Where the tensor comes from as it is, but for its type."""
         steps = [self._steps[i] for i in self._find_steps(view.storage, len(self._steps))]
         if len(steps) != 1 or steps[0].results[:1] != [view]:
@@ -241,7 +224,7 @@ class Recording:
             return cast(PartialSource, step.function)
         name = getattr(getattr(step.function, "_schema", None), "name", "")
         earlier = step.args[0] if step.args else None
-        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, _View):
+        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, View):
             return None
         is_same = earlier.size == view.size and earlier.stride == view.stride
         return self._find_source(earlier) if is_same else None
@@ -261,15 +244,15 @@ class Recording:
             needed.add(number)
             step = self._steps[number]
             for view in tree_leaves((step.args, step.kwargs)):
-                if isinstance(view, _View) and view.storage != storage:
+                if isinstance(view, View) and view.storage != storage:
                     self._collect(view.storage, number, needed)
 
-    def _make(self, wanted: _View) -> Tensor:
+    def _make(self, wanted: View) -> Tensor:
         needed: set[int] = set()
         self._collect(wanted.storage, len(self._steps), needed)
         memory: dict[int, torch.UntypedStorage] = {}
 
-        def get(view: _View) -> Tensor:
+        def get(view: View) -> Tensor:
             if view.storage not in memory:
                 size = self._storages[view.storage].nbytes()
                 memory[view.storage] = torch.UntypedStorage(size, device="cpu")
@@ -284,13 +267,13 @@ class Recording:
         return get(wanted)
 
     def _repeat(
-        self, step: _Step, get: Callable[[_View], Tensor], memory: dict[int, torch.UntypedStorage]
+        self, step: Step, get: Callable[[View], Tensor], memory: dict[int, torch.UntypedStorage]
     ) -> None:
         if step.random_state is not None:
             torch.set_rng_state(step.random_state)
-        args, kwargs = tree_map_only(_View, get, (step.args, step.kwargs))
+        args, kwargs = tree_map_only(View, get, (step.args, step.kwargs))
         args, kwargs = tree_map_only(
-            _Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
+            Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
         )
         output = step.function(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -321,7 +304,7 @@ class _Disguise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_GET_IS_META, _GET_DEVICE) and self.recording.holds(args[0]):
-            return _CPU if func == _GET_DEVICE else False
+            return CPU if func == _GET_DEVICE else False
         return func(*args, **(kwargs or {}))
 
 
@@ -331,39 +314,4 @@ def record() -> Iterator[Recording]:
     recording = Recording()
     with _Recorder(recording), _Disguise(recording):
         yield recording
-
-
-def take(whole: Tensor, spans: Spans) -> Tensor:
-    """The part of a tensor that the spans tell."""
-    for dim, stretches in enumerate(spans):
-        if list(stretches) != [(0, whole.shape[dim])]:
-            parts = [whole.narrow(dim, start, end - start) for start, end in stretches]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return whole
-
-
-def _find_written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the operation writes into."""
-    written = []
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    return written
-
-
-def _to_meta(values: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(_META), values)
-
-
-def _on_meta(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if any(argument.name == "device" for argument in function._schema.arguments):
-        kwargs["device"] = _META
-    return kwargs
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if "device" not in kwargs:
-        return kwargs
-    return {**kwargs, "device": _CPU}
+    recording.finish()

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapidformer.models.recording import Recording, RecordingError, Spans
+from rapidformer.models.recording import Recording
+from rapidformer.models.steps import RecordingError, Spans
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _DTYPES = {
