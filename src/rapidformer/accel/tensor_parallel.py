@@ -222,10 +222,9 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         return f"is a {kind}, which cannot be split as {style}."
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
         return "has max_norm or scale_grad_by_freq, which need the whole embedding."
-    if style == "embedding_rowwise" and -(-module.num_embeddings // size) * (size - 1) >= (
-        module.num_embeddings
-    ):
-        return f"has {module.num_embeddings} rows, of which some processes would get none."
+    rows = _get_weight(module).shape[0]
+    if style == "embedding_rowwise" and -(-rows // size) * (size - 1) >= rows:
+        return f"has {rows} rows, of which some processes would get none."
     if style in ("embedding_rowwise", "colwise_gather_output", "mla_kv_a_proj"):
         return None
     length = _get_weight(module).shape[_get_dim(module, style)]
