@@ -146,6 +146,9 @@ def get_file_schedule(
         for key, value in given.items()
         if value != AUTO or key in filled
     }
+    for name in ("warmup_num_steps", "total_num_steps"):
+        if isinstance(parameters.get(name), float):
+            parameters[name] = int(parameters[name])  # 1e3 is a number with a point to JSON
     if parameters.get("total_num_steps", 0) is None:
         raise ConfigurationError(
             f"scheduler.params.total_num_steps in {args.deepspeed} is auto, and the length of the "
