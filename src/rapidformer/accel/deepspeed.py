@@ -93,6 +93,7 @@ class DeepSpeedStrategy:
     ) -> Optimizer:
         """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
         self.bypass = bypass
+        _forget_groups()
         shapes = {name: p.shape for name, p in self.model.named_parameters()}
         with _in_process_group(self.device):
             try:
@@ -218,13 +219,9 @@ class DeepSpeedStrategy:
         """Let go of the process group, so that another engine may begin in this process."""
         if self.engine is None:
             return
-        from deepspeed.comm import comm
-        from deepspeed.utils import groups
-
         self.engine.destroy()
         self.engine = None
-        groups._release_process_group_references(group=None)
-        comm.cdb = None
+        _forget_groups()
 
     # ---- inside --------------------------------------------------------------------------------
 
@@ -334,6 +331,15 @@ def _import_deepspeed(device: torch.device, level: str) -> Any:
         # Communication through shared memory, for inference: a minute of compiling, for nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)
+    comm.cdb = None
 
 
 @contextmanager

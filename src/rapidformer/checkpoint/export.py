@@ -5,6 +5,7 @@ Split weights are joined on the first process; the folder replaces an older one 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ def export_model(
 
 def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(model, "save_pretrained"):
+        if not torch.cuda.is_available():
+            # Where DeepSpeed is installed, accelerate imports it here, and it would say on
+            # standard output that it has found no GPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         with quiet_transformers(str(folder)):
             model.save_pretrained(folder, state_dict=_restore_ties(model, weights))
         return
