@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ from rapidformer.models.plan import ModelPlan
 
 # Optimizers that treat every number by itself, so that ZeRO may cut weights anywhere.
 _ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD",
-    "Rprop",
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
 _LARGEST_BUCKET = 1024 * 488_281
 
@@ -93,6 +93,9 @@ class DeepSpeedStrategy:
     ) -> Optimizer:
         """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
         self.bypass = bypass
+        if self.has_own_optimizer:
+            _announce_build()
+        _forget_groups()
         shapes = {name: p.shape for name, p in self.model.named_parameters()}
         with _in_process_group(self.device):
             try:
@@ -111,6 +114,11 @@ class DeepSpeedStrategy:
             self._check_split(shapes)
         self._forward_through_deepspeed()
         started: Optimizer = self.engine.basic_optimizer
+        if self.stage and self.engine.optimizer.optimizer is not started:
+            raise ConfigurationError(
+                f"DeepSpeed's ZeRO-{self.stage} puts another {type(started).__name__} in the place "
+                "of the one given, which no schedule would reach: use AdamW or SGD."
+            )
         return started
 
     def build_scheduler(self, optimizer: Optimizer, train_iters: int | None) -> Any:
@@ -161,7 +169,9 @@ class DeepSpeedStrategy:
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a sum; whatever DeepSpeed would divide or scale by is 1."""
         self._set_scale(1.0)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # A tensor of its own: DeepSpeed takes the model's very output for one that it has not
+        # scaled yet, and would divide its gradient by the number of micro-batches.
+        self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
     # ---- an update -----------------------------------------------------------------------------
 
@@ -218,13 +228,9 @@ class DeepSpeedStrategy:
         """Let go of the process group, so that another engine may begin in this process."""
         if self.engine is None:
             return
-        from deepspeed.comm import comm
-        from deepspeed.utils import groups
-
         self.engine.destroy()
         self.engine = None
-        groups._release_process_group_references(group=None)
-        comm.cdb = None
+        _forget_groups()
 
     # ---- inside --------------------------------------------------------------------------------
 
@@ -334,6 +340,33 @@ def _import_deepspeed(device: torch.device, level: str) -> Any:
         # Communication through shared memory, for inference: a minute of compiling, for nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _announce_build() -> None:
+    """DeepSpeed's own optimizers are compiled at first use: in silence, and behind a lock."""
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        return
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    get_logger().info(
+        "DeepSpeed may compile its optimizer now, in %s: a matter of minutes.", folder
+    )
+    for lock in folder.rglob("lock"):
+        get_logger().warning(
+            "%s: another run is compiling, or was killed meanwhile. If none is, delete that file: "
+            "this run would wait for ever.",
+            lock,
+        )
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)
+    comm.cdb = None
 
 
 @contextmanager

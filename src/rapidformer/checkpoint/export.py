@@ -5,6 +5,7 @@ Split weights are joined on the first process; the folder replaces an older one 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ def _write_model(
         weights = _restore_ties(model, weights)
         for first, *others in ties:
             weights |= dict.fromkeys(others, weights[first])
+        if not torch.cuda.is_available():
+            # Where DeepSpeed is installed, accelerate imports it here, and it would say on
+            # standard output that it has found no GPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         with quiet_transformers(str(folder)):
             model.save_pretrained(folder, state_dict=weights)
         return

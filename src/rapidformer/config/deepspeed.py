@@ -213,8 +213,9 @@ class _Merge:
 
     def _compare_schedules(self) -> None:
         kind = find_value(self.content, "scheduler.type")
+        is_open = find_value(self.content, "scheduler.params.warmup_num_steps") is None
         for name in _SCHEDULE:
-            if self.args.is_given(name):
+            if self.args.is_given(name) and not (is_open and name == "lr_warmup_fraction"):
                 self.problems.append(
                     f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both say "
                     "what the learning rate does: leave one of them out."

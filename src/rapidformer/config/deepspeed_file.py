@@ -86,7 +86,7 @@ def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None)
     stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
     is_half = has_own_precision(content, mixed_precision)
     zero = content.setdefault("zero_optimization", {})
-    # Without ZeRO, AutoTP's gradients come out wrong, and 16-bit weights have other optimizers.
+    # The same numbers as without ZeRO, whose optimizers do not know AutoTP's split gradients.
     needs_zero = is_half or args.tensor_model_parallel_size > 1
     zero["stage"] = max(stage, 1) if needs_zero else stage
     if args.cpu_offload and stage:
@@ -146,6 +146,9 @@ def get_file_schedule(
         for key, value in given.items()
         if value != AUTO or key in filled
     }
+    for name in ("warmup_num_steps", "total_num_steps"):
+        if isinstance(parameters.get(name), float):
+            parameters[name] = int(parameters[name])  # 1e3 is a number with a point to JSON
     if parameters.get("total_num_steps", 0) is None:
         raise ConfigurationError(
             f"scheduler.params.total_num_steps in {args.deepspeed} is auto, and the length of the "
