@@ -48,6 +48,7 @@ from transformers import (
 )
 
 from rapidformer.data.collate import PadCollator
+from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
 from rapidformer.models.plan import shifts_labels
@@ -347,20 +348,25 @@ def run_split(
     names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd, epochs: int = 1
 ) -> dict[str, Trace]:
     """The same through the engine; called in every process."""
-    traces = {}
-    for name in names:
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
-        model = build_model(name)
-        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
-        engine.compose(
-            model,
-            make_optimizer(model),
-            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
-            plan=GIVEN_PLANS.get(name),
-        )
-        traces[name] = train(engine, model, loader, epochs)
-    engine.close()
+    traces = {name: run_next(name, settings, make_optimizer, epochs) for name in names}
+    stop_processes()
     return traces
+
+
+def run_next(
+    name: str, settings: dict[str, Any], make_optimizer: Any = make_sgd, epochs: int = 1
+) -> Trace:
+    """One model; the processes stay together for the next one."""
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model = build_model(name)
+    loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
+    engine.compose(
+        model,
+        make_optimizer(model),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+        plan=GIVEN_PLANS.get(name),
+    )
+    return train(engine, model, loader, epochs)
 
 
 def train(engine: RapidformerEngine, model: nn.Module, loader: Any, epochs: int = 1) -> Trace:

@@ -34,7 +34,14 @@ from rapidformer.verification.trace import Trace, count_samples
 JOB_VARIABLE = "RAPIDFORMER_VERIFICATION"
 DIFFERS, UNDECIDED = 3, 4
 
-_EQUAL = "equal: these switches change nothing."
+_DRAWN = (
+    "labels are drawn at random for each micro-batch, so one process has taken the same "
+    "micro-batches"
+)
+_CANCELLED = (
+    "gradients of these rows nearly cancel: limits above 1e-05 are what round-off in its weights "
+    "makes of one process"
+)
 _RANDOM = (
     "cannot be told: one process with other random numbers differs from one process as well, so "
     "the forward pass draws some. Draw them in the data set or the collate function (there they "
@@ -141,59 +148,53 @@ class _Verification:
         self._micro_batch: int | None = None
         self._notes: list[str] = []
         self._comparison = Comparison(quantities={})
-        self._verdict = ""
+        self._verdict = "equal: these switches change nothing."
         self._status = 0
 
     def run(self) -> None:
-        """Run what is needed: two runs, and two more to explain a difference."""
+        """Run what is needed: two runs, and more of one process to explain a difference."""
         args, processes = self._args, self._processes
         _say(f"verify   {', '.join(list_switches(args, processes))}")
         for line in list_left_out(args):
             _say(f"left out {line}")
-        switched = self._start(
-            "switched", f"{processes} processes" if processes > 1 else "switched"
-        )
+        switched = self._start("switched", _count(processes, "process", "processes"))
         self._batch = max(rows for rows, _ in count_samples(switched))
         self._micro_batch = switched[0].facts["micro_batch_size"]
-        _say(_describe(switched[0], len(switched[0].norms), self._batch))
-        kind: Kind = "pieces" if self._own.same_micro_batches else "whole"
-        reference = self._start(kind, "one process")[0]
+        _say(_describe(switched[0], self._batch))
+        is_cut = self._own.same_micro_batches
+        reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
         self._comparison = compare(reference, switched)
-        if self._comparison.is_equal:
-            self._verdict = _EQUAL
-        else:
-            self._explain(reference, switched, kind)
+        if not self._comparison.is_equal:
+            self._explain(reference, switched, is_cut)
 
-    def _explain(self, reference: Trace, switched: list[Trace], kind: Kind) -> None:
-        """Before a switch is blamed: is it round-off, the cut of the batch, the forward pass?"""
-        if kind == "whole":
-            pieces = self._start("pieces", "one process, the same micro-batches")[0]
-            if not compare(reference, [pieces]).has_same_samples:
-                self._notes.append(
-                    "labels are drawn at random for each micro-batch, so one process has taken "
-                    "the same micro-batches"
-                )
-                reference, kind = pieces, "pieces"
+    def _explain(self, reference: Trace, switched: list[Trace], is_cut: bool) -> None:
+        """Before a switch is blamed: is it the cut of the batch, the forward pass, round-off?"""
+        again = self._start("disturbed", "one process, other random numbers, cut alike", True)[0]
+        if not compare(reference, [again]).has_same_samples:
+            reference, is_cut = self._start("pieces", "one process, cut alike")[0], True
+            self._notes.append(_DRAWN)
+            if compare(reference, switched).is_equal:
                 self._comparison = compare(reference, switched)
-                if self._comparison.is_equal:
-                    self._verdict = _EQUAL
-                    return
-        shaken = self._start("shaken", "one process, weights changed in their last bits", kind)[0]
-        self._comparison = compare(reference, switched, noise=shaken)
-        if self._comparison.is_equal:
-            self._verdict = _EQUAL
-            self._notes.append(
-                "gradients of these rows nearly cancel: limits above 1e-05 are what round-off in "
-                "the weights makes of one process"
-            )
-            return
-        again = self._start("disturbed", "one process, other random numbers", kind)[0]
+                return
+        self._comparison = compare(reference, switched, alike=again)
         if not compare(reference, [again]).is_equal:
-            self._status, self._verdict = UNDECIDED, _RANDOM
-        elif kind == "whole" and compare(pieces, switched, noise=shaken).is_equal:
-            self._status, self._verdict = DIFFERS, _CUT
-        else:
-            self._status, self._verdict = DIFFERS, "different: these switches change the result."
+            if is_cut or not self._is_deterministic(reference):
+                self._status, self._verdict = UNDECIDED, _RANDOM
+                return
+            if compare(again, switched).is_equal:
+                self._status, self._verdict = DIFFERS, _CUT
+                return
+        if self._comparison.is_small:
+            shaken = self._start("shaken", "one process, weights changed by round-off", is_cut)[0]
+            self._comparison = compare(reference, switched, noise=shaken, alike=again)
+            if self._comparison.is_equal:
+                self._notes.append(_CANCELLED)
+                return
+        self._status, self._verdict = DIFFERS, "different: these switches change the result."
+
+    def _is_deterministic(self, reference: Trace) -> bool:
+        other = self._start("disturbed", "one process, other random numbers")[0]
+        return compare(reference, [other]).is_equal
 
     def conclude(self) -> None:
         """Print the table and what follows; raise where the runs differ."""
@@ -204,8 +205,8 @@ class _Verification:
         if self._status:
             raise VerificationError(self._verdict, self._status)
 
-    def _start(self, kind: Kind, description: str, like: Kind | None = None) -> list[Trace]:
-        """Run it in processes of its own and read what they leave; ``like`` says how it is cut."""
+    def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
+        """Run it in processes of its own and read what they leave."""
         from rapidformer.launch.local import launch
         from rapidformer.verification.verified_run import get_trace_path
 
@@ -217,7 +218,7 @@ class _Verification:
             processes=self._processes,
             is_full_size=self._own.full_size,
             global_batch_size=self._batch,
-            micro_batch_size=self._micro_batch if "pieces" in (kind, like) else self._batch,
+            micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
         )
         plan = LaunchPlan(
             processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
@@ -260,12 +261,17 @@ def _write_to(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _describe(trace: Trace, updates: int, batch: int) -> str:
+def _describe(trace: Trace, batch: int) -> str:
     facts = trace.facts
+    updates = _count(len(trace.norms), "update", "updates")
     return (
-        f"compared {facts['model']} of {facts['parameters']:,} parameters in fp32 on "
-        f"{facts['device']}, {updates} updates of {batch} rows"
+        f"model    {facts['model']}, {facts['parameters']:,} parameters, fp32 on "
+        f"{facts['device']}; {updates} of {_count(batch, 'row', 'rows')}"
     )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rapidformer.verification.blocks import find_first_block
 from rapidformer.verification.trace import Tensors, Trace, compute_losses, count_samples
 
 LIMIT = 1e-5
@@ -76,14 +77,22 @@ class Comparison:
     """What cannot be put into a number: a parameter that nobody has, weights no longer tied."""
     first: Difference | None = None
     """The gradient (else the weight) that differs first, and so lies nearest to the cause."""
+    block: str | None = None
+    """The block whose output differs first; empty: none's, but the loss; None: not known."""
     differing: int = 0
-    """How many parameters differ."""
+    """How many names differ in that update."""
     parameters: int = 0
     has_same_samples: bool = True
 
     @property
     def is_equal(self) -> bool:
         return not self.problems and all(q.is_equal for q in self.quantities.values())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what differs does so by no more than round-off may come to."""
+        worst = [q.worst for q in self.quantities.values() if not q.is_equal]
+        return not self.problems and all(d.value <= _MOST_ROUND_OFF for d in worst)
 
     def describe_failures(self) -> str:
         """Every quantity that differs and where, for the message of a test."""
@@ -100,8 +109,13 @@ def compare(
     traces: list[Trace],
     limits: Mapping[str, float] | None = None,
     noise: Trace | None = None,
+    alike: Trace | None = None,
 ) -> Comparison:
-    """The traces of a run's processes beside that of one process."""
+    """The traces of a run's processes beside that of one process.
+
+    ``noise`` and ``alike`` are further runs of one process, which help to judge a difference: one
+    from weights changed by round-off, and one that takes the run's own micro-batches.
+    """
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
         told = ", ".join(str(n) for n in sorted(updates))
@@ -125,11 +139,20 @@ def compare(
     gradients = [d for d in found["gradients"] if not d.is_equal]
     weights = [d for d in found["updated weights"] if not d.is_equal]
     is_forward_equal = all(d.is_equal for d in found["loss"] if d.update == 0)
+    block = None if alike is None else find_first_block(alike, traces)
+    if is_forward_equal:
+        # A wrong output may have too little weight in the loss to show there.
+        block = block or None
+        is_forward_equal = block is None
+    suspects = _find_suspects(reference, traces, block)
+    first = _find_first(gradients or weights, suspects, is_forward_equal)
+    beside = [d for d in gradients or weights if first is not None and d.update == first.update]
     return Comparison(
         quantities={name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES},
         problems=[*_find_missing(reference, traces), *_find_broken_ties(reference, traces)],
-        first=_find_first(gradients or weights, list(reference.start), is_forward_equal),
-        differing=len({d.name for d in gradients or weights}),
+        first=first,
+        block=block,
+        differing=len({d.name for d in beside}),
         parameters=len(reference.start),
         has_same_samples=count_samples([reference]) == count_samples(traces),
     )
@@ -154,20 +177,38 @@ def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], flo
     }
 
 
+def _find_suspects(reference: Trace, traces: list[Trace], block: str | None) -> list[str]:
+    """The parameters where the forward pass went wrong; all, if it is not known where.
+
+    Those that are split, if there are any: what is kept whole is computed as in one process.
+    """
+    names = list(reference.start)
+    if block is None:
+        return names
+    blocks = tuple(f"{name}." for trace in traces for name in trace.blocks)
+    if block:
+        names = [name for name in names if name.startswith(f"{block}.")]
+    else:
+        names = [name for name in names if not name.startswith(blocks)]
+    split = {name for trace in traces for name in trace.split}
+    return [name for name in names if name in split] or names
+
+
 def _find_first(
-    differences: list[Difference], order: list[str], is_forward_equal: bool
+    differences: list[Difference], suspects: list[str], is_forward_equal: bool
 ) -> Difference | None:
     """The earliest update's; there, the one nearest to the cause.
 
     Where the loss is right, a wrong gradient makes those before it in the model wrong as well, so
-    the cause is at the last one. Where the loss is wrong already, all are; the worst tells most.
+    the cause is at the last one. Where the loss is wrong already, all are: the worst tells most.
     """
     earliest = min((d.update or 0 for d in differences), default=0)
     candidates = [d for d in differences if (d.update or 0) == earliest]
+    places = {name: place for place, name in enumerate(suspects)}
+    candidates = [d for d in candidates if d.name in places] or candidates
     if is_forward_equal:
-        places = {name: place for place, name in enumerate(order)}
         return max(candidates, key=lambda d: (places.get(d.name, -1), d.excess), default=None)
-    return max(candidates, key=lambda d: d.excess, default=None)
+    return max(candidates, key=lambda d: (d.excess, places.get(d.name, -1)), default=None)
 
 
 def _compare_losses(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:

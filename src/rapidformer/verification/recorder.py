@@ -33,6 +33,7 @@ class Recorder(RunObserver):
         self._engine: Any = None
         self._loss = self._weight = 0.0
         self._samples = (0, 0)
+        self._hooks: list[Any] = []
 
     def before_compose(self, model: nn.Module) -> None:
         self.trace.facts["model"] = type(model).__name__  # switches extend the class
@@ -43,6 +44,10 @@ class Recorder(RunObserver):
         self.trace.place = {axis: topology.get_rank(axis) for axis in AXES}
         self.trace.start = collect_weights(model)
         self.trace.ties = find_ties(model)
+        self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
+        if not engine.args.compile:  # a compiled block would be compiled with the hook in it
+            names = engine.parallelized.plan.blocks
+            self._hooks = watch_blocks(model, names, self.trace.blocks)
         self.trace.facts |= {
             "switches": list(engine.parallelized.switches),
             "device": engine.device.type,
@@ -73,6 +78,8 @@ class Recorder(RunObserver):
         trace.gradients.append(collect_gradients(self._model))
         self._loss = self._weight = 0.0
         self._samples = (0, 0)
+        for hook in self._hooks:
+            hook.remove()
 
     def see_update(self) -> None:
         if self._updates is not None and len(self.trace.gradients) >= self._updates:
@@ -122,8 +129,35 @@ def count_bytes(model: nn.Module) -> int:
     )
 
 
+def watch_blocks(model: nn.Module, names: tuple[str, ...], sizes: dict[str, float]) -> list[Any]:
+    """Add up the squares of each block's outputs; returns what ends it when removed."""
+    return [
+        module.register_forward_hook(_build_hook(name, sizes))
+        for name, module in model.named_modules()
+        if name in names
+    ]
+
+
+def _build_hook(name: str, sizes: dict[str, float]) -> Any:
+    def add(module: nn.Module, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        # Inside a backward pass a block is only computed again.
+        if isinstance(hidden, torch.Tensor) and torch._C._current_graph_task_id() == -1:
+            local = hidden.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            sizes[name] = sizes.get(name, 0.0) + float(local.double().square().sum())
+
+    return add
+
+
 def _list_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and not all(
+        p.is_replicate() for p in parameter.placements
+    )
 
 
 def _find_anywhere(names: set[str]) -> set[str]:

@@ -36,11 +36,13 @@ def describe_first(comparison: Comparison) -> str:
     first = comparison.first
     if first is None:
         return ""
+    where = {None: "", "": "the outputs of all blocks are right, the loss is not; "}
+    begins = where.get(comparison.block, f"the forward pass differs from {comparison.block} on; ")
     what = "weight" if first.update is None else "gradient"
     others = comparison.differing - 1
     more = f"; so do {others} of the other {comparison.parameters - 1}" if others else ", alone"
     return (
-        f"first parameter that differs: {first.name}, its {what} by {first.value:.1e} "
+        f"{begins}first parameter that differs: {first.name}, its {what} by {first.value:.1e} "
         f"({'' if first.update is None else f'update {first.update + 1}, '}"
         f"process {first.process}){more}"
     )

@@ -38,6 +38,10 @@ class Trace:
     """After the last update."""
     ties: list[list[str]] = field(default_factory=list)
     """Groups of names that are one parameter."""
+    split: list[str] = field(default_factory=list)
+    """Names of which this process holds a part only."""
+    blocks: dict[str, float] = field(default_factory=dict)
+    """Of the first update: the sum of squares of what each block handed on."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For the reader of a report: the model's class, its switches, ..."""
 
@@ -54,6 +58,8 @@ class Trace:
             "norms": self.norms,
             "updates": len(self.gradients),
             "ties": self.ties,
+            "split": self.split,
+            "blocks": self.blocks,
             "facts": self.facts,
         }
         text = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
@@ -72,6 +78,8 @@ class Trace:
                 norms=head["norms"],
                 gradients=[{} for _ in range(head["updates"])],
                 ties=head["ties"],
+                split=head["split"],
+                blocks=head["blocks"],
                 facts=head["facts"],
             )
             for key in arrays.files:
