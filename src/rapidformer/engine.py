@@ -182,7 +182,8 @@ class RapidformerEngine:
             warn_once(
                 "--tensor-model-parallel-size with dropout: each process draws the masks of its "
                 "own share, so a run differs from one of another size; only the distribution of "
-                "masks is kept. Everything else is exact."
+                "each mask is kept, and shares of one layer (its heads) are masked alike. "
+                "Everything else is exact."
             )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
