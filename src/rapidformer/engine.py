@@ -30,11 +30,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.deepspeed import DeepSpeedStrategy
+from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import MicroBatchResult
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.accel.tensor_check import check_whole_gradients
-from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
@@ -207,7 +207,7 @@ class RapidformerEngine:
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
-        self._seed_dropout(model)
+        seed_dropout(model, self.args.seed, self.topology)
         get_observer().after_compose(self)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
@@ -220,29 +220,6 @@ class RapidformerEngine:
         optimizer = strategy.start(optimizer, groups, bypass)
         self.clock.keeper = strategy
         return optimizer
-
-    def _seed_dropout(self, model: nn.Module) -> None:
-        """Same weights everywhere, but every replica drops out other units.
-
-        Processes that share a layer must drop out the same ones, whatever each has drawn by now.
-        """
-        axes = {
-            "tensor": ("--tensor-model-parallel-size", "process", "share"),
-            "pipeline": ("--pipeline-model-parallel-size", "stage", "blocks"),
-            "context": ("--context-parallel-size", "process", "tokens"),
-        }
-        split = [words for axis, words in axes.items() if self.topology.get_size(axis) > 1]
-        replica = self.topology.get_rank("data")
-        if replica or split:
-            torch.manual_seed(self.args.seed + replica)
-        if not self.is_main or not has_dropout(model):
-            return
-        for flag, who, what in split:
-            warn_once(
-                f"{flag} with dropout: each {who} draws the masks of its own {what}, so a run "
-                "differs from one of another size; only the distribution of masks is kept. "
-                "Everything else is exact."
-            )
 
     def compose_for_evaluation(
         self, model: nn.Module, *, plan: GivenPlan | None = None

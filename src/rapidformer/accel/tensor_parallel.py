@@ -91,15 +91,6 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
     return tensor_plan
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Whether the model drops anything out in training."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    values: dict[str, object] = to_dict()
-    rates = [value for name, value in values.items() if "drop" in name]
-    rates += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
-
-
 def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
     """Let attributes that count heads count this process's."""
     for name, attributes in plan.divided.items():
