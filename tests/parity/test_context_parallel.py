@@ -153,7 +153,7 @@ def test_more_processes_than_key_value_heads_share_sequences() -> None:
 
 def test_shared_layers_and_shared_sequences() -> None:
     settings = {**CONTEXT, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    check(4, ["llama"], settings)
+    check(4, ["gpt-rope"], settings)
 
 
 def test_key_value_heads_are_repeated_as_little_as_will_do() -> None:
