@@ -123,7 +123,14 @@ def more_models_and_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "leaky": _leaky,
     }
     monkeypatch.setattr(tensor_harness, "MODELS", {**MODELS, **more})
+    forget_references()
     yield
+    forget_references()
+
+
+def forget_references() -> None:
+    """Runs of one process that are kept between tests were of other lengths."""
+    getattr(tensor_harness.run_one, "cache_clear", lambda: None)()
 
 
 def test_two_processes_that_share_sequences_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
