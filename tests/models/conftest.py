@@ -19,7 +19,7 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_si
 
 def make_args(**values: Any) -> SimpleNamespace:
     defaults = dict.fromkeys(_NAMES) | {"trust_remote_code": False, "from_scratch": False}
-    return SimpleNamespace(**{**defaults, **values})
+    return SimpleNamespace(**{**defaults, "world_size": 1, **values})
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
     return DTensor.from_local(
@@ -143,5 +143,5 @@ def _finish(bucket: _Bucket) -> None:
     users = [1.0] * len(sizes) if is_complete else flags.tolist()
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
-            parameter.grad = _shape_like(gradient, parameter)
+            parameter.grad = shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None

@@ -27,8 +27,8 @@ from rapidformer.accel.tensor_parallel import distribute, list_choices
 from rapidformer.accel.tensor_styles import Split, Style, extend_class
 from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import describe_model, expand_patterns
+from rapidformer.models.plan import ModelPlan, expand_patterns
+from rapidformer.models.tensor_plans import describe_model
 
 _FLAG = "--expert-model-parallel-size"
 _SPLIT_EXPERTS = "grouped_gemm"

@@ -4,8 +4,10 @@ What each stage keeps whole:
   1  parameters and gradients between micro-batches; gradients are reduced once, at the last one
   2  parameters; gradients are reduced and scattered in every micro-batch
   3  nothing: parameters are gathered block by block
-Optimizer state is split in all of them. A module that owns a tied weight stays in the root's group,
-since two groups cannot own one parameter.
+Optimizer state is split in all of them. On a mesh of two axes (copies x shards) each group of
+processes along the second has the whole state between them, and gradients are summed along the
+first as well. A module that owns a tied weight stays in the root's group, since two groups cannot
+own one parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.models.plan import ModelPlan
 
@@ -48,15 +50,23 @@ class ShardedGradients:
 
 
 def apply_sharding(
-    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int
+    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int, *, offloads: bool = False
 ) -> ShardedGradients:
-    """Split parameters, gradients and optimizer state over the mesh, in place."""
+    """Split parameters, gradients and optimizer state over the mesh, in place.
+
+    With ``offloads`` the shares stay in the host's memory and visit the device for their block.
+    """
+    policy = OffloadPolicy()
+    if offloads:
+        # Pinned memory needs an accelerator; asking for it without one is an error.
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    options: Any = {"mesh": mesh, "reshard_after_forward": stage == 3, "offload_policy": policy}
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         block = model.get_submodule(name)
         if not any(tied.startswith(f"{name}.") for tied in tied_names):
-            fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
-    fully_shard(model, mesh=mesh, reshard_after_forward=stage == 3)
+            fully_shard(block, **options)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums over the processes; the engine divides once, by the true count.

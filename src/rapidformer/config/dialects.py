@@ -18,6 +18,9 @@ ALIASES: dict[str, str] = {
     "norm_epsilon": "layernorm_epsilon",
     "recompute_activations": "checkpoint_activations",
     "lr_scheduler_type": "lr_decay_style",
+    # Megatron-DeepSpeed
+    "cpu_optimizer": "cpu_offload",
+    "remote_device": "cpu_offload",
     # Hugging Face
     "learning_rate": "lr",
     "num_train_epochs": "epochs",
@@ -58,13 +61,25 @@ ALIASES: dict[str, str] = {
     # MindFormers
     "model_parallel": "tensor_model_parallel_size",
     "pipeline_stage": "pipeline_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
     "micro_batch_num": "gradient_accumulation_steps",
     "expert_parallel": "expert_model_parallel_size",
     "context_parallel": "context_parallel_size",
 }
 
+# Other systems' words for a value, by our name of the setting.
+VALUES: dict[str, dict[str, bool]] = {
+    "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
+}
+
+# Switches that another system's scripts put bare beside the flag that has the value.
+BARE_BESIDE: dict[str, str] = {
+    "--deepspeed": "--deepspeed-config",  # DeepSpeed's launcher
+}
+
 # Accepted so that existing scripts run, said once to have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
+    "data_parallel": "processes that other axes leave are data parallel",
     "DDP_impl": "gradients are always reduced by torch.distributed",
     "no_contiguous_buffers_in_local_ddp": "gradients are always reduced by torch.distributed",
     "distributed_backend": "NCCL is used on GPUs and gloo on CPUs",

@@ -20,7 +20,8 @@ _AT_LEAST_ONE = (
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
     "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
-    "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
+    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage",
+    "hybrid_sharding_size",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
@@ -48,6 +49,7 @@ def find_problems(args: TrainingArguments) -> list[str]:
         *_check_length(args),
         *_check_switches(args),
         *_check_processes(args),
+        *_check_pipeline(args),
         *_check_sharing(args),
         *_check_sizes(args),
         *_check_pretraining(args),
@@ -77,6 +79,12 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
     ]
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
+    if args.pipeline_model_parallel_size == 1:
+        idle += [
+            f"{_flag(name)} has no effect without --pipeline-model-parallel-size."
+            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
+            if args.is_given(name)
+        ]
     if args.mixed_precision not in ("fp16", "auto"):
         idle += [
             f"{_flag(name)} has no effect without --mixed-precision fp16."
@@ -179,6 +187,16 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
         yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
 
 
+def _check_pipeline(args: TrainingArguments) -> Iterator[str]:
+    if args.pipeline_model_parallel_size == 1:
+        return
+    if args.compile and args.pipeline_schedule == "zero-bubble":
+        yield (
+            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved. "
+            "(Compiled blocks compute both gradients at once, which zero-bubble takes apart.)"
+        )
+
+
 def _check_processes(args: TrainingArguments) -> Iterator[str]:
     """Tensor, pipeline and context sizes divide the processes; experts divide what is left."""
     sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
@@ -192,13 +210,40 @@ def _check_processes(args: TrainingArguments) -> Iterator[str]:
             f"use {' or '.join(fitting)}, or start a multiple of {share} (--nproc-per-node)."
         )
         return
-    replicas, experts = args.world_size // share, args.expert_model_parallel_size
-    replicas *= args.context_parallel_size
+    if args.data_parallel not in (None, args.world_size // share):
+        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        yield (
+            f"--data-parallel {args.data_parallel} and {given or 'nothing else'} do not make the "
+            f"{args.world_size} processes of this run: --data-parallel {args.world_size // share} "
+            f"does, or start {args.data_parallel * share} (--nproc-per-node)."
+        )
+    replicas = args.world_size // share * args.context_parallel_size
+    experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
         fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
         yield (
             f"--expert-model-parallel-size {experts} does not divide the {replicas} processes that "
             f"see other tokens: use {' or '.join(fitting)}."
+        )
+    yield from _check_hybrid_sharding(args, replicas)
+
+
+def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[str]:
+    """Groups that each have the whole state must be equal, and hold whole sequences."""
+    size, context = args.hybrid_sharding_size, args.context_parallel_size
+    if size is None or size < 1:
+        return
+    if not args.zero_stage and not args.cpu_offload:
+        yield (
+            f"--hybrid-sharding-size {size} says how many processes split the state, but nothing "
+            "is split: add --zero-1-memory-optimization, -2- or --fsdp-memory-optimization."
+        )
+    if replicas % size or size % context:
+        fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
+        whole = f" of whole sequences ({context} processes each)" if context > 1 else ""
+        yield (
+            f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
+            f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
 
 

@@ -71,6 +71,16 @@ def gather_objects(value: T) -> list[T]:
     return everyone
 
 
+def gather_from_stages(value: T) -> list[T]:
+    """The values of all stages of this process's pipeline; its own alone where there is none."""
+    group = get_topology().get_group("pipeline")
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def broadcast_object(value: T) -> T:
     """The first process's value, on every process."""
     if is_alone():

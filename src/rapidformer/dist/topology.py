@@ -9,9 +9,12 @@ neighbouring replicas share the experts of a mixture, and each of them has its o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -26,7 +29,11 @@ class Topology:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    sharding: int | None = None
+    """Processes that split the state between them; None: all that see other tokens."""
     mesh: DeviceMesh | None = None
+    joined: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """Axes that the mesh itself has in two parts."""
     expert_mesh: DeviceMesh | None = None
     """The replicas once more, as groups that hold the same experts by groups that share them."""
 
@@ -43,13 +50,22 @@ class Topology:
         """This process and its neighbours along an axis; None where it has none."""
         if self.mesh is None or self.get_size(axis) == 1:
             return None
-        return self.mesh.get_group(axis)
+        return self._get_mesh(axis).get_group()
 
     def get_submesh(self, axis: str) -> DeviceMesh | None:
         """The same as a mesh of one axis, which DTensors live on."""
         if self.mesh is None or self.get_size(axis) == 1:
             return None
-        return self.mesh[axis]
+        return self._get_mesh(axis)
+
+    def _get_mesh(self, axis: str) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.joined[axis] if axis in self.joined else self.mesh[axis]
+
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this process speaks for all of them."""
+        return self.mesh is None or dist.get_rank() == 0
 
     @property
     def num_replicas(self) -> int:
@@ -61,10 +77,24 @@ class Topology:
         if self.mesh is None or self.num_replicas == 1:
             return None
         if self.context == 1:
-            return self.mesh["data"]
+            return self._get_mesh("data")
         if self.data == 1:
             return self.mesh["context"]
-        return self.mesh["data", "context"]._flatten("replica")
+        names = tuple(n for n in self.mesh.mesh_dim_names or () if n not in ("pipeline", "tensor"))
+        return self.mesh[names]._flatten("replica")
+
+    def get_sharding_mesh(self) -> DeviceMesh | None:
+        """Those processes as ``fully_shard`` takes them: with two axes where there are copies."""
+        replicas = self.get_replica_mesh()
+        if self.mesh is None or self.sharding in (None, self.num_replicas):
+            return replicas
+        if self.context == 1:
+            return self.mesh["copies", "shards"]
+        self.mesh["shards", "context"]._flatten("shards_context")
+        with warnings.catch_warnings():
+            # torch would have joined axes kept by hand, but has no other way to put them together.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+            return self.mesh["copies", "shards_context"]
 
     def get_expert_mesh(self, axis: str) -> DeviceMesh | None:
         """The replicas that share a mixture's experts (``expert``), or that hold the same ones
@@ -88,24 +118,54 @@ def build_topology(
     context: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    sharding: int | None = None,
 ) -> Topology:
     """Make the groups of every axis, on every process, and make them the current ones."""
     global _current
     sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
-    mesh = None
+    mesh, joined = None, {}
     if pipeline * data * context * tensor > 1:
         # An axis of one process needs no group; data has one, for what is sent along it.
-        names = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
-        shape = tuple(sizes[axis] for axis in names)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
+        axes = {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis == "data"}
+        has_copies = sharding not in (None, data * context)
+        if has_copies:
+            assert sharding is not None
+            shards = sharding // context
+            axes = _replace_axis(axes, "data", {"copies": data // shards, "shards": shards})
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        if has_copies:
+            joined["data"] = mesh["copies", "shards"]._flatten("data")
     expert_mesh = None
     if expert > 1:
         shape = (pipeline, data * context // expert, expert, tensor)
         expert_mesh = init_device_mesh(
             device_type, shape, mesh_dim_names=("outer", "expert_data", "expert", "inner")
         )
-    _current = Topology(mesh=mesh, expert=expert, expert_mesh=expert_mesh, **sizes)
+    _current = Topology(
+        mesh=mesh,
+        joined=joined,
+        sharding=sharding,
+        expert=expert,
+        expert_mesh=expert_mesh,
+        **sizes,
+    )
     return _current
+
+
+def build_lone_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of this process alone, for what needs one though there is nobody to talk to."""
+    if not dist.is_initialized():
+        backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
+
+
+def _replace_axis(axes: dict[str, int], name: str, parts: dict[str, int]) -> dict[str, int]:
+    """The same axes in the same order, one of them in two."""
+    replaced: dict[str, int] = {}
+    for axis, size in axes.items():
+        replaced |= parts if axis == name else {axis: size}
+    return replaced
 
 
 def get_topology() -> Topology:

@@ -28,13 +28,27 @@ from rapidformer.models.location import (
 if TYPE_CHECKING:
     from torch import nn
 
+# Before these flags are believed, the model itself is run once: it must be there as a whole.
+_TRIED_OUT = ("packing", "reset_attention_mask", "reset_position_ids")
+
 
 def build_pretrained(auto_class_name: str, args: Any, **config_overrides: Any) -> nn.Module:
-    """A model by the name of its Auto class, fp32, in evaluation mode as Hugging Face gives it."""
+    """A model by the name of its Auto class, fp32, in evaluation mode as Hugging Face gives it.
+
+    Where the run splits weights, they are made later: each process reads its share.
+    """
+    from rapidformer.models.deferred import build_for_split, splits_weights
+
+    config = load_config(args, **config_overrides)
+    if not splits_weights(args) or any(getattr(args, name) for name in _TRIED_OUT):
+        return _build(auto_class_name, args, config)
+    return build_for_split(args, lambda: _build(auto_class_name, args, config))
+
+
+def _build(auto_class_name: str, args: Any, config: Any) -> nn.Module:
     import torch
     import transformers
 
-    config = load_config(args, **config_overrides)
     auto_class = getattr(transformers, auto_class_name)
     if is_from_scratch(args):
         with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):

@@ -32,8 +32,15 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
                 f"the optimizer holds {unknown} parameters that are not in the model given to "
                 "compose(): build it from the parameters of that model."
             )
-    replaced = {id(p): current[names[id(p)]] for g in optimizer.param_groups for p in g["params"]}
-    if all(id(new) == old for old, new in replaced.items()):
+    # Those that are not found have gone to another stage of a pipeline.
+    replaced = {
+        id(p): current[names[id(p)]]
+        for g in optimizer.param_groups
+        for p in g["params"]
+        if names[id(p)] in current
+    }
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if count == len(replaced) and all(id(new) == old for old, new in replaced.items()):
         return
     if optimizer.state:
         raise RapidformerError(
@@ -43,7 +50,7 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
             "    engine.load_checkpoint(folder)"
         )
     for group in optimizer.param_groups:
-        group["params"] = [replaced[id(p)] for p in group["params"]]
+        group["params"] = [replaced[id(p)] for p in group["params"] if id(p) in replaced]
 
 
 def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
@@ -82,10 +89,13 @@ def take_over_optimizer(
             return
         if closure is not None:
             raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
-        clock.use_gradients(functools.partial(cls.step, self), clip_grad, scaler)
+        keeper = clock.keeper
+        update = keeper.update if keeper else functools.partial(cls.step, self)
+        clock.use_gradients(update, clip_grad, scaler)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not clock.is_accumulating:
+        # A keeper clears its own gradients; what the optimizer holds there is not a gradient.
+        if not clock.is_accumulating and clock.keeper is None:
             cls.zero_grad(self, set_to_none)
 
     # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and

@@ -104,15 +104,16 @@ def count_usable_tokens(objective: Objective) -> int:
 
 
 def _build_gpt(args: TrainingArguments, tokenizer: Tokenizer) -> nn.Module:
+    from rapidformer.models.deferred import build_for_split
     from rapidformer.models.gpt import GPTModel, config_from_arguments
 
     location = get_model_location(args)
     if location is not None and not args.from_scratch:
         load_config(args)  # checks the size flags against the folder
-        return GPTModel.from_pretrained(location)
+        return build_for_split(args, lambda: GPTModel.from_pretrained(location))
     config = config_from_arguments(args, max(args.vocab_size or 0, tokenizer.vocab_size))
     config.eos_token_id = tokenizer.eod if tokenizer.has_special("eod") else None
-    return GPTModel(config)
+    return build_for_split(args, lambda: GPTModel(config))
 
 
 def _pad_vocabulary(args: TrainingArguments, tokenizer: Tokenizer) -> int:

@@ -1,0 +1,121 @@
+"""Weights onto the device, equal on every process: moved and sent, or made where they belong.
+
+A model that was built without memory (``models/deferred.py``) has been split by now; each process
+makes its own share of each parameter, one parameter at a time, so that its memory stays near that
+share. What a reader would get wrong: a share is not always one stretch. Layers are split first and
+the result is cut over data-parallel processes, so a share is found by undoing that from the inside
+out, stretch by stretch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rapidformer.accel.data_parallel import broadcast_weights
+from rapidformer.models.deferred import DeferredWeights, forget_deferred
+from rapidformer.models.plan import ModelPlan
+
+Stretches = list[tuple[int, int]]
+
+
+def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
+    """Move a whole model; one that lives in the host's memory sends only its buffers."""
+    if not offloads:
+        model.to(device)
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.to(device) if buffer is not None else None
+
+
+def share_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
+    """Let every process have the first one's weights; deferred ones are equal by themselves."""
+    if deferred is None:
+        broadcast_weights(model)
+
+
+def make_weights(
+    model: nn.Module, plan: ModelPlan, deferred: DeferredWeights, device: torch.device
+) -> None:
+    """Make this process's share of every parameter of a split model, in place."""
+    _allocate(model, plan, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            part = deferred.read(name, find_spans(parameter))
+            if part.shape != local.shape:
+                raise AssertionError(f"{name}: a share of {part.shape} for {local.shape}")
+            local.copy_(part)
+    forget_deferred(model)
+
+
+def find_spans(parameter: Tensor) -> list[Stretches]:
+    """Which part of the whole parameter this process holds."""
+    spans: list[Stretches] = [[(0, length)] for length in parameter.shape]
+    if not isinstance(parameter, DTensor):
+        return spans
+    mesh, placements = parameter.device_mesh, parameter.placements
+    for axis in reversed(range(mesh.ndim)):
+        dim = getattr(placements[axis], "dim", None)
+        if dim is not None:
+            parts = _count_parts(placements, axis)
+            spans[dim] = _cut(spans[dim], parts, mesh.get_local_rank(axis), mesh.size(axis))
+    return spans
+
+
+def _count_parts(placements: tuple[Placement, ...], axis: int) -> int:
+    """How many matrices side by side are cut each by itself.
+
+    FSDP uses the same mark where it cuts a dimension that was cut before: that is one piece.
+    """
+    placement = placements[axis]
+    dims = [getattr(other, "dim", None) for other in placements[axis + 1 :]]
+    is_apart = isinstance(placement, _StridedShard) and placement.dim not in dims
+    return int(placement.split_factor) if is_apart else 1  # type: ignore[attr-defined]
+
+
+def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:
+    """A process's share of what the stretches hold, as ``torch.chunk`` would cut it."""
+    total = sum(end - start for start, end in stretches)
+    width = total // parts
+    share = -(-width // size)
+    chosen: Stretches = []
+    for part in range(parts):
+        first = min(rank * share, width)
+        last = min(first + share, width)
+        chosen += _select(stretches, part * width + first, part * width + last)
+    return chosen or [(0, 0)]
+
+
+def _select(stretches: Stretches, first: int, last: int) -> Stretches:
+    """What lies between two positions of the stretches, counted as if they were one."""
+    chosen, position = [], 0
+    for start, end in stretches:
+        length = end - start
+        low, high = max(first - position, 0), min(last - position, length)
+        if low < high:
+            chosen.append((start + low, start + high))
+        position += length
+    return chosen
+
+
+def _allocate(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
+    made: dict[int, Tensor] = {}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
+
+    # The way of `to_empty`, which fully_shard follows; buffers keep their values.
+    model._apply(allocate)
+    for first, *others in plan.tied:
+        # Each owner has got a parameter of its own: one for all again.
+        module, _, name = first.rpartition(".")
+        parameter = model.get_submodule(module)._parameters[name]
+        for other in others:
+            module, _, name = other.rpartition(".")
+            model.get_submodule(module)._parameters[name] = parameter

@@ -1,0 +1,144 @@
+"""Models whose weights are made only once it is known which part of them stays here.
+
+    model = build_for_split(args, lambda: AutoModel.from_pretrained(folder))
+    get_deferred(model).read("layers.0.weight", spans)
+
+Where a run splits weights, ``build`` runs under a recording: its parameters have no memory, and the
+recipe of each is kept by name. Blocks may be removed before anything is made; what is never asked
+for is never read or drawn. What a reader would get wrong: buffers are real at once, since every
+process needs them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from rapidformer.dist.collectives import broadcast_object, is_alone
+from rapidformer.log import get_logger
+from rapidformer.models.recording import Recording, record
+from rapidformer.models.steps import RecordingError, Spans, take
+from rapidformer.models.weight_files import record_files
+
+_ATTRIBUTE = "rapidformer_deferred"
+_CONTAINERS = (Tensor, list, tuple, dict)
+
+
+class DeferredWeights:
+    """The recipes of a model's parameters, by name."""
+
+    def __init__(self, recording: Recording, parameters: dict[str, Tensor]) -> None:
+        self._recording = recording
+        self._parameters = parameters
+
+    def read(self, name: str, spans: Spans) -> Tensor:
+        """A part of a parameter, with the values that one process would have."""
+        parameter = self._parameters[name]
+        if self._recording.holds(parameter):
+            return self._recording.read(parameter, spans)
+        return take(parameter, spans)
+
+
+def splits_weights(args: Any) -> bool:
+    """Whether the settings leave each process a part of the weights only."""
+    if args.world_size == 1 or args.deepspeed is not None:
+        return False
+    is_shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
+    return bool(args.zero_stage) or is_shared
+
+
+def get_deferred(model: nn.Module) -> DeferredWeights | None:
+    """The recipes of a model without weights; None for any other model."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def forget_deferred(model: nn.Module) -> None:
+    """Let go of the recipes, once everything is made."""
+    delattr(model, _ATTRIBUTE)
+
+
+def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
+    """``build()``, without memory for weights where the run splits them.
+
+    What cannot be recorded is built whole on every process, as it always can be.
+    """
+    if not splits_weights(args):
+        return build()
+    # The first process's numbers for all: others may have drawn some of their own.
+    state = broadcast_object(torch.get_rng_state())
+    torch.set_rng_state(state)
+    model, reason = None, ""
+    try:
+        model = _build_recorded(build)
+    except Exception as error:  # whatever it is: a plain build follows, and tells if it is real
+        reason = f"{type(error).__name__}: {error}"
+    reasons = _gather_reasons(reason)
+    if model is not None and not reasons:
+        return model
+    get_logger().debug("the model is built whole on every process: %s", reasons[0])
+    torch.set_rng_state(state)
+    return build()
+
+
+def _gather_reasons(reason: str) -> list[str]:
+    """Why some process could not; all go the same way."""
+    everyone = [reason]
+    if not is_alone():
+        everyone = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, reason)
+    return [each for each in everyone if each]
+
+
+def _build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
+    with record() as recording, record_files(recording):
+        model = build()
+    _make_buffers(model, recording)
+    parameters = _clear_parameters(model)
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.is_meta and not recording.has_values(parameter)
+    ]
+    if missing:
+        raise RecordingError(f"nothing gives {missing[0]} its values")
+    setattr(model, _ATTRIBUTE, DeferredWeights(recording, parameters))
+    return model
+
+
+def _make_buffers(model: nn.Module, recording: Recording) -> None:
+    """Give values to every tensor that is not a parameter, registered or not."""
+    made: dict[int, Tensor] = {}
+
+    def make(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_meta:
+            return tensor
+        if not recording.has_values(tensor):
+            raise RecordingError("nothing gives a buffer its values")
+        return made.setdefault(id(tensor), recording.read(tensor))
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = make(buffer) if buffer is not None else None
+        for name, value in vars(module).items():
+            if not name.startswith("_") and isinstance(value, _CONTAINERS):
+                vars(module)[name] = tree_map_only(Tensor, make, value)
+
+
+def _clear_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's recipe or value; those with memory are replaced by ones without."""
+    found: dict[str, Tensor] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            found[f"{prefix}.{name}" if prefix else name] = parameter.detach()
+            if not parameter.is_meta:
+                empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = replaced.setdefault(id(parameter), empty)
+    return found

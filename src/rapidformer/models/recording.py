@@ -1,0 +1,317 @@
+"""A model built without its memory: what would have been done to each tensor is written down.
+
+Under ``record`` every tensor made on the CPU lives on ``meta``, and each operation that gives it
+values becomes a step. Later any of them can be made, alone and in any order, with the very bits
+that one process would have had: a step that draws random numbers remembers the generator's state
+before it. What a reader would get wrong: random steps do draw while recording, into memory that is
+thrown away at once, since the generator has to move on exactly as in a plain build.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rapidformer.models.steps import (
+    CPU,
+    META,
+    Blank,
+    PartialSource,
+    RecordingError,
+    Spans,
+    Step,
+    View,
+    find_written,
+    on_cpu,
+    on_meta,
+    take,
+    to_meta,
+)
+
+# Steps after which nothing of the earlier values is left, if they cover the whole memory.
+_OVERWRITING = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_"}
+_WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_ONLY_SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand", "new_")
+_CHANGES_MEMORY = {"set_", "resize_"}
+_tensor_class: Any = Tensor
+_GET_IS_META, _GET_DEVICE = _tensor_class.is_meta.__get__, _tensor_class.device.__get__
+
+
+class Recording:
+    """The steps of a build, and what can be made from them."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)
+        # Kept alive: the address of one that is gone could be another's.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._scratch: torch.UntypedStorage | None = None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor was recorded."""
+        return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+
+    def has_values(self, tensor: Tensor) -> bool:
+        """Whether some step has given it values: one that was left alone cannot be made."""
+        return self.holds(tensor) and bool(self._writers[tensor.untyped_storage()._cdata])
+
+    def read(self, tensor: Tensor, spans: Spans | None = None) -> Tensor:
+        """The tensor's values, or a part of them; from a file, only that part is read."""
+        view = self._describe(tensor)
+        if spans is not None:
+            source = self._find_source(view)
+            if source is not None:
+                return source.read(spans).to(view.dtype)
+        whole = self._make(view)
+        return whole if spans is None else take(whole, spans)
+
+    def add_source(self, source: PartialSource, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A recorded tensor whose values come from elsewhere."""
+        tensor = torch.empty(tuple(size), dtype=dtype, device=META)
+        self._add_storage(tensor)
+        step = Step(
+            function=source,
+            args=(),
+            kwargs={},
+            results=[self._describe(tensor)],
+            random_state=None,
+            overwrites=True,
+        )
+        self._add(step, [tensor])
+        return tensor
+
+    # ---- writing down --------------------------------------------------------------------------
+
+    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One operation of the build: done on ``meta`` and written down, or done as it is."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not self._concerns(function, tensors, kwargs):
+            return function(*args, **kwargs)
+        name = function._schema.name.partition("::")[2]
+        written = find_written(function, args, kwargs)
+        gives_tensors = any("Tensor" in str(each.type) for each in function._schema.returns)
+        if not gives_tensors or any(not tensor.is_meta for tensor in written):
+            return function(*self._realize(args), **self._realize(kwargs))
+        if name in _CHANGES_MEMORY or kwargs.get("generator") is not None:
+            raise RecordingError(f"{name} with memory or random numbers of its own")
+        state = None
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            state = torch.get_rng_state()
+            self._draw(function, args, kwargs, written)
+        try:
+            output = function(*to_meta(args), **to_meta(on_meta(function, kwargs)))
+        except NotImplementedError:  # the shape depends on the values
+            return function(*self._realize(args), **self._realize(kwargs))
+        self._note(function, name, args, kwargs, output, written, state)
+        return output
+
+    def _concerns(self, function: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        if any(self.holds(tensor) for tensor in tensors):
+            return True
+        device = kwargs.get("device")
+        if not tensors:
+            is_factory = any(each.name == "device" for each in function._schema.arguments)
+            return is_factory and (device is None or torch.device(device).type == "cpu")
+        is_copied = device is not None and torch.device(device).type == "cpu"
+        return is_copied and any(tensor.is_meta for tensor in tensors)
+
+    def _draw(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """Move the generator on as the step would have."""
+        places = {id(tensor) for tensor in written}
+
+        def get(tensor: Tensor) -> Tensor:
+            if len(places) == 1 and id(tensor) in places:
+                return self._get_scratch(tensor)
+            if id(tensor) in places or not self.holds(tensor):
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return self.read(tensor)
+
+        args, kwargs = tree_map_only(Tensor, get, (args, kwargs))
+        function(*args, **on_cpu(kwargs))
+
+    def _get_scratch(self, tensor: Tensor) -> Tensor:
+        """Memory for a draw, the same each time: thousands of pieces would not be given back."""
+        size = tensor.untyped_storage().nbytes()
+        if self._scratch is None or self._scratch.nbytes() < size:
+            self._scratch = torch.UntypedStorage(size, device="cpu")
+        place = torch.empty(0, dtype=tensor.dtype)
+        return place.set_(self._scratch, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+    def finish(self) -> None:
+        """Let go of what only recording needs."""
+        self._scratch = None
+
+    def _note(
+        self,
+        function: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        output: Any,
+        written: list[Tensor],
+        state: Tensor | None,
+    ) -> None:
+        new = [
+            tensor
+            for tensor in tree_leaves(output)
+            if isinstance(tensor, Tensor) and not self.holds(tensor)
+        ]
+        if not new and not written:
+            return  # a view
+        freeze = tree_map_only(Tensor, lambda tensor: self._freeze(name, tensor), (args, kwargs))
+        for tensor in new:
+            self._add_storage(tensor)
+        if name in _WITHOUT_VALUES:
+            return
+        covers = [t.numel() * t.element_size() == t.untyped_storage().nbytes() for t in written]
+        step = Step(
+            function=function,
+            args=freeze[0],
+            kwargs=on_cpu(freeze[1]),
+            results=[self._describe(tensor) for tensor in new],
+            random_state=state,
+            overwrites=not written or (name in _OVERWRITING and all(covers)),
+        )
+        self._add(step, [*new, *written])
+
+    def _freeze(self, name: str, tensor: Tensor) -> Any:
+        if self.holds(tensor):
+            return self._describe(tensor)
+        if not tensor.is_meta:
+            return tensor.detach().clone()
+        if not name.startswith(_ONLY_SHAPES):
+            raise RecordingError(f"{name} of a tensor that was made without values")
+        return Blank(tuple(tensor.shape), tensor.dtype)
+
+    def _add_storage(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+
+    def _add(self, step: Step, changed: list[Tensor]) -> None:
+        self._steps.append(step)
+        for key in {tensor.untyped_storage()._cdata for tensor in changed}:
+            self._writers[key].append(len(self._steps) - 1)
+
+    def _describe(self, tensor: Tensor) -> View:
+        return View(
+            tensor.untyped_storage()._cdata,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+        )
+
+    def _realize(self, values: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: self.read(t) if self.holds(t) else t, values)
+
+    # ---- making --------------------------------------------------------------------------------
+
+    def _find_source(self, view: View) -> PartialSource | None:
+        """Where the tensor comes from as it is, but for its type."""
+        steps = [self._steps[i] for i in self._find_steps(view.storage, len(self._steps))]
+        if len(steps) != 1 or steps[0].results[:1] != [view]:
+            return None
+        step = steps[0]
+        if hasattr(step.function, "read"):
+            return cast(PartialSource, step.function)
+        name = getattr(getattr(step.function, "_schema", None), "name", "")
+        earlier = step.args[0] if step.args else None
+        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, View):
+            return None
+        is_same = earlier.size == view.size and earlier.stride == view.stride
+        return self._find_source(earlier) if is_same else None
+
+    def _find_steps(self, storage: int, before: int) -> list[int]:
+        """The steps that a piece of memory's values come from, at a point of the build."""
+        writers = [number for number in self._writers[storage] if number < before]
+        for position in range(len(writers) - 1, -1, -1):
+            if self._steps[writers[position]].overwrites:
+                return writers[position:]
+        return writers
+
+    def _collect(self, storage: int, before: int, needed: set[int]) -> None:
+        for number in self._find_steps(storage, before):
+            if number in needed:
+                continue
+            needed.add(number)
+            step = self._steps[number]
+            for view in tree_leaves((step.args, step.kwargs)):
+                if isinstance(view, View) and view.storage != storage:
+                    self._collect(view.storage, number, needed)
+
+    def _make(self, wanted: View) -> Tensor:
+        needed: set[int] = set()
+        self._collect(wanted.storage, len(self._steps), needed)
+        memory: dict[int, torch.UntypedStorage] = {}
+
+        def get(view: View) -> Tensor:
+            if view.storage not in memory:
+                size = self._storages[view.storage].nbytes()
+                memory[view.storage] = torch.UntypedStorage(size, device="cpu")
+            place = torch.empty(0, dtype=view.dtype)
+            return place.set_(memory[view.storage], view.offset, view.size, view.stride)  # type: ignore[call-overload, no-any-return]
+
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            for number in sorted(needed):
+                self._repeat(self._steps[number], get, memory)
+        torch.set_rng_state(state)
+        return get(wanted)
+
+    def _repeat(
+        self, step: Step, get: Callable[[View], Tensor], memory: dict[int, torch.UntypedStorage]
+    ) -> None:
+        if step.random_state is not None:
+            torch.set_rng_state(step.random_state)
+        args, kwargs = tree_map_only(View, get, (step.args, step.kwargs))
+        args, kwargs = tree_map_only(
+            Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
+        )
+        output = step.function(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(step.results, made, strict=False):
+            if tensor.stride() != view.stride:
+                tensor = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(tensor)
+            memory[view.storage] = tensor.untyped_storage()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # the names are torch's
+        with torch._C.DisableTorchFunction():
+            return self.recording.run(func, args, dict(kwargs or {}))
+
+
+class _Disguise(TorchFunctionMode):
+    """Lets recorded tensors look like what they stand for: much code leaves ``meta`` ones alone."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (_GET_IS_META, _GET_DEVICE) and self.recording.holds(args[0]):
+            return CPU if func == _GET_DEVICE else False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Build inside, without memory; the recording then makes what is asked of it."""
+    recording = Recording()
+    with _Recorder(recording), _Disguise(recording):
+        yield recording
+    recording.finish()

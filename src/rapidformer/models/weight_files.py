@@ -1,0 +1,131 @@
+"""Weights in safetensors files, read in part: a process takes its share and never the whole.
+
+``transformers`` itself finds the files, renames, joins and converts what they hold; here it is only
+handed tensors without values in place of the files' own. What a reader would get wrong: a file is
+opened anew for each tensor, since what is mapped of an open one counts as this process's memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rapidformer.models.recording import Recording
+from rapidformer.models.steps import RecordingError, Spans
+
+_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file."""
+
+    path: str
+    key: str
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        with _open(self.path) as file:
+            return file.get_tensor(self.key)  # type: ignore[no-any-return]
+
+    def read(self, spans: Spans) -> Tensor:
+        """The part of it that the spans tell."""
+        size = [sum(end - start for start, end in stretches) for stretches in spans]
+        if not spans:
+            return self()
+        if 0 in size:
+            return torch.empty(size, dtype=self.dtype)
+        with _open(self.path) as file:
+            return _read_part(file.get_slice(self.key), spans, [])
+
+
+def _read_part(whole: Any, spans: Spans, chosen: list[tuple[int, int]]) -> Tensor:
+    if len(chosen) == len(spans):
+        return whole[tuple(slice(start, end) for start, end in chosen)]  # type: ignore[no-any-return]
+    parts = [_read_part(whole, spans, [*chosen, span]) for span in spans[len(chosen)]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, len(chosen))
+
+
+@contextmanager
+def record_files(recording: Recording) -> Iterator[None]:
+    """Let ``from_pretrained`` meet recorded tensors where it would read files."""
+    from transformers import modeling_utils
+
+    class RecordedFile(_RecordedFile):
+        def __init__(self, path: Any, **options: Any) -> None:
+            super().__init__(recording, path)
+
+    module: Any = modeling_utils
+    original, variable = module.safe_open, os.environ.get(_SYNCHRONOUS)
+    module.safe_open = RecordedFile
+    os.environ[_SYNCHRONOUS] = "1"  # in this thread, which is the one that records
+    try:
+        yield
+    finally:
+        module.safe_open = original
+        os.environ.pop(_SYNCHRONOUS)
+        if variable is not None:
+            os.environ[_SYNCHRONOUS] = variable
+
+
+class _RecordedFile:
+    """What is asked of an open safetensors file."""
+
+    def __init__(self, recording: Recording, path: Any) -> None:
+        self._recording, self._path = recording, str(path)
+        with _open(self._path) as file:
+            self._keys, self._metadata = list(file.keys()), file.metadata()
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def metadata(self) -> Any:
+        return self._metadata
+
+    def get_slice(self, key: str) -> _RecordedSlice:
+        return _RecordedSlice(self._recording, self._path, key)
+
+    def __enter__(self) -> _RecordedFile:
+        return self
+
+    def __exit__(self, *reason: object) -> None: ...
+
+
+class _RecordedSlice:
+    """A tensor of it, before it is read."""
+
+    def __init__(self, recording: Recording, path: str, key: str) -> None:
+        with _open(path) as file:
+            found = file.get_slice(key)
+            self._dtype_name, self._shape = str(found.get_dtype()), list(found.get_shape())
+        self._recording, self._path, self._key = recording, path, key
+
+    def get_dtype(self) -> str:
+        return self._dtype_name
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        dtype = _DTYPES.get(self._dtype_name)
+        if dtype is None:
+            raise RecordingError(f"{self._key} in {self._path} holds {self._dtype_name}")
+        source = FileTensor(self._path, self._key, dtype)
+        return self._recording.add_source(source, self._shape, dtype)[index]
+
+
+def _open(path: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt", device="cpu")  # type: ignore[no-untyped-call]
