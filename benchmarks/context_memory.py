@@ -17,10 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from tests.processes import run_in_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer.engine import RapidformerEngine
-from tests.processes import run_in_processes
 
 
 def measure(length: int, vocabulary: int, settings: dict[str, Any]) -> int:
@@ -66,9 +66,7 @@ def main() -> None:
         found = []
         for recompute in (False, True):
             settings = {"context_parallel_size": size, "checkpoint_activations": recompute}
-            results = run_in_processes(
-                measure, size, options.length, options.vocabulary, settings
-            )
+            results = run_in_processes(measure, size, options.length, options.vocabulary, settings)
             found.append(max(results))
         first = first or found
         cells = [

@@ -136,3 +136,17 @@ def test_which_models_shift_labels(family: str, is_shifted: bool) -> None:
         with torch.no_grad():
             losses = [model(input_ids=ids, labels=x).loss for x in (ids, first_ignored)]
         assert torch.equal(*losses), "the first label has no part in the loss"
+
+
+def test_a_plan_says_where_tokens_meet_and_which_modules_are_experts() -> None:
+    class Own(nn.Sequential):
+        def rapidformer_plan(self) -> dict[str, object]:
+            return {
+                "blocks": ["0", "1"], "has_split_attention": True,
+                "token_dims": {"rotation": 2}, "experts": "*.experts",
+            }  # fmt: skip
+
+    plan = find_plan(Own(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert plan.has_split_attention
+    assert plan.token_dims == {"rotation": 2}
+    assert plan.experts == ("*.experts",)

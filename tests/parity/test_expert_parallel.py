@@ -218,11 +218,12 @@ def test_runs_go_on_from_one_layout_of_experts_to_another(tmp_path: Path) -> Non
             loaded, trace = _continue_run(settings, load, save)
         else:
             loaded, trace = run_in_processes(_continue_run, world_size, settings, load, save)[0]
-        _, reference = _continue_run({}, load, None)
-        assert compare(trace, reference)["loss"][0] < 1e-6
-        assert compare(trace, reference)["weight"][0] < 1e-5
-        for key, value in (before or {}).items():
-            assert np.array_equal(loaded[key], value), (number, key)
+        if before is not None:
+            _, reference = _continue_run({}, load, None)
+            assert compare(trace, reference)["loss"][0] < 1e-6
+            assert compare(trace, reference)["weight"][0] < 1e-5
+            for key, value in before.items():
+                assert np.array_equal(loaded[key], value), (number, key)
         exported = get_weights(GPTForCausalLM.from_pretrained(f"{save}/model"))
         for key, value in trace.weights.items():
             assert np.array_equal(exported[key], value), (number, key)

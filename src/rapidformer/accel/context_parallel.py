@@ -15,19 +15,25 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rapidformer.accel.context_arguments import (
+    Sharing,
+    find_argument_names,
+    is_cache,
+    share_arguments,
+)
 from rapidformer.accel.context_attention import (
     KNOWN,
     SharedTorchAttention,
     apply_context_attention,
     find_configs,
 )
+from rapidformer.accel.context_draws import OwnDraws
 from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
 from rapidformer.accel.context_proof import prove_context
 from rapidformer.accel.tensor_parallel import has_dropout, list_choices
@@ -35,6 +41,7 @@ from rapidformer.accel.tensor_styles import extend_module, replace_first
 from rapidformer.accel.vocabulary_loss import has_labels
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
+from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
 
@@ -42,38 +49,6 @@ _FLAG = "--context-parallel-size"
 _LENGTH = "rapidformer_length"
 _ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What comes out of every layer, where it would be a share of the tokens."""
-
-
-class _OwnDraws:
-    """Random numbers of this process's own, while it works on its own tokens.
-
-    Outside, all processes of the group must draw the same: they compute the same there.
-    """
-
-    def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
-        self._region = region
-        self._is_needed = is_needed
-        self._device: torch.device | None = None
-        self._before: list[Tensor] = []
-
-    def start(self, device: torch.device, *, is_needed: bool) -> None:
-        if not (self._is_needed and is_needed):
-            return
-        seed = int(torch.randint(2**40, ()))
-        self._device = device
-        self._before = [torch.get_rng_state()]
-        if device.type == "cuda":
-            self._before.append(torch.cuda.get_rng_state(device))
-        torch.manual_seed(seed + self._region.rank)
-
-    def stop(self) -> None:
-        if not self._before:
-            return
-        torch.set_rng_state(self._before[0])
-        if len(self._before) > 1:
-            assert self._device is not None
-            torch.cuda.set_rng_state(self._before[1], self._device)
-        self._before = []
 
 
 @dataclass(kw_only=True, eq=False)
@@ -84,13 +59,10 @@ class _Place:
     name: str
     is_first: bool
     is_last: bool
-    draws: _OwnDraws
+    draws: OwnDraws
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
-    token_dims: dict[str, int] = field(default_factory=dict)
-    """Arguments of the block that have a value per token, and the dimension of the tokens."""
-    names: tuple[str, ...] = ()
-    """The block's positional arguments."""
+    sharing: Sharing
 
 
 def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> ContextRegion:
@@ -102,7 +74,7 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
     blocks = plan.get_blocks(model)
     if not plan.has_split_attention:
         apply_context_attention(model, blocks, region)
-    draws = _OwnDraws(region, is_needed=has_dropout(model))
+    draws = OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
         place = _Place(
             region=region,
@@ -111,8 +83,9 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
             is_last=number == len(blocks) - 1,
             draws=draws,
             uses_torch=plan.has_split_attention,
-            token_dims=dict(plan.token_dims),
-            names=tuple(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:],
+            sharing=Sharing(
+                region=region, token_dims=plan.token_dims, names=find_argument_names(block)
+            ),
         )
         extend_module(block, SharedBlock, place)
         for module in block.modules():
@@ -218,11 +191,17 @@ class SharedModel:
         place, config = self.rapidformer_place, getattr(self, "config", None)
         region, head = place.region, place.head
         was_off = region.is_off
-        region.is_off |= any(
-            kwargs.get(name, getattr(config, name, False)) for name in _ASKS_FOR_LAYERS
-        )
+        for name in _ASKS_FOR_LAYERS:
+            asked = kwargs.get(name)
+            if getattr(config, name, False) if asked is None else asked:
+                region.is_off = True
+                if self.training:
+                    warn_once(
+                        f"{_FLAG}: {name} asks for something of all tokens from every layer, so "
+                        "every process computes whole sequences: right, but no memory is saved."
+                    )
         cls: Any = type(self)
-        if _takes_cache(cls) and kwargs.get("past_key_values") is None:
+        if _takes_cache(cls) and not any(map(is_cache, (*args, *kwargs.values()))):
             # A cache holds whole sequences, and would be made only to be thrown away.
             kwargs.setdefault("use_cache", False)
         if head is not None:
@@ -266,12 +245,14 @@ class SharedBlock:
         hidden = _get_hidden(args, kwargs)
         length = hidden.shape[TOKENS] if place.is_first else region.incoming
         if place.is_first:
-            has_cache = any(_is_cache(value) for value in (*args, *kwargs.values()))
-            is_shared = hidden.dim() == 3 and region.can_share(length) and not has_cache
+            is_shared = hidden.dim() == 3 and region.can_share(length)
+            for cache in filter(is_cache, (*args, *kwargs.values())):
+                # Made in vain in training; anywhere else somebody may go on from it.
+                is_shared &= self.training and not cache.get_seq_length()
             region.incoming = length = length if is_shared else 0
         if not length:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = _share_arguments(place, args, kwargs, length)
+        args, kwargs = share_arguments(place.sharing, args, kwargs, length)
         if place.is_first:
             place.draws.start(hidden.device, is_needed=self.training)
             args, kwargs = replace_first(args, kwargs, region.enter)
@@ -308,40 +289,3 @@ class SharedBlock:
 def _get_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     hidden: Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
     return hidden
-
-
-def _is_cache(value: Any) -> bool:
-    # By name: models without transformers must not import it.
-    return any(cls.__name__ == "Cache" for cls in type(value).__mro__)
-
-
-def _share_arguments(
-    place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take this process's part of what the block is told of every token (positions)."""
-    shared = [
-        value if number == 0 else _share(place, name, value, length)
-        for number, (name, value) in enumerate(zip(place.names, args, strict=False))
-    ]
-    first = () if args else ("hidden_states",)
-    return (*shared, *args[len(shared) :]), {
-        name: value if name in first else _share(place, name, value, length)
-        for name, value in kwargs.items()
-    }
-
-
-def _share(place: _Place, name: str, value: Any, length: int) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_share(place, name, part, length) for part in value)
-    if isinstance(value, dict):
-        return {key: _share(place, name, part, length) for key, part in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    dim = place.token_dims.get(name)
-    if dim is None:
-        # A mask says which tokens see which, and attention sees all of them.
-        is_per_token = value.dim() in (2, 3) and value.shape[TOKENS] == length
-        if not is_per_token or "mask" in name:
-            return value
-        dim = TOKENS
-    return place.region.slice(value, dim)
