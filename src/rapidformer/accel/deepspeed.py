@@ -197,9 +197,16 @@ class DeepSpeedStrategy:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def update(self) -> None:
-        """Make the update; one whose gradient is not finite leaves the weights as they are."""
+        """Make the update."""
         with self.bypass():
             self.engine.step()
+
+    def drop(self) -> None:
+        """Forget a gradient that is not finite; ZeRO's update finds that out, and forgets it."""
+        if self.stage:
+            self.update()
+        else:
+            self.engine.zero_grad()
 
     def _set_scale(self, scale: float) -> None:
         if self.stage:
