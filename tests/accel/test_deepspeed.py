@@ -301,7 +301,7 @@ def test_a_lock_left_by_a_killed_build_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Waiting for it in silence is how a run used to hang for ever."""
-    from rapidformer.accel.deepspeed import _announce_build
+    from rapidformer.accel.deepspeed_package import announce_build
     from rapidformer.log import get_logger
 
     (tmp_path / "fused_adam").mkdir()
@@ -309,5 +309,5 @@ def test_a_lock_left_by_a_killed_build_is_named(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(get_logger(), "propagate", True)
-    _announce_build()
+    announce_build()
     assert "fused_adam/lock" in caplog.text and "delete that file" in caplog.text
