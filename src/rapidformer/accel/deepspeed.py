@@ -8,20 +8,21 @@ DeepSpeed takes out again before it clips. Clipping is always told, never left t
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from rapidformer.accel.deepspeed_package import (
+    announce_build,
+    forget_groups,
+    import_deepspeed,
+    in_process_group,
+)
 from rapidformer.accel.deepspeed_state import GatheredState
 from rapidformer.accel.precision import Precision, to_fp32
 from rapidformer.config import TrainingArguments
@@ -35,7 +36,7 @@ from rapidformer.config.deepspeed_file import (
 )
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, MissingPackageError
-from rapidformer.log import get_logger
+from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 
 # Optimizers that treat every number by itself, so that ZeRO may cut weights anywhere.
@@ -58,7 +59,7 @@ class DeepSpeedStrategy:
         topology: Topology,
         precision: Precision,
     ) -> None:
-        self.deepspeed = _import_deepspeed(device, args.log_level)
+        self.deepspeed = import_deepspeed(device, args.log_level)
         self.model = model
         self.device = device
         self.file = args.deepspeed or ""
@@ -77,6 +78,11 @@ class DeepSpeedStrategy:
         self._args = args
         self._plan = plan
         self._topology = topology
+        if "activation_checkpointing" in content and not args.checkpoint_activations:
+            warn_once(
+                f"activation_checkpointing in {self.file} has an effect only in models that call "
+                "DeepSpeed's own function: --checkpoint-activations works for all."
+            )
         self._allows_any = bool(content.get("zero_allow_untested_optimizer"))
         self._is_calling = False
         self._state: GatheredState | None = None
@@ -94,10 +100,10 @@ class DeepSpeedStrategy:
         """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
         self.bypass = bypass
         if self.has_own_optimizer:
-            _announce_build()
-        _forget_groups()
+            announce_build()
+        forget_groups()
         shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        with _in_process_group(self.device):
+        with in_process_group(self.device):
             try:
                 self.engine, *_ = self.deepspeed.initialize(
                     model=self.model,
@@ -197,9 +203,16 @@ class DeepSpeedStrategy:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def update(self) -> None:
-        """Make the update; one whose gradient is not finite leaves the weights as they are."""
+        """Make the update."""
         with self.bypass():
             self.engine.step()
+
+    def drop(self) -> None:
+        """Forget a gradient that is not finite; ZeRO's update finds that out, and forgets it."""
+        if self.stage:
+            self.update()
+        else:
+            self.engine.zero_grad()
 
     def _set_scale(self, scale: float) -> None:
         if self.stage:
@@ -230,7 +243,7 @@ class DeepSpeedStrategy:
             return
         self.engine.destroy()
         self.engine = None
-        _forget_groups()
+        forget_groups()
 
     # ---- inside --------------------------------------------------------------------------------
 
@@ -315,78 +328,6 @@ class DeepSpeedStrategy:
         if self._topology.tensor > 1:
             hint = " --tensor-model-parallel-size without --deepspeed splits more models."
         return ConfigurationError(f"DeepSpeed refuses {self.file}: {text}{hint}")
-
-
-def _import_deepspeed(device: torch.device, level: str) -> Any:
-    """The package, made quiet, and kept from compiling what training does not need."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Its banner goes to standard output as soon as it is imported.
-    logger = logging.getLogger("DeepSpeed")
-    try:
-        import deepspeed
-    except ImportError as reason:
-        if reason.name not in (None, "deepspeed"):
-            raise
-        raise MissingPackageError("deepspeed", "--deepspeed", "deepspeed") from None
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    for handler in get_logger().handlers:
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO if level == "debug" else logging.ERROR)
-    # Its collectives go by names that torch has begun to call old, at every single call.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    if device.type == "cpu":
-        # Communication through shared memory, for inference: a minute of compiling, for nothing.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _announce_build() -> None:
-    """DeepSpeed's own optimizers are compiled at first use: in silence, and behind a lock."""
-    if int(os.environ.get("LOCAL_RANK", "0")):
-        return
-    from torch.utils.cpp_extension import get_default_build_root
-
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    get_logger().info(
-        "DeepSpeed may compile its optimizer now, in %s: a matter of minutes.", folder
-    )
-    for lock in folder.rglob("lock"):
-        get_logger().warning(
-            "%s: another run is compiling, or was killed meanwhile. If none is, delete that file: "
-            "this run would wait for ever.",
-            lock,
-        )
-
-
-def _forget_groups() -> None:
-    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    groups._release_process_group_references(group=None)
-    comm.cdb = None
-
-
-@contextmanager
-def _in_process_group(device: torch.device) -> Iterator[None]:
-    """DeepSpeed needs a process group and LOCAL_RANK even where there is one process."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-        )
-    is_launched = "LOCAL_RANK" in os.environ
-    os.environ.setdefault("LOCAL_RANK", "0")
-    try:
-        yield
-    finally:
-        if not is_launched:
-            # RANK without LOCAL_RANK is some platforms' word for a node: let it stay so.
-            del os.environ["LOCAL_RANK"]
 
 
 def _cast_inputs(value: Any, dtype: torch.dtype) -> Any:

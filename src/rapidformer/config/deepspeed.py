@@ -242,6 +242,12 @@ def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
             f"{file}: DeepSpeed's AutoTP goes with stage 1 or 2; --zero-3-memory-optimization "
             "without --deepspeed goes with both."
         )
+    if stage == 3 and args.compile:
+        yield (
+            f"{_describe(args, 'compile')} with zero_optimization.stage 3 in {file}: DeepSpeed's "
+            "gathering breaks every block into pieces that compile for minutes. Use stage 2, or "
+            "--zero-3-memory-optimization without --deepspeed."
+        )
     if stage and args.optimizer in ("adafactor", "muon"):
         yield (
             f"--optimizer {args.optimizer} looks at whole matrices, and DeepSpeed's ZeRO-{stage} "

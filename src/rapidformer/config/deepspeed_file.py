@@ -141,7 +141,7 @@ def get_file_schedule(
         "warmup_num_steps": max(warmup, 1),
         "total_num_steps": length,
     }
-    parameters = {
+    parameters: Section = {
         key: filled.get(key) if value == AUTO else value
         for key, value in given.items()
         if value != AUTO or key in filled

@@ -36,8 +36,10 @@ class GradientKeeper(Protocol):
 
     def set_clip(self, max_norm: float, norm: torch.Tensor) -> None: ...
 
-    def update(self) -> None:
-        """Make the update, or drop it where the gradient is not finite."""
+    def update(self) -> None: ...
+
+    def drop(self) -> None:
+        """Forget a gradient that is not finite."""
 
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -163,7 +165,7 @@ class UpdateClock:
             self._outcome = "skipped"
             self.skipped += 1
             if self.keeper is not None:
-                self.keeper.update()
+                self.keeper.drop()
             scaler.update(overflowed=True)
             self._pending_schedule = None
             return
