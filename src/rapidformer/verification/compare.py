@@ -27,8 +27,8 @@ _FLOOR, _ROUND_OFF = 1e-6, 1e-2
 _LATER_ROUND_OFF = 1e-1
 # Round-off happens in every operation, not in the weights alone; but a fault is never taken for it.
 _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
-# Weights that start at zero have no size to speak of yet.
-_SMALLEST_WEIGHT = 1e-3
+# Biases that start at zero have no size to speak of yet: weights are held to that of others.
+_SMALLEST_WEIGHT = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,8 @@ def _compare_weights(expected: Tensors, traces: list[Trace], which: str) -> Iter
         weights: Tensors = getattr(trace, which)
         for name in [name for name in weights if name in expected]:
             difference = _get_difference(weights[name], expected[name])
-            size = max(_get_norm(expected[name]), _SMALLEST_WEIGHT)
+            smallest = _SMALLEST_WEIGHT * math.sqrt(expected[name].size)
+            size = max(_get_norm(expected[name]), smallest, 1e-12)
             yield Difference(value=difference / size, name=name, process=process)
 
 
