@@ -42,11 +42,16 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import data, preprocess
+    from rapidformer.cli import data, preprocess, verify
     from rapidformer.config import build_parser
 
     known = {"--help", "--print-config", "--version"}
-    for parser in (build_parser(), data._build_parser(), preprocess._build_parser()):
+    for parser in (
+        build_parser(),
+        data._build_parser(),
+        preprocess._build_parser(),
+        verify._build_parser(),
+    ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:

@@ -386,6 +386,14 @@ def test_draws_depend_on_seed_epoch_and_round_alone() -> None:
     assert len(set(flat)) == len(flat), "every row draws numbers of its own"
 
 
+def test_draws_are_the_same_for_any_number_of_processes() -> None:
+    """A mask drawn in a collate function must not depend on who draws it."""
+    alone = [batch for batch in take_noise() if len(batch) == 2]
+    shares = [take_noise(num_replicas=2, replica=replica) for replica in (0, 1)]
+    together = [batch for rounds in zip(*shares, strict=True) for batch in rounds]
+    assert [batch for batch in together if len(batch) == 2] == alone
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*")
 def test_workers_give_the_same_batches() -> None:
     assert take_noise(num_workers=2) == take_noise()

@@ -39,8 +39,8 @@ _DRAWN = (
     "micro-batches"
 )
 _CANCELLED = (
-    "gradients of these rows nearly cancel: limits above 1e-05 are what round-off in its weights "
-    "makes of one process"
+    "limits above 1e-05 are what one process makes of weights changed in their last bits: less "
+    "than that is round-off"
 )
 _RANDOM = (
     "cannot be told: one process with other random numbers differs from one process as well, so "
@@ -122,6 +122,11 @@ def _check(args: TrainingArguments, words: list[str], processes: int, updates: i
                 "what to verify? Give the flags of a run, with --task (`rapidformer tasks` lists "
                 "them) or --user-script FILE.py."
             )
+    if args.deepspeed is not None:
+        problems.append(
+            "--deepspeed keeps gradients to itself, where verify cannot look: leave it out, and "
+            "verify the same stage by --zero-1-, --zero-2- or --zero-3-memory-optimization."
+        )
     problems += find_problems(args.replace("the processes to start", world_size=processes))
     if not problems and not list_switches(args, processes):
         problems.append(

@@ -27,8 +27,9 @@ _FLOOR, _ROUND_OFF = 1e-6, 1e-2
 _LATER_ROUND_OFF = 1e-1
 # Round-off happens in every operation, not in the weights alone; but a fault is never taken for it.
 _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
-# Weights that start at zero have no size to speak of yet.
-_SMALLEST_WEIGHT = 1e-3
+# Biases that start at zero have no size to speak of yet: weights are held to that of others. One
+# whose gradient is zero in theory is moved by round-off alone, which Adam makes whole steps of.
+_SMALLEST_WEIGHT, _MOVED_BY_ROUND_OFF = 1e-2, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +161,11 @@ def compare(
 
 def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[Difference]]:
     return {
-        "starting weights": list(_compare_weights(reference.start, traces, "start")),
+        "starting weights": list(_compare_weights(reference, traces, "start")),
         "loss": list(_compare_losses(reference, traces)),
         "gradient norm": list(_compare_norms(reference, traces)),
         "gradients": list(_compare_gradients(reference, traces)),
-        "updated weights": list(_compare_weights(reference.weights, traces, "weights")),
+        "updated weights": list(_compare_weights(reference, traces, "weights")),
     }
 
 
@@ -228,7 +229,7 @@ def _compare_norms(reference: Trace, traces: list[Trace]) -> Iterator[Difference
 
 def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
     for update, expected in enumerate(reference.gradients):
-        norm = math.sqrt(sum(_get_norm(g) ** 2 for g in _drop_ties(reference, expected).values()))
+        norm = _get_whole_norm(reference, expected)
         for process, trace in enumerate(traces):
             mine = trace.gradients[update]
             for name in [name for name in trace.start if name in expected or name in mine]:
@@ -250,13 +251,28 @@ def _get_measure(size: float, norm: float, update: int) -> float:
     return size if size > _FLOOR * norm else _ROUND_OFF * norm
 
 
-def _compare_weights(expected: Tensors, traces: list[Trace], which: str) -> Iterator[Difference]:
+def _compare_weights(reference: Trace, traces: list[Trace], which: str) -> Iterator[Difference]:
+    expected: Tensors = getattr(reference, which)
+    resting = _find_resting(reference)
     for process, trace in enumerate(traces):
         weights: Tensors = getattr(trace, which)
         for name in [name for name in weights if name in expected]:
             difference = _get_difference(weights[name], expected[name])
-            size = max(_get_norm(expected[name]), _SMALLEST_WEIGHT)
+            smallest = _MOVED_BY_ROUND_OFF if name in resting else _SMALLEST_WEIGHT
+            smallest *= math.sqrt(expected[name].size)
+            size = max(_get_norm(expected[name]), smallest, 1e-12)
             yield Difference(value=difference / size, name=name, process=process)
+
+
+def _find_resting(reference: Trace) -> set[str]:
+    """The weights whose first gradient is zero in theory."""
+    gradients = reference.gradients[0] if reference.gradients else {}
+    norm = _get_whole_norm(reference, gradients)
+    return {name for name, g in gradients.items() if _get_norm(g) <= _FLOOR * norm}
+
+
+def _get_whole_norm(trace: Trace, tensors: Tensors) -> float:
+    return math.sqrt(sum(_get_norm(t) ** 2 for t in _drop_ties(trace, tensors).values()))
 
 
 def _drop_ties(trace: Trace, tensors: Tensors) -> Tensors:

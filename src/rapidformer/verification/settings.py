@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from math import gcd
+from pathlib import Path
 from typing import Literal
 
 from rapidformer.config import TrainingArguments
@@ -134,6 +135,7 @@ def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
         rampup_batch_size=None,
         save=None, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
         progress=False, log_level="warning", num_workers=0,
+        data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip
     if args.load is not None and not _is_model_folder(args.load):
         args = args.replace(SOURCE, load=None, finetune=False)
@@ -143,7 +145,6 @@ def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
             train_iters=job.updates, epochs=None, train_samples=None, train_tokens=None,
             lr_decay_style="constant", lr_decay_iters=None, lr_decay_samples=None,
             eval_iters=0, max_train_samples=_choose_rows(args), max_eval_samples=_ROWS,
-            data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
         )  # fmt: skip
     if args.train_iters or args.train_samples or args.train_tokens:
         # A script that prepares data for the whole run need not.
@@ -155,8 +156,6 @@ def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
 
 
 def _is_model_folder(load: str) -> bool:
-    from pathlib import Path
-
     folder = Path(load).expanduser()
     return not folder.is_dir() or (folder / "config.json").is_file()
 

@@ -41,7 +41,8 @@ class VerifiedRun(Recorder):
         super().before_compose(model)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
-        model.float()
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+            model.float()
         apply_no_dropout(model)
 
     def after_compose(self, engine: Any) -> None:
