@@ -16,7 +16,7 @@ LAYERS = [
     {"cli"},
     {"launch"},
     {"tasks"},
-    {"training"},
+    {"training", "verification"},
     {"engine"},
     {"accel", "checkpoint", "optim"},
     {"models", "data"},

@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from rapidformer.accel.deepspeed import DeepSpeedStrategy
 from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.pipeline.pipeline import MicroBatchResult
 from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.accel.tensor_check import check_whole_gradients
 from rapidformer.accel.tensor_parallel import has_dropout
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
@@ -47,7 +51,7 @@ from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
-from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.loader import Collate, DistributedLoader, MicroBatch
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
@@ -57,10 +61,17 @@ from rapidformer.dist.topology import build_topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.deferred import build_for_split
-from rapidformer.optim.optimizers import build_optimizer
+from rapidformer.models.plan import GivenPlan
+from rapidformer.optim.observer import get_observer
+from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
-from rapidformer.optim.takeover import repoint_optimizer, take_over_optimizer, take_over_scheduler
-from rapidformer.optim.update import UpdateClock, scale_loss
+from rapidformer.optim.takeover import (
+    repoint_optimizer,
+    split_groups_by_mesh,
+    take_over_optimizer,
+    take_over_scheduler,
+)
+from rapidformer.optim.update import MeasureNorm, UpdateClock, scale_loss
 from rapidformer.timers import Timers
 
 Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
@@ -78,7 +89,7 @@ class RapidformerEngine:
         *,
         args: Arguments = None,
     ) -> None:
-        given = _read_arguments(args, extra_args_provider)
+        given = get_observer().change_settings(_read_arguments(args, extra_args_provider))
         configure_logging(given.log_level)
         processes = start_processes(
             device=given.device, timeout_minutes=given.distributed_timeout_minutes
@@ -92,6 +103,7 @@ class RapidformerEngine:
             data=self.args.data_parallel_size,
             context=self.args.context_parallel_size,
             tensor=self.args.tensor_model_parallel_size,
+            expert=self.args.expert_model_parallel_size,
             sharding=self.args.hybrid_sharding_size,
         )
         self.is_main = processes.is_main
@@ -104,6 +116,7 @@ class RapidformerEngine:
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.resumed_from: Path | None = None
+        self._first_update = 0
         self._trainable: list[nn.Parameter] = []
         self._parallelized: Parallelized | None = None
         self._current_loader: DistributedLoader | None = None
@@ -119,6 +132,11 @@ class RapidformerEngine:
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the run; None in a run of one process."""
         return self.topology.mesh
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is cut into stages: then ``run_update`` replaces ``backward``."""
+        return self.topology.pipeline > 1
 
     # ---- composing -----------------------------------------------------------------------------
 
@@ -140,10 +158,13 @@ class RapidformerEngine:
         *,
         model_obj: nn.Module | None = None,
         lr_scheduler: Any = None,
+        plan: GivenPlan | None = None,
     ) -> tuple[Any, ...]:
         """Switch everything on. Returns model, optimizer, lr_scheduler, then the loaders given.
 
         Without an optimizer, the one that the flags describe is made; likewise the schedule.
+        ``plan`` says where the model's blocks are and how they may be split, for a model that
+        does not say so itself: the same mapping as its ``rapidformer_plan()`` would return.
         """
         model = model if model is not None else model_obj
         if model is None:
@@ -155,40 +176,86 @@ class RapidformerEngine:
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
+        get_observer().before_compose(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = parallelize(
-            model, self.args, device=self.device, topology=self.topology, precision=self.precision
+            model,
+            self.args,
+            device=self.device,
+            topology=self.topology,
+            precision=self.precision,
+            given_plan=plan,
         )
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
         self._trainable = [p for p in model.parameters() if p.requires_grad]
-        if optimizer is None:
-            optimizer = build_optimizer(model, self.args)
-        else:
+        deepspeed = self._parallelized.deepspeed
+        if deepspeed is not None:
+            deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
+        if optimizer is not None:
             repoint_optimizer(optimizer, model, names)
+        elif deepspeed is None or not deepspeed.has_own_optimizer:
+            optimizer = build_optimizer(model, self.args)
+        if deepspeed is not None:
+            optimizer = self._start_deepspeed(deepspeed, optimizer)
+        assert optimizer is not None
+        if self.topology.expert > 1:
+            split_groups_by_mesh(optimizer, lr_scheduler)
         # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
         self.optimizer = take_over_optimizer(
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
-        replica = self.topology.get_rank("data")
-        if replica or self.topology.tensor > 1:
-            # Same weights everywhere, but every replica drops out other units. Processes that share
-            # a layer must drop out the same ones, whatever each has drawn by now.
-            torch.manual_seed(self.args.seed + replica)
-        if self.topology.tensor > 1 and self.is_main and has_dropout(model):
-            warn_once(
-                "--tensor-model-parallel-size with dropout: each process draws the masks of its "
-                "own share, so a run differs from one of another size; only the distribution of "
-                "masks is kept. Everything else is exact."
-            )
+        self._seed_dropout(model)
+        get_observer().after_compose(self)
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
-    def compose_for_evaluation(self, model: nn.Module) -> nn.Module:
+    def _start_deepspeed(
+        self, strategy: DeepSpeedStrategy, optimizer: Optimizer | None
+    ) -> Optimizer:
+        """Hand model and optimizer over: gradients and updates are DeepSpeed's from now on."""
+        groups = group_parameters(strategy.model, self.args.weight_decay)
+        bypass = functools.partial(bypass_clock, self.clock)
+        optimizer = strategy.start(optimizer, groups, bypass)
+        self.clock.keeper = strategy
+        return optimizer
+
+    def _seed_dropout(self, model: nn.Module) -> None:
+        """Same weights everywhere, but every replica drops out other units.
+
+        Processes that share a layer must drop out the same ones, whatever each has drawn by now.
+        """
+        axes = {
+            "tensor": ("--tensor-model-parallel-size", "process", "share"),
+            "pipeline": ("--pipeline-model-parallel-size", "stage", "blocks"),
+            "context": ("--context-parallel-size", "process", "tokens"),
+        }
+        split = [words for axis, words in axes.items() if self.topology.get_size(axis) > 1]
+        replica = self.topology.get_rank("data")
+        if replica or split:
+            torch.manual_seed(self.args.seed + replica)
+        if not self.is_main or not has_dropout(model):
+            return
+        for flag, who, what in split:
+            warn_once(
+                f"{flag} with dropout: each {who} draws the masks of its own {what}, so a run "
+                "differs from one of another size; only the distribution of masks is kept. "
+                "Everything else is exact."
+            )
+
+    def compose_for_evaluation(
+        self, model: nn.Module, *, plan: GivenPlan | None = None
+    ) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
         self._parallelized = parallelize(
-            model, self.args, device=self.device, topology=self.topology, precision=self.precision
+            model,
+            self.args,
+            device=self.device,
+            topology=self.topology,
+            precision=self.precision,
+            given_plan=plan,
+            for_training=False,
         )
         self.model = model.eval()
         return model
@@ -282,9 +349,16 @@ class RapidformerEngine:
         ``weight`` is what the mean was taken over (label tokens or samples). After the last
         micro-batch of an update, gradients are those of the mean over the whole global batch.
         """
+        if self.parallelized.pipeline is not None:
+            raise RapidformerError(
+                "a model that is cut into stages (--pipeline-model-parallel-size) runs forward "
+                "and backward passes of several micro-batches at once: use engine.run_update(), "
+                "Finetuner or PreTrainer instead of engine.backward()."
+            )
         loader = self._train_loader if self._current_loader is self._train_loader else None
         if loader is not None and loader.is_filler:
             weight = 0.0
+        get_observer().see_loss(loss, weight, loader.info if loader is not None else None)
         is_last = self.clock.start_micro_batch(
             ends_epoch=loader is not None and loader.is_update_end
         )
@@ -293,11 +367,86 @@ class RapidformerEngine:
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
-        scale_loss(loss, share, scale).backward()
+        self.parallelized.backward(scale_loss(loss, share, scale))
         synchronizer.after_backward()
         if is_last:
             beat("update")
-            self.clock.finish_gradients(self._trainable, self.scaler)
+            self._finish_gradients()
+
+    def iterate_updates(self, loader: DistributedLoader) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each update of an epoch, for ``run_update``."""
+        self._train_loader = self._train_loader or loader
+        return loader.iterate_updates()
+
+    def run_update(
+        self, forward: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
+    ) -> list[MicroBatchResult]:
+        """Forward and backward of all micro-batches of one update; ``step`` comes next.
+
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. This is the one way to
+        train a model that is cut into stages (``--pipeline-model-parallel-size``), and works for
+        any other as well.
+        """
+        pipeline = self.parallelized.pipeline
+        if pipeline is None:
+            return [self._run_alone(forward, each, micro_batches) for each in micro_batches]
+        count = len(micro_batches)
+        for number in range(count):
+            self.clock.start_micro_batch(ends_epoch=number == count - 1)
+        if self.scaler is not None and self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(micro_batches[0].info.labels))
+        unit = (self.scaler.weight_unit if self.scaler else None) or 1.0
+        scale = self.scaler.scale if self.scaler else 1.0
+
+        def compute(number: int) -> tuple[torch.Tensor, MicroBatchResult]:
+            result = self._run_forward(forward, micro_batches[number])
+            return scale_loss(result.loss, result.weight / unit, scale), result
+
+        beat("pipeline", self.clock.updates + 1)
+        pipeline.run(
+            compute,
+            count,
+            step=self.clock.updates,
+            synchronizer=self.parallelized.synchronizer,
+        )
+        beat("update")
+        results = pipeline.share_results(count)
+        for each, result in zip(micro_batches, results, strict=True):
+            get_observer().see_loss(result.loss, result.weight, each.info)
+        self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
+        self._finish_gradients(pipeline.measure_norm)
+        return results
+
+    def _finish_gradients(
+        self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None
+    ) -> None:
+        self.clock.finish_gradients(self._trainable, self.scaler, measure)
+        group = self.topology.get_group("tensor")
+        if group is not None and self.clock.updates == self._first_update:
+            check_whole_gradients(self.parallelized.model, group)
+
+    def _run_alone(
+        self,
+        forward: Callable[[Any], Any],
+        micro_batch: MicroBatch,
+        update: Sequence[MicroBatch],
+    ) -> MicroBatchResult:
+        result = self._run_forward(forward, micro_batch)
+        with self.accumulate(is_last=micro_batch is update[-1]):
+            self.backward(result.loss, result.weight)
+        return replace(result, loss=result.loss.detach())
+
+    def _run_forward(
+        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
+    ) -> MicroBatchResult:
+        loader = self._train_loader
+        returned = forward(loader.look_at(micro_batch) if loader else micro_batch.batch)
+        loss, weight, parts = (
+            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, 1.0, {})
+        )
+        if micro_batch.is_filler:
+            weight = 0.0
+        return MicroBatchResult(loss=loss, weight=weight, parts=parts)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
         if self.topology.num_replicas == 1:
@@ -392,7 +541,7 @@ class RapidformerEngine:
             with_random_states=self.args.load_rng and not only_weights,
             with_position=not only_weights,
         )
-        self.clock.updates = state.step
+        self.clock.updates = self._first_update = state.step
         self.resumed_from = state.loaded_from
         return extra
 
@@ -400,11 +549,17 @@ class RapidformerEngine:
         """Save the model alone, as a folder that ``transformers`` loads."""
         with in_phase("save"):
             self.parallelized.settle()
-            return export_model(self.parallelized.model, Path(folder), processor=processor)
+            deepspeed = self.parallelized.deepspeed
+            weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None
+            return export_model(
+                self.parallelized.model, Path(folder), processor=processor, weights=weights
+            )
 
     def close(self) -> None:
         """Leave the other processes; the last call of a script."""
         beat("end")
+        if self._parallelized is not None and self._parallelized.deepspeed is not None:
+            self._parallelized.deepspeed.close()
         stop_processes()
 
     # ---- inside --------------------------------------------------------------------------------
@@ -430,6 +585,10 @@ class RapidformerEngine:
             if isinstance(function, functools.partial):
                 function = fill_training_steps(function, train_iters)
             return function(optimizer)  # type: ignore[no-any-return]
+        deepspeed = self.parallelized.deepspeed
+        of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, train_iters)
+        if of_file is not None:
+            return of_file  # type: ignore[no-any-return]
         return build_scheduler(
             optimizer,
             self.args,
@@ -466,6 +625,7 @@ class RapidformerEngine:
             step=self.clock.updates,
             device=self.device,
             bypass=functools.partial(bypass_clock, self.clock),
+            gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
         )
 
 

@@ -75,7 +75,7 @@ class Planned(Custom):
         ({"blocks": ["layers.2", "head"]}, ["layers.2", "head"]),
         (ModelPlan(blocks=("layers.1",)), ["layers.1"]),
         ({"blocks": []}, []),
-        ({}, []),
+        ({}, ["layers.0", "layers.1", "layers.2"]),  # not said: found
     ],
     ids=str,
 )

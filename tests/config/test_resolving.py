@@ -209,6 +209,9 @@ def test_shares_of_every_axis_must_fit_the_processes() -> None:
         "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 does not divide the "
         "6 processes of this run"
     )
+    layout = ["--model-parallel", "2", "--pipeline-parallel", "2", "--data-parallel", "2"]
+    (problem,) = problems_of(*layout, world_size=4)
+    assert problem.endswith("--data-parallel 1 does, or start 8 (--nproc-per-node).")
     (problem,) = problems_of("--expert-model-parallel-size", "3", world_size=4)
     assert problem.endswith("the 4 processes that see other tokens: use 1 or 2 or 4.")
 

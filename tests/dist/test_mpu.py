@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rapidformer.dist import mpu
 from rapidformer.dist.processes import start_processes
@@ -62,6 +63,39 @@ def test_a_group_gets_what_its_first_process_has() -> None:
         assert got == expected
         assert "'rows' is torch.float32, not torch.int64" in error
         assert ranks == (rank, 2)
+
+
+def _look_at_groups() -> dict[str, Any]:
+    processes = start_processes(device="cpu")
+    build_topology("cpu", pipeline=2, data=2)
+    own = torch.full((1,), float(processes.rank))
+    dist.all_reduce(own, group=mpu.get_tensor_model_parallel_group())
+    together = torch.full((1,), float(processes.rank))
+    dist.all_reduce(together, group=mpu.get_data_parallel_group())
+    return {
+        "alone": own.item(),
+        "data": together.item(),
+        "sources": (mpu.get_tensor_model_parallel_src_rank(), mpu.get_data_parallel_src_rank()),
+        "ends": (
+            mpu.get_pipeline_model_parallel_first_rank(),
+            mpu.get_pipeline_model_parallel_last_rank(),
+        ),
+        "neighbours": (
+            mpu.get_pipeline_model_parallel_prev_rank(),
+            mpu.get_pipeline_model_parallel_next_rank(),
+        ),
+    }
+
+
+def test_an_axis_of_one_process_has_a_group_of_one() -> None:
+    """None would be all processes to torch: their values would be summed without a word."""
+    for rank, found in enumerate(run_in_processes(_look_at_groups, 4)):
+        stage, replica = divmod(rank, 2)
+        assert found["alone"] == rank
+        assert found["data"] == 4 * stage + 1
+        assert found["sources"] == (rank, 2 * stage)
+        assert found["ends"] == (replica, 2 + replica)
+        assert found["neighbours"] == ((rank + 2) % 4, (rank + 2) % 4)
 
 
 def test_groups_of_one_process() -> None:

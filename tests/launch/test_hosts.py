@@ -135,6 +135,14 @@ def test_first_failure_of_any_host_is_shown_once(launch: Callable[..., Command])
     assert f"rank 2 (node 1, {socket.gethostname()}) failed" in command.err
 
 
+def test_rank_that_was_killed_is_not_taken_for_a_lost_host(launch: Callable[..., Command]) -> None:
+    """Both have status 137; only a lost host is worth a word of its own, or another start."""
+    command = launch("if rank == '2': os.kill(os.getpid(), 9)\ntime.sleep(60)")
+    assert command.wait(60) == 137
+    assert command.err.startswith(f"error: rank 2 (node 1, {socket.gethostname()}) was ended by ")
+    assert command.err.count("\n") == 1, command.err
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_signal_to_the_launcher_ends_the_hosts_too(
     name: str, launch: Callable[..., Command], tmp_path: Path
@@ -187,3 +195,4 @@ def test_host_that_ssh_cannot_reach_is_named(
     assert command.wait(60) == 255
     assert "error: node 1 (unreachable) cannot be used over ssh: try `" in command.err
     assert "It must work without a password" in command.err
+    assert "Traceback" not in command.err, "of the hosts that could be reached\n" + command.err

@@ -124,6 +124,14 @@ def test_exit_status_is_that_of_the_process_that_failed(
     assert err.count(text) == 1
 
 
+def test_traceback_begins_in_the_script(run: Run) -> None:
+    _, _, err = run("def work():\n    raise ValueError('a defect')\nwork()", *TWO)
+    lines = err.splitlines()
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[2].endswith('script.py", line 4, in <module>'), err
+    assert "in work" in lines[4]
+
+
 def test_run_that_breaks_is_started_again_and_every_output_is_kept(
     run: Run, tmp_path: Path
 ) -> None:

@@ -117,6 +117,17 @@ def test_job_of_several_nodes_without_srun_is_refused(slurm: pytest.MonkeyPatch)
     assert plan("--device", "cpu").nodes == 1
 
 
+def test_shell_that_salloc_opens_is_no_task(slurm: pytest.MonkeyPatch) -> None:
+    """It stands in a step of Slurm's own, of one task: the other nodes would stay idle."""
+    for name, value in {"ID": "4294967290", "NUM_TASKS": "1", "NUM_NODES": "1"}.items():
+        slurm.setenv(f"SLURM_STEP_{name}", value)
+    slurm.setenv("SLURM_PROCID", "0")
+    with pytest.raises(ConfigurationError, match="put srun in front of the command"):
+        plan("--device", "cpu")
+    slurm.setenv("SLURM_STEP_ID", "3")
+    assert plan("--device", "cpu").nodes == 1, "srun of one task"
+
+
 def test_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(ConfigurationError, match="SLURM_STEP_NUM_NODES must be a whole number"):
         read_slurm_step({**STEP, "SLURM_STEP_NUM_NODES": "two"})

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rapidformer.dist import heartbeat
-from rapidformer.launch.watch import Beat, describe_stall, find_missing, is_stalled, read_beat
+from rapidformer.launch.watch import (
+    Beat,
+    Watch,
+    describe_stall,
+    find_missing,
+    is_stalled,
+    read_beat,
+)
 from tests.launch.commands import Command, wait_until
 
 Start = Callable[..., Command]
@@ -74,6 +82,31 @@ def test_report_names_rank_node_step_and_phase() -> None:
     )
     assert "rank 1 has ended: step 2, phase data" in ended
     assert "nobody is behind" in describe_stall([make(0)], [make(0)], {}, 1)
+
+
+def test_stall_is_said_once_though_others_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: Any = SimpleNamespace(plan=SimpleNamespace(nodes=1, node_rank=0))
+    said: list[str] = []
+    watch = Watch(tmp_path, rounds, stall_seconds=30, say=said.append)
+    watch.begin_round(0, {0: 1, 1: 2})
+    now: list[Beat] = []
+    monkeypatch.setattr(watch, "_read_beats", lambda pids: now)
+    monkeypatch.setattr(watch, "_collect_stacks", lambda ranks, pids: {})
+
+    def look(*beats: Beat) -> int:
+        now[:] = beats
+        watch._look(1)
+        return len(said)
+
+    assert look(make(0, count=5), make(1)) == 1
+    assert look(make(0, count=6, phase="end", age=1.0), make(1)) == 1
+    assert look(make(0, count=6, phase="end"), make(1)) == 1, "it is still rank 1"
+    assert watch.stall == "rank 1 was missing at step 2, phase data"
+    assert look(make(0, count=7, age=1.0), make(1, count=7, age=1.0)) == 1
+    assert watch.stall == "", "it has come"
+    assert look(make(0, count=8), make(1, count=7)) == 2
 
 
 @pytest.fixture

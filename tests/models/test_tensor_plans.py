@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import (
     BertConfig,
@@ -77,6 +78,59 @@ def test_styles_and_keys_that_are_not_known_are_named() -> None:
         plan_of(Own({"tensor": {"layers.0": "columns"}}))
     with pytest.raises(ModelError, match=r"unknown keys: tensors\. Known are blocks, divided"):
         plan_of(Own({"tensors": {}}))
+
+
+def test_the_callers_plan_comes_before_all_others() -> None:
+    model = Own({"blocks": "layers", "tensor": {"layers.*": "colwise_gather_output"}})
+    given = {"tensor": {"layers.0": "rowwise_split_input"}}
+    plan = find_plan(model, given)
+    assert plan.blocks == ("layers.0", "layers.1"), "what it does not say, the model does"
+    tensor_plan = find_tensor_plan(model, plan)
+    assert tensor_plan.styles == {"layers.0": "rowwise_split_input"}
+    assert tensor_plan.source == "the plan given to compose()"
+    llama = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16))
+    styles = find_tensor_plan(
+        llama, find_plan(llama, {"tensor": {"model.layers.*.mlp.up_proj": "colwise_gather_output"}})
+    ).styles
+    assert styles["model.layers.0.mlp.up_proj"] == "colwise_gather_output"
+    assert "model.layers.0.mlp.gate_proj" not in styles
+
+
+def test_a_slip_in_a_plan_is_named() -> None:
+    with pytest.raises(
+        ModelError, match=r"rapidformer_plan\(\): nothing in Own has the name layer"
+    ):
+        plan_of(Own({"tensor": {"layers.*": "colwise", "layer.*": "colwise"}}))
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(
+        ModelError, match=r"the plan given to compose\(\): nothing .* 1 \('divided'"
+    ):
+        find_plan(model, {"tensor": {"0": "colwise"}, "divided": {"1": ["heads"]}})
+    with pytest.raises(ModelError, match=r"the plan given to compose\(\) has unknown keys: block"):
+        find_plan(model, {"block": "0"})
+
+
+def test_a_plan_that_names_the_head_alone_is_none() -> None:
+    """The layers would all stay whole: the switch would promise memory that it does not save."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16))
+    model._tp_plan = {"lm_head": "colwise_gather_output"}
+    with pytest.raises(ModelError, match="nothing says how LlamaForCausalLM may be split"):
+        plan_of(model)
+    model._tp_plan = {"model.layers.*.mlp.down_proj.weight": "rowwise"}
+    with pytest.raises(ModelError, match="nothing says how LlamaForCausalLM may be split"):
+        plan_of(model)
+
+
+def test_a_parameter_may_be_named_where_it_has_one_number_per_head() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16))
+    attention: Any = model.model.layers[0].self_attn
+    attention.sinks = nn.Parameter(torch.zeros(2))
+    own = {"model.layers.*.self_attn.sinks": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
+    plan = find_tensor_plan(model, find_plan(model, {"tensor": own}))
+    assert plan.parameters == {"model.layers.0.self_attn.sinks"}
+    own = {"model.layers.*.mlp.up_proj.weight": "colwise"}
+    with pytest.raises(ModelError, match=r"up_proj\.weight of shape \[16, 8\] as colwise: only"):
+        find_tensor_plan(model, find_plan(model, {"tensor": own}))
 
 
 def test_experts_stay_whole() -> None:

@@ -2,18 +2,18 @@
 
 The reference is a bare PyTorch loop over the same samples in one process, which knows nothing of
 the library: it sees each global batch whole, padded to one length, and divides by its own count.
+What is kept, and how it is compared, is what ``rapidformer verify`` keeps and compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -27,23 +27,21 @@ from transformers import (
 )
 
 from rapidformer.data.collate import PadCollator
-from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
+from rapidformer.optim.observer import observe_runs
+from rapidformer.verification.compare import Comparison, compare
+from rapidformer.verification.recorder import (
+    Recorder,
+    collect_gradients,
+    collect_weights,
+    find_ties,
+)
+from rapidformer.verification.trace import Trace
 
 VOCABULARY = 64
 SAMPLES = 44
 """Not a multiple of the global batch: the last update is a smaller one, with fillers."""
-
-
-@dataclass
-class Trace:
-    """What a run leaves behind, on the CPU and whole."""
-
-    losses: list[float]
-    gradients: dict[str, np.ndarray]
-    """Of the first update, before clipping."""
-    weights: dict[str, np.ndarray]
 
 
 class CustomModel(nn.Module):
@@ -139,60 +137,71 @@ def run_reference(
     model, rows = build_model(model_name), build_data(model_name)
     optimizer = make_optimizer(model)
     collate = PadCollator()
-    losses: list[float] = []
-    gradients: dict[str, np.ndarray] = {}
+    trace = start_bare_trace(model)
     model.train()
     for indices in order:
         batch = collate([rows[i] for i in indices])
-        output = model(**batch)
-        loss = output["loss"]
+        loss = model(**batch)["loss"]
         loss.backward()
-        if not gradients:
-            gradients = _get_gradients(model)
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        note_bare_gradients(trace, model, loss)
+        trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trace(losses, gradients, _get_weights(model))
+    trace.weights = collect_weights(model)
+    return trace
+
+
+def start_bare_trace(model: nn.Module) -> Trace:
+    """What stands before the first update of a loop without the library."""
+    return Trace(start=collect_weights(model), ties=find_ties(model))
+
+
+def note_bare_gradients(trace: Trace, model: nn.Module, loss: torch.Tensor) -> None:
+    """Take down an update of such a loop, before it clips."""
+    trace.losses.append((loss.item(), 1.0))
+    trace.samples.append((0, 0))
+    trace.gradients.append(collect_gradients(model))
 
 
 def run_switched(
-    model_name: str,
+    model_names: str | list[str],
     settings: dict[str, Any],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     epochs: int,
-) -> Trace:
-    """The same run through the engine; called in every process."""
+) -> dict[str, Trace]:
+    """The same runs through the engine; called in every process."""
+    traces = {}
+    for name in [model_names] if isinstance(model_names, str) else model_names:
+        recorder = Recorder()
+        with observe_runs(recorder):
+            engine = _train(name, settings, make_optimizer, epochs)
+        traces[name] = recorder.finish()
+    engine.close()
+    return traces
+
+
+def _train(
+    name: str,
+    settings: dict[str, Any],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    epochs: int,
+) -> RapidformerEngine:
     engine = RapidformerEngine(args=settings)
-    model = build_model(model_name)
-    rows = build_data(model_name)
-    loader = engine.build_data_loader(rows, shuffle=True)
-    optimizer = make_optimizer(model)
-    model, optimizer, _ = engine.compose(
-        model, optimizer, lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)
+    model = build_model(name)
+    loader = engine.build_data_loader(build_data(name), shuffle=True)
+    engine.compose(
+        model,
+        make_optimizer(model),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
     )
     is_shifted = shifts_labels(model)
-    losses, gradients = [], {}
     model.train()
     for _ in range(epochs):
-        loss_sum = torch.zeros(1)
         for batch in loader:
             loss = model(**batch)["loss"]
-            weight = loader.info.shifted_labels if is_shifted else loader.info.labels
-            engine.backward(loss, weight)
-            if weight:
-                loss_sum += loss.detach() * weight
-            if not loader.is_update_end:
-                continue
-            if not gradients:
-                gradients = _get_gradients(model)
-            total = sum_over_replicas(loss_sum)
-            losses.append(float(total / engine.clock.total_weight))
-            loss_sum = torch.zeros(1)
+            engine.backward(loss, loader.info.shifted_labels if is_shifted else loader.info.labels)
             engine.step()
-    trace = Trace(losses, gradients, _get_weights(model))
-    engine.close()
-    return trace
+    return engine
 
 
 def get_order(settings: dict[str, Any], epochs: int) -> list[list[int]]:
@@ -204,34 +213,24 @@ def get_order(settings: dict[str, Any], epochs: int) -> list[list[int]]:
     return [batch.tolist() for _ in range(epochs) for batch in loader]
 
 
-def get_difference(mine: Trace, reference: Trace) -> dict[str, float]:
-    """The worst relative differences; a gradient that is zero in theory counts against the norm."""
-    norm = np.sqrt(sum(float((g**2).sum()) for g in reference.gradients.values()))
-    gradient = {
-        name: float(np.linalg.norm(mine.gradients[name] - g))
-        / max(float(np.linalg.norm(g)), 1e-6 * norm)
-        for name, g in reference.gradients.items()
-    }
-    weight = {
-        name: float(np.linalg.norm(mine.weights[name] - w)) / max(float(np.linalg.norm(w)), 1e-3)
-        for name, w in reference.weights.items()
-    }
-    pairs = zip(mine.losses, reference.losses, strict=True)
-    return {
-        "loss": max(abs(a - b) / abs(b) for a, b in pairs),
-        "gradient": max(gradient.values()),
-        "weight": max(weight.values()),
-    }
+LIMITS = {"loss": 1e-6, "gradient norm": 1e-5, "gradients": 1e-5, "updated weights": 1e-5}
+"""The contract is 1e-5 of everything, over ten updates."""
+FIRST_LIMITS = {"loss": 1e-6, "gradient norm": 1e-6, "gradients": 1e-6}
+"""Before round-off has gone through an update, it is held to less."""
 
 
-def _whole(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().cpu().numpy().copy()
+def check_equal(reference: Trace, traces: list[Trace], *, first_limits: Any = None) -> Comparison:
+    """Every process's view beside one process: all updates, and the first one more strictly."""
+    comparison = compare(reference, traces, LIMITS)
+    assert comparison.is_equal, comparison.describe_failures()
+    first = compare(
+        take_first(reference), [take_first(trace) for trace in traces], first_limits or FIRST_LIMITS
+    )
+    assert first.is_equal, f"at the first update, {first.describe_failures()}"
+    return comparison
 
 
-def _get_gradients(model: nn.Module) -> dict[str, np.ndarray]:
-    return {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _get_weights(model: nn.Module) -> dict[str, np.ndarray]:
-    return {name: _whole(p) for name, p in model.named_parameters()}
+def take_first(trace: Trace) -> Trace:
+    """The first update alone."""
+    parts = {name: getattr(trace, name)[:1] for name in ("losses", "samples", "norms", "gradients")}
+    return replace(trace, **parts, weights=trace.start)

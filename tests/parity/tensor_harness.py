@@ -2,27 +2,35 @@
 
 Several models go through one group of processes, one after the other: starting a group costs more
 than training them. Sizes are chosen to be awkward: a vocabulary that no number of processes
-divides, fewer key/value heads than processes, rows of odd lengths.
+divides, fewer key/value heads than processes, rows of odd lengths. Runs are recorded and compared
+as ``rapidformer verify`` does it; the reference is a bare loop.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -40,11 +48,15 @@ from transformers import (
 )
 
 from rapidformer.data.collate import PadCollator
-from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
 from rapidformer.models.plan import shifts_labels
-from tests.parity.harness import build_data
+from rapidformer.optim.observer import observe_runs
+from rapidformer.verification import compare as verification
+from rapidformer.verification import recorder as recording
+from rapidformer.verification import trace as tracing
+from tests.parity.harness import build_data, note_bare_gradients, start_bare_trace
 
 VOCABULARY = 67
 UPDATES = 3
@@ -92,8 +104,23 @@ class CustomBlock(nn.Module):
         return hidden + self.scale * self.down(nn.functional.gelu(self.up(hidden)))
 
 
-class CustomModel(nn.Module):
-    """A model with a plan of its own, whose head is the embedding's weight, read by hand."""
+PLAN: dict[str, Any] = {
+    "blocks": "layers",
+    "tensor": {
+        "head": "colwise_gather_output",
+        "layers.*.attention.query": "colwise",
+        "layers.*.attention.key": "colwise",
+        "layers.*.attention.value": "colwise",
+        "layers.*.attention.output": "rowwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+    },
+    "divided": {"layers.*.attention": ["num_heads"]},
+}
+
+
+class UnplannedModel(nn.Module):
+    """A model that says nothing of itself, whose head is the embedding's weight, read by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,21 +129,6 @@ class CustomModel(nn.Module):
         self.head = nn.Linear(32, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=0.1)
-
-    def rapidformer_plan(self) -> dict[str, Any]:
-        return {
-            "blocks": "layers",
-            "tensor": {
-                "head": "colwise_gather_output",
-                "layers.*.attention.query": "colwise",
-                "layers.*.attention.key": "colwise",
-                "layers.*.attention.value": "colwise",
-                "layers.*.attention.output": "rowwise",
-                "layers.*.up": "colwise",
-                "layers.*.down": "rowwise",
-            },
-            "divided": {"layers.*.attention": ["num_heads"]},
-        }
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
@@ -127,6 +139,17 @@ class CustomModel(nn.Module):
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
+
+
+class CustomModel(UnplannedModel):
+    """The same with a plan of its own."""
+
+    def rapidformer_plan(self) -> dict[str, Any]:
+        return PLAN
+
+
+GIVEN_PLANS = {"unplanned": PLAN}
+"""What is told to ``compose`` of models that do not say it themselves."""
 
 
 def _bert(dropout: float) -> dict[str, Any]:
@@ -170,6 +193,21 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
         Gemma2Config(**_llama(final_logit_softcapping=30.0, attn_implementation="eager"))
     ),
     "mixtral": lambda p: MixtralForCausalLM(MixtralConfig(**_llama(num_local_experts=4))),
+    # Learnt activations, whose weights work on a share of the width.
+    "apertus": lambda p: ApertusForCausalLM(ApertusConfig(**_llama())),
+    # A key's turned part is one for all heads; the first block's feed-forward layer is dense.
+    "deepseek": lambda p: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **_llama(num_key_value_heads=4, head_dim=4), q_lora_rank=16, kv_lora_rank=16,
+            qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, n_group=1,
+            topk_group=1, first_k_dense_replace=1,
+        )
+    ),
+    # A number per head beside the layers.
+    "gpt-oss": lambda p: GptOssForCausalLM(
+        GptOssConfig(**_llama(num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
+    ),
     "phi3": lambda p: Phi3ForCausalLM(Phi3Config(**_llama())),
     "gpt": lambda p: GPTForCausalLM(
         GPTConfig(
@@ -199,6 +237,7 @@ MODELS: dict[str, Callable[[float], nn.Module]] = {
         )
     ),
     "custom": lambda p: CustomModel(),
+    "unplanned": lambda p: UnplannedModel(),
 }  # fmt: skip
 
 
@@ -214,6 +253,32 @@ class Trace:
     ties: set[tuple[str, ...]] = field(default_factory=set)
     parameter_bytes: int = 0
     """Of this process alone."""
+    recorded: tracing.Trace | None = None
+    """The same as the library records it: gradients of all updates."""
+
+    @classmethod
+    def from_recorded(cls, recorded: tracing.Trace, losses: list[float]) -> Trace:
+        return cls(
+            losses=losses,
+            norms=recorded.norms,
+            gradients=recorded.gradients[0],
+            weights=recorded.weights,
+            ties={tuple(group) for group in recorded.ties},
+            parameter_bytes=recorded.facts["parameter_bytes"],
+            recorded=recorded,
+        )
+
+    def to_recorded(self) -> tracing.Trace:
+        """What was put together by hand, in the library's form."""
+        return self.recorded or tracing.Trace(
+            losses=[(loss, 1.0) for loss in self.losses],
+            samples=[(0, 0) for _ in self.losses],
+            norms=self.norms,
+            start=self.weights,
+            gradients=[self.gradients],
+            weights=self.weights,
+            ties=[list(group) for group in self.ties],
+        )
 
 
 def build_model(name: str, dropout: float = 0.0) -> nn.Module:
@@ -260,126 +325,99 @@ def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, fused=True)
 
 
-def run_one(name: str, make_optimizer: Any = make_sgd) -> Trace:
+@functools.cache
+def run_one(name: str, make_optimizer: Any = make_sgd, epochs: int = 1) -> Trace:
     """A bare loop of torch over whole global batches, without the library."""
     model, rows = build_model(name), build_rows(name)
     optimizer = make_optimizer(model)
-    trace = Trace()
+    trace = start_bare_trace(model)
+    trace.facts["parameter_bytes"] = count_bytes(model)
     model.train()
-    for update in range(UPDATES):
-        batch = collate(rows[update * ROWS : (update + 1) * ROWS])
-        loss = model(**batch)["loss"]
+    for start in [*range(0, len(rows), ROWS)] * epochs:
+        loss = model(**collate(rows[start : start + ROWS]))["loss"]
         loss.backward()
-        trace.losses.append(loss.item())
-        if update == 0:
-            trace.gradients = get_gradients(model)
+        note_bare_gradients(trace, model, loss)
         trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    trace.weights, trace.ties = get_weights(model), find_ties(model)
-    trace.parameter_bytes = count_bytes(model)
-    return trace
+    trace.weights = get_weights(model)
+    return Trace.from_recorded(trace, [loss for loss, _ in trace.losses])
 
 
 def run_split(
-    names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd
+    names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd, epochs: int = 1
 ) -> dict[str, Trace]:
     """The same through the engine; called in every process."""
-    traces = {}
-    for name in names:
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
-        model = build_model(name)
-        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
-        engine.compose(
-            model,
-            make_optimizer(model),
-            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
-        )
-        traces[name] = train(engine, model, loader)
-    engine.close()
+    traces = {name: run_next(name, settings, make_optimizer, epochs) for name in names}
+    stop_processes()
     return traces
 
 
-def train(engine: RapidformerEngine, model: nn.Module, loader: Any) -> Trace:
-    trace, is_shifted = Trace(), shifts_labels(model) or "GPT" in type(model).__name__
-    loss_sum = torch.zeros(1)
+def run_next(
+    name: str, settings: dict[str, Any], make_optimizer: Any = make_sgd, epochs: int = 1
+) -> Trace:
+    """One model; the processes stay together for the next one."""
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model = build_model(name)
+    loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
+    engine.compose(
+        model,
+        make_optimizer(model),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+        plan=GIVEN_PLANS.get(name),
+    )
+    return train(engine, model, loader, epochs)
+
+
+def train(engine: RapidformerEngine, model: nn.Module, loader: Any, epochs: int = 1) -> Trace:
+    is_shifted = shifts_labels(model) or "GPT" in type(model).__name__
+    recorder = recording.Recorder()
     model.train()
-    for batch in loader:
-        loss = model(**batch)["loss"]
-        labels = batch["labels"]
-        weight = count_labels(labels, is_shifted=is_shifted and labels.dim() > 1)
-        engine.backward(loss, weight)
-        loss_sum += loss.detach() * weight if weight else 0
-        if not loader.is_update_end:
-            continue
-        if not trace.gradients:
-            trace.gradients = get_gradients(model)
-        trace.losses.append(float(sum_over_replicas(loss_sum) / engine.clock.total_weight))
-        trace.norms.append(float(engine.clock.grad_norm))
-        loss_sum = torch.zeros(1)
-        engine.step()
-    engine.parallelized.settle()
-    trace.weights, trace.ties = get_weights(model), find_ties(model)
-    trace.parameter_bytes = count_bytes(model)
-    return trace
+    with observe_runs(recorder):
+        recorder.after_compose(engine)
+        for _ in range(epochs):
+            for batch in loader:
+                labels = batch["labels"]
+                weight = count_labels(labels, is_shifted=is_shifted and labels.dim() > 1)
+                engine.backward(model(**batch)["loss"], weight)
+                engine.step()
+    recorded = recorder.finish()
+    everyone = [recorded.losses]
+    group = engine.topology.get_replica_group()
+    if group is not None:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, recorded.losses, group=group)
+    updates = zip(*everyone, strict=True)
+    sums = [[sum(part) for part in zip(*parts, strict=True)] for parts in updates]
+    return Trace.from_recorded(recorded, [total / weight for total, weight in sums])
 
 
 # ---- looking at models ---------------------------------------------------------------------------
 
 
-def get_whole(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.cpu().numpy().copy()
-
-
-def get_gradients(model: nn.Module) -> dict[str, np.ndarray]:
-    return {n: get_whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def get_weights(model: nn.Module) -> dict[str, np.ndarray]:
-    return {name: get_whole(p) for name, p in model.named_parameters()}
+get_gradients = recording.collect_gradients
+get_weights = recording.collect_weights
+count_bytes = recording.count_bytes
 
 
 def find_ties(model: nn.Module) -> set[tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {tuple(group) for group in names.values() if len(group) > 1}
-
-
-def count_bytes(model: nn.Module) -> int:
-    return sum(
-        (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size()
-        for p in model.parameters()
-    )
+    return {tuple(group) for group in recording.find_ties(model)}
 
 
 def compare(mine: Trace, reference: Trace) -> dict[str, tuple[float, str]]:
-    """The worst relative difference of each kind, with the parameter or update it was met in.
-
-    A gradient below a millionth of the whole is round-off (a key's bias has none in theory):
-    it must stay round-off.
-    """
-    norm = np.sqrt(sum(float((g**2).sum()) for g in reference.gradients.values()))
+    """The worst relative difference of each kind, with the parameter or update it was met in."""
     assert mine.gradients.keys() == reference.gradients.keys()
-    gradients = {}
-    for name, g in reference.gradients.items():
-        size = float(np.linalg.norm(g))
-        difference = float(np.linalg.norm(mine.gradients[name] - g))
-        gradients[name] = difference / (size if size > 1e-6 * norm else 1e-2 * float(norm))
-    weights = {
-        name: float(np.linalg.norm(mine.weights[name] - w)) / max(float(np.linalg.norm(w)), 1e-3)
-        for name, w in reference.weights.items()
-    }
-    worst = {}
-    for kind, a, b in (
-        ("loss", mine.losses, reference.losses),
-        ("norm", mine.norms, reference.norms),
-    ):
-        worst[kind] = max(
-            (abs(x - y) / abs(y), str(i)) for i, (x, y) in enumerate(zip(a, b, strict=True))
-        )
-    worst["gradient"] = max((value, name) for name, value in gradients.items())
-    worst["weight"] = max((value, name) for name, value in weights.items())
-    return worst
+    found = verification.compare(reference.to_recorded(), [alone(mine.to_recorded(), mine.losses)])
+    assert not found.problems, found.problems
+    kinds = {
+        "loss": "loss", "norm": "gradient norm", "gradient": "gradients",
+        "weight": "updated weights",
+    }  # fmt: skip
+    worst = {kind: found.quantities[name].worst for kind, name in kinds.items()}
+    return {kind: (each.value, each.locate()) for kind, each in worst.items()}
+
+
+def alone(recorded: tracing.Trace, losses: list[float]) -> tracing.Trace:
+    """One process's view, with the losses of all of them."""
+    place = dict.fromkeys(tracing.AXES, 0)
+    return replace(recorded, place=place, losses=[(loss, 1.0) for loss in losses])

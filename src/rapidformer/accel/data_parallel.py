@@ -32,9 +32,9 @@ class _Bucket:
 class GradientReducer:
     """Sums gradients over the processes while the backward pass is still running."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._buckets = _build_buckets(p for p in model.parameters() if p.requires_grad)
+        self._buckets = _build_buckets(p for p in parameters if p.requires_grad)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._is_active = False
         self._next = 0
@@ -76,7 +76,7 @@ class GradientReducer:
 
 def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
     """Sum gradients over the processes of the group from now on."""
-    return GradientReducer(model, group)
+    return GradientReducer(model.parameters(), group)
 
 
 def broadcast_weights(model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
     return DTensor.from_local(
@@ -143,5 +143,5 @@ def _finish(bucket: _Bucket) -> None:
     users = [1.0] * len(sizes) if is_complete else flags.tolist()
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
-            parameter.grad = _shape_like(gradient, parameter)
+            parameter.grad = shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None

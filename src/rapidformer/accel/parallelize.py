@@ -1,8 +1,11 @@
 """The order in which switches are applied to a model. Read from top to bottom, it is the manual.
 
-Tensor parallelism comes first: what follows sees layers as they are split. Recompute comes before
-compile, so that a compiled block is recomputed as compiled; both before sharding, which must see
-the final blocks; the precision last, around everything.
+A pipeline is cut first of all, so that no process works on blocks it will not have. Then tensor
+parallelism: what follows sees layers as they are split. Recompute comes before compile, so that a
+compiled block is recomputed as compiled; both before context parallelism, which cuts and joins
+tokens outside of them. Experts are shared out before sharding, which must see the final blocks and
+splits what each process has of them; the precision then goes around everything, and the pipeline's
+gates stand outside of that.
 """
 
 from __future__ import annotations
@@ -15,7 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.data_parallel import apply_data_parallel
+from rapidformer.accel.context_parallel import apply_context_parallel
+from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
+from rapidformer.accel.deepspeed import DeepSpeedStrategy
+from rapidformer.accel.expert_parallel import (
+    ExpertGradients,
+    apply_expert_parallel,
+    shard_experts,
+)
+from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.accel.sequence_parallel import apply_sequence_parallel
@@ -27,7 +38,7 @@ from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
 from rapidformer.models.deferred import get_deferred
-from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
 
 class GradientSynchronizer(Protocol):
@@ -55,6 +66,20 @@ class Parallelized:
     synchronizer: GradientSynchronizer
     switches: list[str] = field(default_factory=list)
     """What was switched on, and why: shown at start-up."""
+    pipeline: Pipeline | None = None
+    """The stages of a model that is cut into some."""
+
+    @property
+    def deepspeed(self) -> DeepSpeedStrategy | None:
+        """The strategy that makes the updates itself, if it is the one."""
+        return self.synchronizer if isinstance(self.synchronizer, DeepSpeedStrategy) else None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate what the engine has made of a loss."""
+        if self.deepspeed is not None:
+            self.deepspeed.backward(loss)
+        else:
+            loss.backward()
 
     def settle(self) -> None:
         """Bring the model into the state between two updates (after an evaluation, say)."""
@@ -69,14 +94,27 @@ def parallelize(
     device: torch.device,
     topology: Topology,
     precision: Precision,
+    given_plan: GivenPlan | None = None,
+    for_training: bool = True,
 ) -> Parallelized:
     """Apply every switch that the settings ask for, in place."""
-    plan = find_plan(model)
+    plan = whole_plan = find_plan(model, given_plan)
+    if args.deepspeed is not None and for_training:
+        return _hand_to_deepspeed(model, plan, args, device, topology, precision)
     deferred = get_deferred(model)
+    pipeline = None
+    if topology.pipeline > 1:
+        is_mixed = precision.dtype is not None
+        pipeline = build_pipeline(
+            model, plan, args, device=device, topology=topology, is_mixed=is_mixed
+        )
+        plan = pipeline.local_plan
     place_weights(model, device, offloads=args.cpu_offload or deferred is not None)
     apply_fp32_weights(model, precision)
     switches = [f"precision: {precision.reason}"]
-    if topology.mesh is not None:
+    if pipeline is not None:
+        switches.append(f"pipeline of {topology.pipeline} ({pipeline.layout.describe()})")
+    elif topology.mesh is not None:
         share_weights(model, deferred)
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
@@ -85,30 +123,58 @@ def parallelize(
             f"tensor parallel over {tensor_mesh.size()} processes (by {tensor_plan.source})"
         )
         if args.sequence_parallel:
-            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh)
+            stacks = pipeline.stacks if pipeline else ()
+            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh, stacks)
             switches.append("sequence parallel between the layers of each block")
         if apply_vocabulary_loss(model, plan, tensor_mesh):
             switches.append("loss over the split vocabulary")
     if args.checkpoint_activations:
-        granularity = args.recompute_granularity or "full"
-        apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
-        every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
-        switches.append(f"recompute: {granularity}{every} of {len(plan.blocks)} blocks")
+        switches.append(_recompute(model, plan, args, len(whole_plan.blocks)))
     if args.compile:
         apply_compile(model, plan, backend=args.compile_backend)
         switches.append(_describe_compile(args, plan))
+    context_mesh = topology.get_submesh("context")
+    if context_mesh is not None:
+        apply_context_parallel(model, plan, context_mesh)
+        switches.append(f"context parallel: sequences over {context_mesh.size()} processes")
+    experts: list[nn.Module] = []
+    expert_mesh, same_experts = (topology.get_expert_mesh(a) for a in ("expert", "expert_data"))
+    if expert_mesh is not None:
+        is_sharded = bool(args.zero_stage)
+        experts = apply_expert_parallel(model, plan, expert_mesh, is_sharded=is_sharded)
+        switches.append(f"expert parallel: mixtures over {expert_mesh.size()} processes")
     synchronizer: GradientSynchronizer = _Alone()
     mesh = _find_sharding_mesh(args, topology, device)
     if mesh is not None and args.zero_stage:
-        synchronizer = apply_sharding(model, plan, mesh, args.zero_stage, offloads=args.cpu_offload)
-        switches.append(_describe_sharding(args, mesh))
+        if same_experts is not None:
+            shard_experts(experts, same_experts, args.zero_stage)
+        # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
+        is_late = pipeline is not None and args.pipeline_schedule == "zero-bubble"
+        synchronizer = apply_sharding(
+            model, plan, mesh, 1 if is_late else args.zero_stage, offloads=args.cpu_offload
+        )
+        how = ", but weights and gradients are whole during an update" if is_late else ""
+        switches.append(_describe_sharding(args, mesh) + how)
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
     if mesh is not None and not args.zero_stage:
-        synchronizer = apply_data_parallel(model, mesh.get_group())
-        switches.append(f"data parallel over {mesh.size()} processes")
+        what = "data parallel" if topology.context == 1 else "gradients summed"
+        if same_experts is not None:
+            synchronizer = ExpertGradients(model, experts, mesh, same_experts)
+            what += f" (of experts over {same_experts.size()})"
+        else:
+            synchronizer = apply_data_parallel(model, mesh.get_group())
+        switches.append(f"{what} over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
-    return Parallelized(model=model, plan=plan, synchronizer=synchronizer, switches=switches)
+    if pipeline is not None:
+        pipeline.attach(model)
+    return Parallelized(
+        model=model,
+        plan=whole_plan,
+        synchronizer=synchronizer,
+        switches=switches,
+        pipeline=pipeline,
+    )
 
 
 def _find_sharding_mesh(
@@ -124,8 +190,9 @@ def _find_sharding_mesh(
         return build_lone_mesh(device.type)
     if args.cpu_offload:
         warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
-    elif args.zero_stage:
-        warn_once(f"ZeRO-{args.zero_stage} has no effect in one process: nothing to split.")
+    elif args.zero_stage and topology.is_first_process:
+        where = "in one process" if topology.mesh is None else "without data parallelism"
+        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: nothing to split.")
     return None
 
 
@@ -135,6 +202,40 @@ def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
     if mesh.ndim > 1:
         text += f", {mesh.size(0)} copies"
     return text + (", kept in the host's memory" if args.cpu_offload else "")
+
+
+def _hand_to_deepspeed(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    device: torch.device,
+    topology: Topology,
+    precision: Precision,
+) -> Parallelized:
+    """What DeepSpeed does not do itself; it takes the model over once there is an optimizer."""
+    strategy = DeepSpeedStrategy(
+        model, plan, args, device=device, topology=topology, precision=precision
+    )
+    model.to(device)
+    apply_fp32_weights(model, precision)
+    switches = [f"precision: {precision.reason}", strategy.describe()]
+    if topology.mesh is not None:
+        broadcast_weights(model)
+    if args.checkpoint_activations:
+        switches.append(_recompute(model, plan, args, len(plan.blocks)))
+    if args.compile:
+        apply_compile(model, plan, backend=args.compile_backend)
+        switches.append(_describe_compile(args, plan))
+    if not strategy.keeps_precision:
+        apply_mixed_precision(model, precision, device)
+    return Parallelized(model=model, plan=plan, synchronizer=strategy, switches=switches)
+
+
+def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments, total: int) -> str:
+    granularity = args.recompute_granularity or "full"
+    apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
+    every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
+    return f"recompute: {granularity}{every} of {total} blocks"
 
 
 def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:

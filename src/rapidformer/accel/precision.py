@@ -81,7 +81,7 @@ def _get_autocast_class(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with precision.autocast(device):
             output = cls.__call__(self, *args, **kwargs)
-        return output if _has_loss(output) else _to_fp32(output)
+        return output if _has_loss(output) else to_fp32(output)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
 
@@ -90,21 +90,21 @@ def _has_loss(output: Any) -> bool:
     return isinstance(output, dict) and output.get("loss") is not None
 
 
-def _to_fp32(output: Any) -> Any:
+def to_fp32(output: Any) -> Any:
     """A loss that the user computes from the output must not be computed in 16 bits."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if dataclasses.is_dataclass(output) and isinstance(output, dict):
         # Hugging Face's output objects: assignment keeps key and attribute in step.
         for key, value in list(output.items()):
-            output[key] = _to_fp32(value)
+            output[key] = to_fp32(value)
         return output
     if isinstance(output, dict):
-        return type(output)({key: _to_fp32(value) for key, value in output.items()})
+        return type(output)({key: to_fp32(value) for key, value in output.items()})
     if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_to_fp32(value) for value in output))
+        return type(output)(*(to_fp32(value) for value in output))
     if isinstance(output, (list, tuple)):
-        return type(output)(_to_fp32(value) for value in output)
+        return type(output)(to_fp32(value) for value in output)
     return output
 
 

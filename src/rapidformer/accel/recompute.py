@@ -7,6 +7,7 @@ checkpoints and isinstance stay as they are, and a compiled block is recomputed 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def apply_recompute(
         )
     for block in plan.get_blocks(model)[::interval]:
         cls: Any = type(block)
+        block.__dict__["rapidformer_region"] = _find_region(block)
         block.__class__ = _get_recomputing_class(cls, granularity)
     return model
 
@@ -57,7 +59,7 @@ def _get_recomputing_class(cls: type[nn.Module], granularity: str) -> type[nn.Mo
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(cls.__call__, self)
+        run: Callable[..., Any] = functools.partial(cls.__call__, self)
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
         # A block that fills a key-value cache would fill it twice, and training needs none.
@@ -65,9 +67,26 @@ def _get_recomputing_class(cls: type[nn.Module], granularity: str) -> type[nn.Mo
         kwargs = {name: _drop_cache(value) for name, value in kwargs.items()}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
+        region = self.__dict__["rapidformer_region"]
+        if region is not None:
+            run = functools.partial(_run_at_length, region, region.length, run)
         return checkpoint(run, *args, **options, **kwargs)
 
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def _find_region(block: nn.Module) -> Any:
+    """Where the block's tokens are split over processes: what knows how many there are."""
+    splits = (module.__dict__.get("rapidformer_split") for module in block.modules())
+    return next((split.region for split in splits if split is not None and split.region), None)
+
+
+def _run_at_length(
+    region: Any, length: int, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # By now, other rows of another length may have passed (in a pipeline they have).
+    region.length = length
+    return run(*args, **kwargs)
 
 
 def _drop_cache(value: Any) -> Any:

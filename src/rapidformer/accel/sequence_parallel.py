@@ -2,11 +2,14 @@
 
 What tensor parallelism leaves whole on every process (norms, dropout, residual sums) is divided by
 tokens: each rank takes its share before the first block; attention and feed-forward layers gather
-all tokens and scatter their sums; after the last block tokens are joined. Only in training: an
-evaluation keeps its tokens together. Rows of any length will do; shares may differ by a few tokens.
+all tokens and scatter their sums; after the last block tokens are joined. A part of a block that
+the plan does not know is given all tokens, as without the switch. Only in training: an evaluation
+keeps its tokens together. Rows of any length will do; shares may differ by a few tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +20,7 @@ from rapidformer.accel.tensor_styles import (
     SequenceRegion,
     Split,
     TokenGatherer,
+    WholeTokens,
     extend_class,
 )
 from rapidformer.errors import ConfigurationError
@@ -24,12 +28,21 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
 
 _GATHERED = {"colwise", "key_value", "fused_qkv"}
+# Styles after which the outputs are a share, whose sums may be scattered by tokens.
+_KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
 def apply_sequence_parallel(
-    model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan, mesh: DeviceMesh
+    model: nn.Module,
+    plan: ModelPlan,
+    tensor_plan: TensorPlan,
+    mesh: DeviceMesh,
+    stacks: Sequence[tuple[str, ...]] = (),
 ) -> nn.Module:
-    """Split the tokens between the layers of every block, which are split already."""
+    """Split the tokens between the layers of every block, which are split already.
+
+    ``stacks`` are the blocks of each stage of a pipeline, between which tokens are whole.
+    """
     problem = _find_problem(model, plan, tensor_plan)
     if problem:
         raise ConfigurationError(
@@ -37,21 +50,65 @@ def apply_sequence_parallel(
             "Leave the switch out; --tensor-model-parallel-size works without it."
         )
     region = SequenceRegion(mesh.get_group())
-    gatherers = {_get_parent(n) for n, s in tensor_plan.styles.items() if s in _GATHERED}
+    gatherers = _find_gatherers(tensor_plan)
     for block in plan.blocks:
+        whole = list(_find_whole(block, model.get_submodule(block), tensor_plan, gatherers))
+        for name in whole:
+            _extend(model.get_submodule(name), region, mesh, WholeTokens)
         for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if any(name == other or name.startswith(f"{other}.") for other in whole):
+                continue
             if name in gatherers:
                 _extend(module, region, mesh, TokenGatherer)
             if name in tensor_plan.styles:
                 _get_split(module, mesh).region = region
-            is_inside = any(name.startswith(f"{gatherer}.") for gatherer in gatherers)
-            if "rapidformer_split" in module.__dict__ and (
-                not is_inside or tensor_plan.styles.get(name) == "rowwise"
-            ):
+            if "rapidformer_split" in module.__dict__:
                 _get_split(module, mesh).is_among_tokens = True
-    _extend(model.get_submodule(plan.blocks[0]), region, mesh, FirstBlock)
-    _extend(model.get_submodule(plan.blocks[-1]), region, mesh, LastBlock)
+    for stack in stacks or [plan.blocks]:
+        _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
+        _extend(model.get_submodule(stack[-1]), region, mesh, LastBlock)
     return model
+
+
+def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:
+    """Modules whose own layers are split by outputs: before them the tokens must be whole."""
+    return {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
+
+
+def _find_whole(
+    block: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
+) -> Iterator[str]:
+    """Parts of a block that must be given all tokens, and give all of them back.
+
+    A part has a style that keeps its outputs together, or something inside that the plan does not
+    know (it may be an attention, or a mixture of experts).
+    """
+    for child, part in module.named_children():
+        name = f"{block}.{child}"
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            # Not a part itself: the block calls its members.
+            yield from _find_whole(name, part, plan, gatherers)
+            continue
+        styles = {s for n, s in plan.styles.items() if n == name or n.startswith(f"{name}.")}
+        if not styles <= _KNOWN or any(_find_unknown(name, part, plan, gatherers)):
+            yield name
+
+
+def _find_unknown(
+    name: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
+) -> Iterator[str]:
+    """Modules that are not known to treat each token by itself."""
+    if name in plan.styles or name in gatherers or not any(True for _ in module.parameters()):
+        return
+    children = list(module.named_children())
+    is_planned = any(other.startswith(f"{name}.") for other in plan.styles)
+    is_leaf_of_tokens = not children and (
+        isinstance(module, nn.Linear) or all(p.dim() == 1 for p in module.parameters())
+    )
+    if not is_planned and not is_leaf_of_tokens:
+        yield name
+    for child, part in children:
+        yield from _find_unknown(f"{name}.{child}", part, plan, gatherers)
 
 
 def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) -> str | None:
@@ -59,12 +116,16 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
         return tensor_plan.sequence_problem
     if len({_get_parent(name) for name in plan.blocks}) != 1:
         return "its blocks are not one list."
-    if any(hasattr(module, "experts") for module in model.modules()):
-        return "it has a mixture of experts, whose loss is one over all tokens."
-    if getattr(getattr(model, "config", None), "add_cross_attention", False):
+    config = getattr(model, "config", None)
+    if getattr(config, "add_cross_attention", False):
         return "its blocks look at an encoder's output too, whose tokens are whole."
-    gathered = [name for name, style in tensor_plan.styles.items() if style in _GATHERED]
-    if any(_get_parent(name) in plan.blocks for name in gathered):
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        return "its blocks are given inputs of their own, whose tokens are whole."
+    if any(_get_parent(name) in plan.blocks for name in tensor_plan.parameters) or any(
+        _get_parent(name) in plan.blocks
+        for name, style in tensor_plan.styles.items()
+        if style != "rowwise" and style != "replicated_with_grad_allreduce"
+    ):
         return "layers of its plan stand in the block itself, not in a module of it."
     return None
 

@@ -26,6 +26,7 @@ from rapidformer.accel.tensor_styles import (
     Reading,
     Rowwise,
     RowwiseSplit,
+    SharedOutputs,
     Split,
     VocabularyEmbedding,
     extend_class,
@@ -45,6 +46,7 @@ _CLASSES: dict[str, type] = {
     "rowwise": Rowwise,
     "rowwise_split_input": RowwiseSplit,
     "embedding_rowwise": VocabularyEmbedding,
+    "mla_kv_a_proj": SharedOutputs,
 }
 _PARTS = {"fused_qkv": 3, "fused_kv": 2}
 
@@ -63,14 +65,28 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tensor_plan = find_tensor_plan(model, plan)
     styles = _resolve_styles(model, tensor_plan)
-    problems = list(_find_problems(model, styles, mesh.size()))
+    problems = list(_find_problems(model, tensor_plan, styles, mesh.size()))
     if problems:
         raise ConfigurationError(problems)
-    cuts = {module: _cut_module(model, module, style, mesh) for module, style in styles.items()}
+    heads = {
+        model.get_submodule(name): count_key_value_heads(model, name)
+        for name, style in tensor_plan.styles.items()
+        if style == "key_value"
+    }
+    cuts = {
+        module: _cut_module(module, style, heads.get(module, 0), mesh)
+        for module, style in styles.items()
+    }
+    for name in tensor_plan.parameters:
+        owner, _, parameter = name.rpartition(".")
+        cuts.setdefault(model.get_submodule(owner), {})[parameter] = _Cut(placement=Shard(0))
     readings = _replace_parameters(model, cuts, mesh)
     for module in list(model.modules()):
         if any(p is not None for p in module._parameters.values()):
             _extend(module, styles.get(module), readings.get(module, {}), mesh)
+    for name, style in tensor_plan.styles.items():
+        if style == "mla_kv_a_proj":
+            _get_split(model, name).shared_outputs = _count_shared_outputs(model, name)
     _divide_attributes(model, tensor_plan, mesh.size())
     return tensor_plan
 
@@ -90,19 +106,41 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         owner = model.get_submodule(name)
         for attribute in attributes:
             setattr(owner, attribute, getattr(owner, attribute) // size)
-    key_value_heads = _get_key_value_heads(model)
-    if not key_value_heads or key_value_heads % size == 0:
-        return
-    for name in [name for name, style in plan.styles.items() if style == "key_value"]:
-        attention: Any = model.get_submodule(name.rpartition(".")[0])
-        if hasattr(attention, "num_key_value_groups"):
+    heads = _get_heads(model)
+    for name in {name.rpartition(".")[0] for name in plan.styles}:
+        attention: Any = model.get_submodule(name)
+        groups = getattr(attention, "num_key_value_groups", 0)
+        if groups and (heads // groups) % size:
             # Transformers repeats each key head so often; here there is one for all local heads.
-            attention.num_key_value_groups = _get_heads(model) // size
+            attention.num_key_value_groups = heads // size
+
+
+def count_key_value_heads(model: nn.Module, name: str) -> int:
+    """The heads of a layer for keys or values: they may differ from block to block; 0: unknown."""
+    heads = _get_heads(model)
+    groups = getattr(model.get_submodule(name.rpartition(".")[0]), "num_key_value_groups", 0)
+    if heads and isinstance(groups, int) and groups:
+        return heads // groups
+    return _get_heads(model, "num_key_value_heads")
+
+
+def _count_shared_outputs(model: nn.Module, name: str) -> int:
+    """The outputs that are a key of all heads: its turned part. The rest goes to a split layer."""
+    attention: Any = model.get_submodule(name.rpartition(".")[0])
+    return int(attention.qk_rope_head_dim)
+
+
+def _get_split(model: nn.Module, name: str) -> Split:
+    holder: Any = model.get_submodule(name)
+    split: Split = holder.rapidformer_split
+    return split
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
     """Module to style; a tied weight that one of its owners splits is split for the others too."""
     styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
+    # A layer whose weights are on another stage of a pipeline has nothing to split.
+    styles = {m: s for m, s in styles.items() if any(p is not None for p in m._parameters.values())}
     for owners in _find_owners(model).values():
         chosen = {styles[module] for module, _ in owners if module in styles}
         if chosen & {"embedding_rowwise", "colwise_gather_output"}:
@@ -126,7 +164,9 @@ def _find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 # ---- what cannot work ----------------------------------------------------------------------------
 
 
-def _find_problems(model: nn.Module, styles: dict[nn.Module, str], size: int) -> Iterator[str]:
+def _find_problems(
+    model: nn.Module, plan: TensorPlan, styles: dict[nn.Module, str], size: int
+) -> Iterator[str]:
     heads = _get_heads(model)
     if heads and heads % size:
         yield (
@@ -134,17 +174,39 @@ def _find_problems(model: nn.Module, styles: dict[nn.Module, str], size: int) ->
             f"{describe_model(model)}: use {list_choices(heads)}."
         )
         return
-    key_value_heads = _get_key_value_heads(model)
-    if key_value_heads and key_value_heads % size and size % key_value_heads:
-        yield (
-            f"{_FLAG} {size} and the {key_value_heads} key/value heads of {describe_model(model)} "
-            "do not divide one another."
-        )
+    layers = [name for name, style in plan.styles.items() if style == "key_value"]
+    for few in sorted({count_key_value_heads(model, name) for name in layers}):
+        if few and few % size and size % few:
+            yield (
+                f"{_FLAG} {size} and the {few} key/value heads of {describe_model(model)} "
+                "do not divide one another."
+            )
     names = {module: name for name, module in model.named_modules()}
     for module, style in styles.items():
-        problem = _find_module_problem(module, style, size)
+        has_few = style == "key_value" and count_key_value_heads(model, names[module])
+        problem = None if has_few else _find_module_problem(module, style, size)
         if problem:
             yield f"{_FLAG} {size}: {names[module]} of {describe_model(model)} {problem}"
+    yield from _find_number_problems(model, plan, size)
+
+
+def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[str]:
+    """Numbers that each process would have its share of."""
+    for name, attributes in plan.divided.items():
+        for attribute in attributes:
+            number = getattr(model.get_submodule(name), attribute, None)
+            if not isinstance(number, int) or isinstance(number, bool) or number % size:
+                yield (
+                    f"{_FLAG} {size}: {name}.{attribute} of {describe_model(model)} is {number}, "
+                    "which cannot be divided by it ('divided' of the plan)."
+                )
+    for name in sorted(plan.parameters):
+        length = model.get_parameter(name).shape[0]
+        if length % size:
+            yield (
+                f"{_FLAG} {size}: {name} of {describe_model(model)} has {length} entries, which it "
+                "does not divide."
+            )
 
 
 def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None:
@@ -160,12 +222,16 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         return f"is a {kind}, which cannot be split as {style}."
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
         return "has max_norm or scale_grad_by_freq, which need the whole embedding."
-    if style in ("embedding_rowwise", "colwise_gather_output", "key_value"):
+    rows = _get_weight(module).shape[0]
+    if style == "embedding_rowwise" and -(-rows // size) * (size - 1) >= rows:
+        return f"has {rows} rows, of which some processes would get none."
+    if style in ("embedding_rowwise", "colwise_gather_output", "mla_kv_a_proj"):
         return None
     length = _get_weight(module).shape[_get_dim(module, style)]
     parts = _PARTS.get(style, 1)
     if length % (parts * size):
-        return f"has {length // parts} {'inputs' if 'row' in style else 'outputs'}, not a multiple."
+        what = "inputs" if "row" in style else "outputs"
+        return f"has {length // parts} {what}, not a multiple of {size}."
     return None
 
 
@@ -182,10 +248,6 @@ def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
     text_config = getattr(config, "get_text_config", lambda: config)()
     number = getattr(text_config, name, None)
     return number if isinstance(number, int) else 0
-
-
-def _get_key_value_heads(model: nn.Module) -> int:
-    return _get_heads(model, "num_key_value_heads")
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -208,7 +270,7 @@ def _get_dim(module: nn.Module, style: str) -> int:
 
 
 def _cut_module(
-    model: nn.Module, module: nn.Module, style: str, mesh: DeviceMesh
+    module: nn.Module, style: str, key_value_heads: int, mesh: DeviceMesh
 ) -> dict[str, _Cut]:
     """How each of the module's own parameters is split."""
     group = mesh.get_group()
@@ -217,8 +279,9 @@ def _cut_module(
         return {name: summed for name, p in module._parameters.items() if p is not None}
     if style in _PARTS:
         return _cut_fused(module, _PARTS[style], mesh)
-    key_value_heads = _get_key_value_heads(model)
-    if style == "key_value" and key_value_heads and key_value_heads % mesh.size():
+    if style == "mla_kv_a_proj":
+        return {}
+    if key_value_heads % mesh.size():
         return _cut_to_one_head(module, key_value_heads, mesh)
     cuts = {"weight": _Cut(placement=Shard(_get_dim(module, style)))}
     if module._parameters.get("bias") is not None:
@@ -271,7 +334,7 @@ def _replace_parameters(
         module, name = owners[0]
         parameter = module._parameters[name]
         assert parameter is not None
-        replaced = _distribute(parameter, cut.placement, mesh)
+        replaced = distribute(parameter, cut.placement, mesh)
         for module, name in owners:
             module._parameters[name] = replaced
             if cut.reading is not None:
@@ -286,7 +349,8 @@ def _get_weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    """This process's part of a weight that all of them hold, as a DTensor."""
     whole = parameter.data
     if placement.is_replicate():
         local = whole

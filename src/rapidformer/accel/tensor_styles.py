@@ -31,6 +31,7 @@ from rapidformer.dist.regions import (
     slice_in,
     sum_out,
 )
+from rapidformer.dist.vocabulary import check_ids
 from rapidformer.errors import TrainingError
 
 Reading = Callable[[Tensor], Tensor]
@@ -46,13 +47,26 @@ class SequenceRegion:
     """Tokens of the rows that are passing through."""
 
     def enter(self, hidden: Tensor) -> Tensor:
+        if hidden.dim() != 3:
+            raise TrainingError(
+                f"--sequence-parallel: a layer of this model passes on {list(hidden.shape)}, not "
+                "[batch, tokens, hidden]. Leave the switch out."
+            )
         self.length = hidden.shape[_SEQUENCE_DIM]
         return slice_in(hidden, _SEQUENCE_DIM, self.group)
 
     def leave(self, hidden: Tensor) -> Tensor:
+        self._check(hidden)
         return gather_out(hidden, _SEQUENCE_DIM, self.length, self.group)
 
     def gather(self, hidden: Tensor) -> Tensor:
+        self._check(hidden)
+        return gather_in(hidden, _SEQUENCE_DIM, self.length, self.group)
+
+    def scatter(self, part: Tensor) -> Tensor:
+        return scatter_out(part, _SEQUENCE_DIM, self.group)
+
+    def _check(self, hidden: Tensor) -> None:
         start, end = get_share(self.length, self.group)
         if hidden.shape[_SEQUENCE_DIM] != end - start:
             # Recompute runs blocks again after another forward pass has changed the length.
@@ -60,10 +74,6 @@ class SequenceRegion:
                 "--sequence-parallel: the tokens of another forward pass were met. Call "
                 "engine.backward() after each forward pass, or pad both to one length."
             )
-        return gather_in(hidden, _SEQUENCE_DIM, self.length, self.group)
-
-    def scatter(self, part: Tensor) -> Tensor:
-        return scatter_out(part, _SEQUENCE_DIM, self.group)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,10 +89,13 @@ class Split:
     """True while the loss is computed from split logits: they are not joined then."""
     region: SequenceRegion | None = None
     """Set for modules inside blocks whose tokens are split in training."""
+    shared_outputs: int = 0
+    """How many of the last outputs, whole here, every process uses on its own heads."""
     head: Split | None = None
     """For a model whose loss takes split logits: its head's."""
     is_among_tokens: bool = False
-    """Whether the module works on this process's tokens (norms), rather than on its heads."""
+    """Whether the module stands where tokens are split: whole weights then have partial gradients
+    (of this process's tokens, or heads), which are summed."""
 
     @property
     def group(self) -> Group:
@@ -112,6 +125,14 @@ def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     holder.rapidformer_split = split
     cls: Any = type(module)
     holder.__class__ = _get_class(cls, names, styles)
+
+
+def extend_module(module: nn.Module, style: type, place: Any) -> None:
+    """Give a module the subclass that acts by a style, and what that needs to know."""
+    holder: Any = module
+    holder.rapidformer_place = place
+    cls: Any = type(module)
+    holder.__class__ = _get_class(cls, (), (style,))
 
 
 @functools.cache
@@ -200,12 +221,27 @@ class RowwiseSplit(Rowwise):
         return super().forward(slice_in(hidden, -1, self.rapidformer_split.group))
 
 
+class SharedOutputs(Style):
+    """A whole layer, of whose outputs the first go on to a split layer, which takes care of their
+    gradients, and the last are used on each process's own heads: their gradients are summed."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        split = self.rapidformer_split
+        outputs = self._multiply(hidden, self.bias)
+        if split.region is not None and self.training:
+            return outputs  # all gradients are summed where the tokens were gathered
+        own, shared = outputs.tensor_split([outputs.shape[-1] - split.shared_outputs], dim=-1)
+        return torch.cat([own, copy_in(shared, split.group)], dim=-1)
+
+
 class VocabularyEmbedding(Style):
     """Looks up the ids of this process's part of the vocabulary; the others give zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.rapidformer_split
         first, end = get_share(split.length, split.group)
+        # An id that nobody has would become zeros; a whole embedding refuses it.
+        check_ids(ids, split.length, "an id of the batch")
         is_foreign = (ids < first) | (ids >= end)
         found = super().forward((ids - first).masked_fill(is_foreign, 0))  # type: ignore[misc]
         return sum_out(found.masked_fill(is_foreign[..., None], 0.0), split.group)
@@ -222,6 +258,17 @@ class TokenGatherer(Style):
         if region is not None and self.training:
             args, kwargs = replace_first(args, kwargs, region.gather)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class WholeTokens(Style):
+    """A layer that knows nothing of split tokens: it is given all of them, and its result split."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rapidformer_split.region
+        if region is None or not self.training:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = replace_first(args, kwargs, region.leave)
+        return replace_output(super().forward(*args, **kwargs), region.enter)  # type: ignore[misc]
 
 
 class FirstBlock(Style):
@@ -242,9 +289,7 @@ class LastBlock(Style):
         region = self.rapidformer_split.region
         if region is None or not self.training:
             return output
-        if isinstance(output, tuple):
-            return (region.leave(output[0]), *output[1:])
-        return region.leave(output)
+        return replace_output(output, region.leave)
 
 
 def replace_first(
@@ -255,3 +300,10 @@ def replace_first(
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states"
     return args, {**kwargs, name: change(kwargs[name])}
+
+
+def replace_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change a layer's hidden states: what it returns, or the first of it."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    return change(output)

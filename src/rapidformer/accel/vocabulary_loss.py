@@ -30,7 +30,7 @@ def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool
     if not isinstance(head, ColwiseGathered):
         return False
     if not plan.has_split_losses:
-        shifts = _find_known_loss(model)
+        shifts = find_known_loss(model)
         if shifts is None:
             return False
         model.loss_function = _build_loss(model.loss_function, shifts=shifts)
@@ -53,13 +53,18 @@ class LossKeeper(Style):
             head.keeps_output_split = False
 
     def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if len(args) > 1 and "labels" not in kwargs:
-            names = inspect.signature(super().forward).bind_partial(*args)  # type: ignore[misc]
-            return names.arguments.get("labels") is not None
-        return kwargs.get("labels") is not None
+        return has_labels(super().forward, args, kwargs)  # type: ignore[misc]
 
 
-def _find_known_loss(model: Any) -> bool | None:
+def has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model is called with labels."""
+    if len(args) > 1 and "labels" not in kwargs:
+        names = inspect.signature(forward).bind_partial(*args)
+        return names.arguments.get("labels") is not None
+    return kwargs.get("labels") is not None
+
+
+def find_known_loss(model: Any) -> bool | None:
     """Whether the model's own loss shifts its labels; None where it is not one that we know."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None or "loss_function" not in code.co_names:

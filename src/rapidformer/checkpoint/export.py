@@ -5,6 +5,8 @@ Split weights are joined on the first process; the folder replaces an older one 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,33 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from rapidformer.checkpoint.publish import publish, start_staging
+from rapidformer.checkpoint.stages import gather_stages
 from rapidformer.dist.collectives import wait_for_all
+from rapidformer.dist.topology import get_topology
 from rapidformer.models.location import quiet_transformers
 
 
-def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Path:
-    """Save weights, configuration and tokenizer; every process must call this."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+def export_model(
+    model: nn.Module,
+    folder: Path,
+    *,
+    processor: Any = None,
+    weights: dict[str, Any] | None = None,
+) -> Path:
+    """Save weights, configuration and tokenizer; every process must call this.
+
+    ``weights`` are given where only the strategy that has split them can join them.
+    """
+    ties: list[tuple[str, ...]] = []
+    if weights is None and get_topology().pipeline > 1:
+        weights, ties = gather_stages(model)
+    elif weights is None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = dict(get_model_state_dict(model, options=options))
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)
-        _write_model(model, weights, staging)
+        _write_model(model, weights, staging, ties)
         if processor is not None:
             processor.save_pretrained(staging)
         publish(folder, with_manifest=False)
@@ -33,10 +50,19 @@ def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Pa
     return folder
 
 
-def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_model(
+    model: Any, weights: dict[str, Any], folder: Path, ties: Sequence[Sequence[str]]
+) -> None:
     if hasattr(model, "save_pretrained"):
+        weights = _restore_ties(model, weights)
+        for first, *others in ties:
+            weights |= dict.fromkeys(others, weights[first])
+        if not torch.cuda.is_available():
+            # Where DeepSpeed is installed, accelerate imports it here, and it would say on
+            # standard output that it has found no GPU.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         with quiet_transformers(str(folder)):
-            model.save_pretrained(folder, state_dict=_restore_ties(model, weights))
+            model.save_pretrained(folder, state_dict=weights)
         return
     from safetensors.torch import save_file
 

@@ -36,7 +36,7 @@ from rapidformer.checkpoint.publish import (
 )
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
-from rapidformer.dist.collectives import broadcast_object, wait_for_all
+from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -52,6 +52,24 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Gathered(Protocol):
+    """Model and optimizer under a strategy that has cut them in a way of its own."""
+
+    def collect(
+        self, *, with_optimizer: bool
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
+        """Whole tensors by name, each on one of the processes."""
+
+    def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
+        """Names and whole shapes of what is to be restored."""
+
+    def iterate_parts(
+        self, wanted: dict[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]: ...
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+
 @dataclass(kw_only=True)
 class TrainingState:
     """What a checkpoint is made of."""
@@ -65,6 +83,8 @@ class TrainingState:
     device: torch.device
     bypass: Any
     """A context manager inside which the optimizer steps at once (torch fills its state so)."""
+    gathered: Gathered | None = None
+    """What stands in for model and optimizer where they cannot be read as they are."""
     loaded_from: Path | None = None
     """The checkpoint that ``load`` has taken."""
 
@@ -191,8 +211,11 @@ def _collect_tensors(
     state: TrainingState, *, with_optimizer: bool, fills: bool = False
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
     """Everything to save by tensor name, and the optimizer's settings beside it."""
+    if state.gathered is not None:
+        tensors, groups = state.gathered.collect(with_optimizer=with_optimizer)
+        return tensors, None if groups is None else [_keep_json(group) for group in groups]
     weights: dict[str, Any] = get_model_state_dict(state.model)
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": w for name, w in weights.items()}
+    tensors = {f"model.{name}": w for name, w in weights.items()}
     if not with_optimizer:
         return tensors, None
     is_fresh = not state.optimizer.state
@@ -209,7 +232,21 @@ def _collect_tensors(
     return tensors, [_keep_json(group) for group in content["param_groups"]]
 
 
+def _load_gathered(
+    folder: Path, state: TrainingState, gathered: Gathered, *, with_optimizer: bool
+) -> None:
+    wanted = gathered.get_wanted(with_optimizer=with_optimizer)
+    _drop_stateless(wanted, state.model, read_shapes(folder / "state"))
+    _compare(folder, wanted)
+    for part in gathered.iterate_parts(wanted):
+        load_tensors(part, folder / "state")
+        gathered.put(part)
+
+
 def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -> None:
+    if state.gathered is not None:
+        _load_gathered(folder, state, state.gathered, with_optimizer=with_optimizer)
+        return
     tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer, fills=True)
     stateless = _drop_stateless(tensors, state.model, read_shapes(folder / "state"))
     _compare(folder, tensors)
@@ -249,6 +286,8 @@ def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Say plainly where a checkpoint was made for another model or optimizer."""
     saved = read_shapes(folder / "state")
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    # Of a model in stages, each process has some names only.
+    elsewhere = {name for names in gather_from_stages(sorted(wanted)) for name in names}
     problems = [f"{name} is not in it" for name in wanted if name not in saved]
     problems += [
         f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"
@@ -258,7 +297,7 @@ def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     problems += [
         f"{name} is in it, but not in the model"
         for name in saved
-        if name not in wanted and name.startswith("model.")
+        if name not in elsewhere and name.startswith("model.")
     ]
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" * (len(problems) > 5))
@@ -297,7 +336,8 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
     else:
         # What JSON cannot hold (functions) is the same in the scheduler that was built now.
         scheduler.load_state_dict({**scheduler.state_dict(), **saved})
-        rates = saved["_last_lr"]
+        # DeepSpeed's schedulers do not keep the rates in their state.
+        rates = saved["_last_lr"] if "_last_lr" in saved else scheduler.get_lr()
     for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rapidformer.checkpoint.strided import split_strided
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import CheckpointError
 
 # Each class by its name: a whole module would admit whatever that module imports (`os`, say).
@@ -53,7 +54,7 @@ _ALLOWED_NAMES = {
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the tensors; every process must call this with the same names."""
+    """Write the tensors; every process must call this, with those it has a part of."""
     try:
         with _quiet():
             pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
@@ -67,7 +68,9 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     try:
         with _quiet():
             pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
-            load(pieces, storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+            # Stages of a pipeline ask for other names than each other: each reads by itself.
+            is_alone = not dist.is_initialized() or get_topology().pipeline > 1
+            load(pieces, storage_reader=_Reader(folder), no_dist=is_alone)
     # Not an Exception in torch: an ordinary `except` would let it through as a crash.
     except CheckpointException as reason:
         raise CheckpointError(f"{folder} cannot be read: {_get_cause(reason)}") from None

@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING
 from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from rapidformer.config import TrainingArguments
     from rapidformer.launch.environment import LaunchPlan
 
 # Commands with flags of their own, and so with a help of their own.
-OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config"})
+OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config", "verify"})
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
     "evaluate": ("rapidformer.cli.evaluate", True, "metrics of a model on a split of the data"),
     "predict": ("rapidformer.cli.predict", True, "a model's answers to texts or a file"),
     "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
+    "verify": ("rapidformer.cli.verify", False, "prove that the switches of a run change nothing"),
     "config": ("rapidformer.cli.config", False, "ask a few questions, write a file for --config"),
     "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
     "preprocess": ("rapidformer.cli.preprocess", False, "a corpus into pre-training files"),
@@ -46,21 +49,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RapidformerError as error:
         if not getattr(error, "is_told", False):
             _show(error)
-        return int(getattr(error, "exit_code", 1))
+        return _get_status(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as error:
         # A defect, ours or the script's. Under our launcher only the process that failed first
         # is shown: the others fail because of it.
         from rapidformer.launch.failures import report_failure
 
-        if not report_failure(traceback.format_exc()):
+        error.__traceback__ = _drop_our_frames(error.__traceback__)
+        if not report_failure("".join(traceback.format_exception(error))):
             raise
         return 1
+
+
+def _get_status(error: RapidformerError) -> int:
+    from rapidformer.launch.environment import is_launched, is_started_node
+
+    code = int(getattr(error, "exit_code", 1))
+    if is_started_node() and not is_launched():
+        from rapidformer.launch.hosts import disguise_status
+
+        code = disguise_status(code)
+    return code
+
+
+def _drop_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback that begins in the script, where it runs one: not with what runs scripts."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") != "runpy":
+        inner = inner.tb_next
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") == "runpy":
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _dispatch(words: list[str]) -> int:

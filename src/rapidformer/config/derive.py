@@ -9,6 +9,7 @@ import os
 
 from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.batches import find_ramp_problems
+from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.validate import find_problems, has_sound_batches
 from rapidformer.errors import ConfigurationError
 
@@ -20,10 +21,11 @@ _BLACK_BOX_EPOCHS = 3
 def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> TrainingArguments:
     """Check the settings for this many processes and fill in what follows from them."""
     args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
-    problems = find_problems(args)
+    args, disagreements = merge_deepspeed(args)
+    problems = [*disagreements, *find_problems(args)]
     if not problems:
         args = _derive_switches(_derive_names(args))
-    if has_sound_batches(args):
+    if has_sound_batches(args) and not disagreements:
         args = _derive_batches(args, problems)
         problems += find_ramp_problems(args)
     if problems:

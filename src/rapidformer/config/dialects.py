@@ -61,6 +61,7 @@ ALIASES: dict[str, str] = {
     # MindFormers
     "model_parallel": "tensor_model_parallel_size",
     "pipeline_stage": "pipeline_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
     "micro_batch_num": "gradient_accumulation_steps",
     "expert_parallel": "expert_model_parallel_size",
     "context_parallel": "context_parallel_size",
@@ -71,8 +72,14 @@ VALUES: dict[str, dict[str, bool]] = {
     "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
 }
 
+# Switches that another system's scripts put bare beside the flag that has the value.
+BARE_BESIDE: dict[str, str] = {
+    "--deepspeed": "--deepspeed-config",  # DeepSpeed's launcher
+}
+
 # Accepted so that existing scripts run, said once to have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
+    "data_parallel": "processes that other axes leave are data parallel",
     "DDP_impl": "gradients are always reduced by torch.distributed",
     "no_contiguous_buffers_in_local_ddp": "gradients are always reduced by torch.distributed",
     "distributed_backend": "NCCL is used on GPUs and gloo on CPUs",

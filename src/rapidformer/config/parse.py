@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rapidformer.config.arguments import TrainingArguments
-from rapidformer.config.dialects import ALIASES, VALUES, WITHOUT_EFFECT
+from rapidformer.config.dialects import ALIASES, BARE_BESIDE, VALUES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.errors import ConfigurationError
 
@@ -77,7 +77,8 @@ def parse_arguments(
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
     words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
-    namespace, unknown = parser.parse_known_args([_normalize(word, known) for word in words])
+    words = _drop_bare_switches([_normalize(word, known) for word in words])
+    namespace, unknown = parser.parse_known_args(words)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
         problems = [f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front"]
@@ -152,6 +153,17 @@ def _normalize(word: str, known: Mapping[str, Any]) -> str:
     name, equals, value = word.partition("=")
     dashed = "--" + name[2:].replace("_", "-")
     return word if name in known or dashed not in known else dashed + equals + value
+
+
+def _drop_bare_switches(words: list[str]) -> list[str]:
+    """``--deepspeed --deepspeed-config FILE`` says one thing: the file."""
+    names = [word.partition("=")[0] for word in words]
+    return [
+        word
+        for place, word in enumerate(words)
+        if BARE_BESIDE.get(word) not in names
+        or (place + 1 < len(words) and not words[place + 1].startswith("--"))
+    ]
 
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:

@@ -366,6 +366,8 @@ class AccelerationArguments:
 class ParallelArguments:
     """Parallelism"""
 
+    data_parallel: int | None = None
+    """processes that see other samples: follows from the sizes below, and is checked if given"""
     tensor_model_parallel_size: int = 1
     """processes that share each layer"""
     sequence_parallel: bool = False

@@ -20,7 +20,8 @@ _AT_LEAST_ONE = (
     "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
     "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
-    "expert_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "hybrid_sharding_size",
+    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage",
+    "hybrid_sharding_size",
 )  # fmt: skip
 _POSITIVE = (
     "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
@@ -48,6 +49,8 @@ def find_problems(args: TrainingArguments) -> list[str]:
         *_check_length(args),
         *_check_switches(args),
         *_check_processes(args),
+        *_check_pipeline(args),
+        *_check_sharing(args),
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_files(args),
@@ -76,6 +79,12 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
     ]
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
+    if args.pipeline_model_parallel_size == 1:
+        idle += [
+            f"{_flag(name)} has no effect without --pipeline-model-parallel-size."
+            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
+            if args.is_given(name)
+        ]
     if args.mixed_precision not in ("fp16", "auto"):
         idle += [
             f"{_flag(name)} has no effect without --mixed-precision fp16."
@@ -178,6 +187,16 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
         yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
 
 
+def _check_pipeline(args: TrainingArguments) -> Iterator[str]:
+    if args.pipeline_model_parallel_size == 1:
+        return
+    if args.compile and args.pipeline_schedule == "zero-bubble":
+        yield (
+            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved. "
+            "(Compiled blocks compute both gradients at once, which zero-bubble takes apart.)"
+        )
+
+
 def _check_processes(args: TrainingArguments) -> Iterator[str]:
     """Tensor, pipeline and context sizes divide the processes; experts divide what is left."""
     sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
@@ -191,8 +210,15 @@ def _check_processes(args: TrainingArguments) -> Iterator[str]:
             f"use {' or '.join(fitting)}, or start a multiple of {share} (--nproc-per-node)."
         )
         return
-    replicas, experts = args.world_size // share, args.expert_model_parallel_size
-    replicas *= args.context_parallel_size
+    if args.data_parallel not in (None, args.world_size // share):
+        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        yield (
+            f"--data-parallel {args.data_parallel} and {given or 'nothing else'} do not make the "
+            f"{args.world_size} processes of this run: --data-parallel {args.world_size // share} "
+            f"does, or start {args.data_parallel * share} (--nproc-per-node)."
+        )
+    replicas = args.world_size // share * args.context_parallel_size
+    experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
         fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
         yield (
@@ -219,6 +245,23 @@ def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[s
             f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
             f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
+
+
+def _check_sharing(args: TrainingArguments) -> Iterator[str]:
+    """Which ways of sharing a model do not go together."""
+    if args.expert_model_parallel_size > 1 and args.tensor_model_parallel_size > 1:
+        yield (
+            "--expert-model-parallel-size and --tensor-model-parallel-size exclude each other: "
+            "what the one sends between processes the other expects on all of them. Experts are "
+            "most of a mixture's weights: give --expert-model-parallel-size, and "
+            "--zero-3-memory-optimization for the rest."
+        )
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        if getattr(args, name) > 1 and args.pipeline_model_parallel_size > 1:
+            yield (
+                f"{_flag(name)} and --pipeline-model-parallel-size exclude each other: give "
+                "--zero-3-memory-optimization instead of stages."
+            )
 
 
 def _check_sizes(args: TrainingArguments) -> Iterator[str]:

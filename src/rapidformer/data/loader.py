@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,13 +20,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
-from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.collectives import sum_over_rows
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, list[int], bool]
 _Round = tuple[Any, BatchInfo, bool]
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch with what the loader knows of it."""
+
+    batch: Any
+    info: BatchInfo
+    is_filler: bool
 
 
 class DistributedLoader:
@@ -159,6 +167,20 @@ class DistributedLoader:
         is_own_row = self.is_filler and rows == 1
         return self._ended_with_filler and (is_own_row or rows == self._rows_handed_out)
 
+    def iterate_updates(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each update, together."""
+        collected: list[MicroBatch] = []
+        for batch in self:
+            collected.append(MicroBatch(batch, self.info, self.is_filler))
+            if self.is_update_end:
+                yield collected
+                collected = []
+
+    def look_at(self, micro_batch: MicroBatch) -> Any:
+        """Make one of an update's micro-batches the one that is being worked on."""
+        self.info, self.is_filler = micro_batch.info, micro_batch.is_filler
+        return micro_batch.batch
+
     def rewind(self) -> None:
         """Start from the first sample again."""
         self.epoch, self._position, self._is_resuming = 0, 0, False
@@ -187,13 +209,13 @@ class DistributedLoader:
         """Hold the rounds of each update until they are counted, on every process."""
         while update := list(islice(rounds, self._count_rounds())):
             counts = [sum(column) for column in zip(*(info for _, info, _ in update), strict=True)]
-            total = sum_over_replicas(torch.tensor(counts)) if self._num_replicas > 1 else counts
+            total = sum_over_rows(torch.tensor(counts)) if self._num_replicas > 1 else counts
             self.update_info = BatchInfo(*map(int, total))
             yield from update
 
     def _iterate_rounds(self) -> Iterator[_Round]:
         rounds_left = len(self) - self._position
-        fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, self._replica))
+        fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
         loader: DataLoader[Any] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
@@ -216,7 +238,12 @@ class DistributedLoader:
             samples = order[start : start + self.samples_per_round]
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
             is_filler = len(mine) == 0
-            yield position, [int(i) for i in (samples[:1] if is_filler else mine)], is_filler
+            number = self._get_number(position)
+            yield number, [int(i) for i in (samples[:1] if is_filler else mine)], is_filler
+
+    def _get_number(self, position: int) -> int:
+        """A micro-batch's place in the one global order, the same for any number of processes."""
+        return position * self._num_replicas + self._replica
 
     def _get_order(self) -> Sequence[int] | np.ndarray[Any, Any]:
         if self._order is not None:
@@ -234,7 +261,8 @@ class DistributedLoader:
             following = next(rounds, None)
             position, samples = current
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            with _random_numbers_from((self._seed, self.epoch, self._replica, position)):
+            number = self._get_number(position)
+            with _random_numbers_from((self._seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine or samples[:1])
             info = describe_batch(batch)
             yield batch, info if mine else info.as_filler(), following is None
@@ -272,8 +300,9 @@ class DistributedLoader:
 class _Fetcher:
     """Turns a round's key into a collated batch, under random numbers of its own.
 
-    Whatever a data set or a collate function draws depends on the seed, the epoch, the round and
-    the process alone: not on the number of workers, on reading ahead, or on where a run resumed.
+    Whatever a data set or a collate function draws depends on the seed, the epoch and the
+    micro-batch's place in the global order alone: not on the number of processes or workers, on
+    reading ahead, or on where a run resumed.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: tuple[int, int, int]) -> None:
@@ -282,9 +311,9 @@ class _Fetcher:
         self._seed = seed
 
     def __getitem__(self, key: _Key) -> tuple[Any, tuple[int, ...]]:
-        position, indices, is_filler = key
+        number, indices, is_filler = key
         try:
-            with _random_numbers_from((*self._seed, position)):
+            with _random_numbers_from((*self._seed, number)):
                 fetch_many = getattr(self._dataset, "__getitems__", None)
                 rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
                 batch = self._collate(rows)

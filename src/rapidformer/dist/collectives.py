@@ -28,6 +28,14 @@ def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sum_over_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes that have seen other rows, in place."""
+    group = get_topology().get_group("data")
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
 def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
     """Join the rows (dimension 0) of all data-parallel processes, in their order.
 
@@ -56,6 +64,16 @@ def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.T
 def gather_objects(value: T) -> list[T]:
     """The values of all data-parallel processes, in their order, on each of them."""
     group = get_topology().get_group("data")
+    if group is None:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def gather_from_stages(value: T) -> list[T]:
+    """The values of all stages of this process's pipeline; its own alone where there is none."""
+    group = get_topology().get_group("pipeline")
     if group is None:
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)

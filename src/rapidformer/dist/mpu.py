@@ -2,7 +2,8 @@
 
     from rapidformer import mpu        # a --user-script may also say `from megatron import mpu`
 
-Library code asks the topology itself.
+Library code asks the topology itself. What a reader would get wrong: where an axis has one process
+only, its group is a group of one, never None, which torch's collectives would take for all processes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None where there is one alone."""
-    return get_topology().get_group("data")
+    """Their group; None only in a run of one process."""
+    return _get_group("data")
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -45,8 +46,8 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None where layers are not split."""
-    return get_topology().get_group("tensor")
+    """Their group; None only in a run of one process."""
+    return _get_group("tensor")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
@@ -60,8 +61,8 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None where the stack is whole."""
-    return get_topology().get_group("pipeline")
+    """Their group; None only in a run of one process."""
+    return _get_group("pipeline")
 
 
 def get_context_parallel_world_size() -> int:
@@ -75,8 +76,25 @@ def get_context_parallel_rank() -> int:
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None where rows are whole."""
-    return get_topology().get_group("context")
+    """Their group; None only in a run of one process."""
+    return _get_group("context")
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Processes that share the experts of a mixture."""
+    return get_topology().expert
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Which of them this one is."""
+    mesh = get_topology().get_expert_mesh("expert")
+    return 0 if mesh is None else mesh.get_local_rank()
+
+
+def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None where every process has all experts."""
+    mesh = get_topology().get_expert_mesh("expert")
+    return None if mesh is None else mesh.get_group()
 
 
 def get_model_parallel_world_size() -> int:
@@ -87,6 +105,41 @@ def get_model_parallel_world_size() -> int:
 def get_model_parallel_rank() -> int:
     """The older name of the rank among them."""
     return get_tensor_model_parallel_rank()
+
+
+def get_model_parallel_group() -> dist.ProcessGroup | None:
+    """The older name of their group."""
+    return get_tensor_model_parallel_group()
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """The rank, in the whole run, of the first process that shares this one's layers."""
+    return _get_global_rank("tensor", 0)
+
+
+def get_data_parallel_src_rank() -> int:
+    """The rank, in the whole run, of the first process along the data axis."""
+    return _get_global_rank("data", 0)
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """The rank, in the whole run, of the process with this one's first layers."""
+    return _get_global_rank("pipeline", 0)
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """The rank, in the whole run, of the process with its last layers."""
+    return _get_global_rank("pipeline", -1)
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The rank, in the whole run, of the process with the layers after this one's."""
+    return _get_global_rank("pipeline", get_pipeline_model_parallel_rank() + 1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The rank, in the whole run, of the process with the layers before this one's."""
+    return _get_global_rank("pipeline", get_pipeline_model_parallel_rank() - 1)
 
 
 def is_pipeline_first_stage() -> bool:
@@ -142,6 +195,29 @@ def broadcast_over_group(
     dist.broadcast(flat, src=source, group=group)
     parts = flat.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+_alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The group of all processes, and the group of this one alone that was made beside it."""
+
+
+def _get_group(axis: str) -> dist.ProcessGroup | None:
+    global _alone
+    group = get_topology().get_group(axis)
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    world = dist.group.WORLD
+    assert world is not None
+    if _alone is None or _alone[0] is not world:
+        # By this process alone: others may never ask.
+        _alone = world, dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _alone[1]
+
+
+def _get_global_rank(axis: str, index: int) -> int:
+    """The rank in the whole run of one of the processes along an axis, counted in a circle."""
+    group = _get_group(axis)
+    return 0 if group is None else dist.get_global_rank(group, index % dist.get_world_size(group))
 
 
 def _get_shapes(keys: Sequence[str], data: Mapping[str, Any] | None) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 Group = dist.ProcessGroup
 
 # The functional forms, which torch.compile can follow; their Python names change between versions.
-_operations = torch.ops._c10d_functional
+operations = torch.ops._c10d_functional
 
 
 def get_share(length: int, group: Group) -> tuple[int, int]:
@@ -74,13 +74,13 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _sum(gradient, ctx.group), None
+        return sum_over(gradient, ctx.group), None
 
 
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return _sum(tensor, group)
+        return sum_over(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -91,29 +91,29 @@ class _GatherOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gather(tensor, dim, length, group)
+        return gather_slices(tensor, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _slice(gradient, ctx.dim, ctx.group), None, None, None
+        return take_slice(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _SliceIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
         ctx.dim, ctx.length, ctx.group = dim, tensor.shape[dim], group
-        return _slice(tensor, dim, group)
+        return take_slice(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_slices(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _GatherIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gather(tensor, dim, length, group)
+        return gather_slices(tensor, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -128,42 +128,42 @@ class _ScatterOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_slices(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
-def _sum(tensor: Tensor, group: Group) -> Tensor:
-    return _wait(_operations.all_reduce(tensor.contiguous(), "sum", group.group_name))
+def sum_over(tensor: Tensor, group: Group) -> Tensor:
+    return wait(operations.all_reduce(tensor.contiguous(), "sum", group.group_name))
 
 
-def _wait(tensor: Tensor) -> Tensor:
-    return _operations.wait_tensor(tensor)  # type: ignore[no-any-return]
+def wait(tensor: Tensor) -> Tensor:
+    return operations.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
-def _slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
+def take_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
     start, end = get_share(tensor.shape[dim], group)
     # A copy: a slice would keep the whole alive.
     return tensor.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
 
 
-def _gather(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
+def gather_slices(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     world_size = dist.get_world_size(group)
     size = -(-length // world_size)
     # Along dimension 0, which needs no rearranging on the way; the neighbours' parts then move.
-    rows = _pad_to(tensor, dim, size).movedim(dim, 0).contiguous()
-    joined = _wait(_operations.all_gather_into_tensor(rows, world_size, group.group_name))
+    rows = pad_to(tensor, dim, size).movedim(dim, 0).contiguous()
+    joined = wait(operations.all_gather_into_tensor(rows, world_size, group.group_name))
     return joined[:length].movedim(0, dim).contiguous()
 
 
 def _sum_and_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
     length, world_size = tensor.shape[dim], dist.get_world_size(group)
     size = -(-length // world_size)
-    rows = _pad_to(tensor, dim, size * world_size).movedim(dim, 0).contiguous()
-    summed = _wait(_operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name))
+    rows = pad_to(tensor, dim, size * world_size).movedim(dim, 0).contiguous()
+    summed = wait(operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name))
     start, end = get_share(length, group)
     return summed[: end - start].movedim(0, dim).contiguous()
 
 
-def _pad_to(tensor: Tensor, dim: int, size: int) -> Tensor:
+def pad_to(tensor: Tensor, dim: int, size: int) -> Tensor:
     missing = size - tensor.shape[dim]
     if missing == 0:
         return tensor

@@ -3,7 +3,8 @@
 Ranks are laid out as Megatron lays them out: tensor-parallel neighbours are next to each other,
 then context, then data, and pipeline stages are farthest apart. What a reader would get wrong: a
 *replica* is a process that has seen tokens of its own, so losses and gradients are summed over data
-and context together; rows of results are gathered over data alone.
+and context together; rows of results are gathered over data alone. The expert axis cuts across:
+neighbouring replicas share the experts of a mixture, and each of them has its own tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class Topology:
     data: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     sharding: int | None = None
     """Processes that split the state between them; None: all that see other tokens."""
     mesh: DeviceMesh | None = None
     joined: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Axes that the mesh itself has in two parts."""
+    expert_mesh: DeviceMesh | None = None
+    """The replicas once more, as groups that hold the same experts by groups that share them."""
 
     def get_size(self, axis: str) -> int:
         """How many processes there are along an axis."""
@@ -57,6 +61,11 @@ class Topology:
     def _get_mesh(self, axis: str) -> DeviceMesh:
         assert self.mesh is not None
         return self.joined[axis] if axis in self.joined else self.mesh[axis]
+
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this process speaks for all of them."""
+        return self.mesh is None or dist.get_rank() == 0
 
     @property
     def num_replicas(self) -> int:
@@ -87,6 +96,11 @@ class Topology:
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.mesh["copies", "shards_context"]
 
+    def get_expert_mesh(self, axis: str) -> DeviceMesh | None:
+        """The replicas that share a mixture's experts (``expert``), or that hold the same ones
+        (``expert_data``); None where experts are not shared."""
+        return None if self.expert_mesh is None else self.expert_mesh[axis]
+
     def get_replica_group(self) -> dist.ProcessGroup | None:
         """Those processes as a group: what losses and gradients are summed over."""
         mesh = self.get_replica_mesh()
@@ -103,6 +117,7 @@ def build_topology(
     data: int = 1,
     context: int = 1,
     tensor: int = 1,
+    expert: int = 1,
     sharding: int | None = None,
 ) -> Topology:
     """Make the groups of every axis, on every process, and make them the current ones."""
@@ -120,7 +135,20 @@ def build_topology(
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if has_copies:
             joined["data"] = mesh["copies", "shards"]._flatten("data")
-    _current = Topology(mesh=mesh, joined=joined, sharding=sharding, **sizes)
+    expert_mesh = None
+    if expert > 1:
+        shape = (pipeline, data * context // expert, expert, tensor)
+        expert_mesh = init_device_mesh(
+            device_type, shape, mesh_dim_names=("outer", "expert_data", "expert", "inner")
+        )
+    _current = Topology(
+        mesh=mesh,
+        joined=joined,
+        sharding=sharding,
+        expert=expert,
+        expert_mesh=expert_mesh,
+        **sizes,
+    )
     return _current
 
 

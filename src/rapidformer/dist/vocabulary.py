@@ -23,10 +23,19 @@ def is_split_over_vocabulary(logits: Tensor) -> bool:
     return isinstance(logits, DTensor) and logits.placements == (Shard(logits.dim() - 1),)
 
 
+def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -> None:
+    """Refuse an id that no process has, without waiting for the device."""
+    is_known = (ids >= 0) & (ids < length)
+    if ignored is not None:
+        is_known |= ids == ignored
+    torch._assert_async(is_known.all(), f"{what} is outside of the {length} of the vocabulary")
+
+
 def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
     """Cross entropy of each token in fp32, shaped as the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     group = logits.device_mesh.get_group()
+    check_ids(labels, logits.shape[-1], "a label", ignore_index)
     first, _ = get_share(logits.shape[-1], group)
     rows = logits.to_local().float().flatten(0, -2)
     losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)  # type: ignore[no-untyped-call]
@@ -62,5 +71,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         result = shares.clone()
         if result.shape[-1]:
             result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
-        result *= (gradient * is_kept)[:, None]
+        # Not times zero: the gradient of a mean over no labels is not a number.
+        result *= gradient.masked_fill(~is_kept, 0.0)[:, None]
         return result, None, None, None, None

@@ -42,6 +42,8 @@ _STOP_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
 # ssh itself failed, or the node was killed from outside: not an end of the run's own making.
 _LOST = (255, 128 + signal.SIGKILL, -signal.SIGKILL)
+# What a node says instead where these are a rank's own statuses: its agent is well.
+_SAID_INSTEAD = {255: 254, 128 + signal.SIGKILL: 253}
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,16 @@ def launch_hosts(
             signal.signal(name, action)
 
 
+def disguise_status(code: int) -> int:
+    """The status of a node that ends by itself, which must not look like one that was lost."""
+    return _SAID_INSTEAD.get(code, code)
+
+
+def _read_status(status: int) -> int:
+    meant = {said: code for code, said in _SAID_INSTEAD.items()}
+    return meant.get(status, status)
+
+
 class _Signal(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -264,10 +276,11 @@ def _let_others_end(nodes: list[_Node]) -> None:
 
 
 def _build_error(node: _Node, *, is_told: bool) -> WorkerError:
-    status = node.status or 1
+    is_lost = node.status in _LOST
+    status = _read_status(node.status or 1)
     code = status if status > 0 else 128 - status
     what = f"{node.name} ended with status {status}"
-    if status == 255 and not is_this_machine(node.host.name):
+    if is_lost and status == 255 and not is_this_machine(node.host.name):
         what = (
             f"{node.name} cannot be used over ssh: try `{shlex.join(node.command[:-1])} true`. "
             "It must work without a password"

@@ -51,12 +51,12 @@ def launch(
         ),
         _signals_as_exceptions(),
     ):
-        if plan.has_lifeline:
-            _hold_lifeline()
         from rapidformer.launch.rendezvous import RefusedError, Rounds
 
         rounds: Rounds | None = None
         try:
+            if plan.has_lifeline:
+                _hold_lifeline()
             rounds = Rounds(
                 plan,
                 max_restarts=settings.max_restarts,

@@ -1,7 +1,8 @@
 """What Slurm's variables say about this task: which node it is, of how many, and where node 0 is.
 
-Only a task that ``srun`` has started has a place among others. A batch script's own shell has most
-of the variables too, but it runs once, on the first node: there ``srun`` is still to be typed.
+Only a task that ``srun`` has started has a place among others. A batch script's own shell, and the
+shell that ``salloc`` opens, have most of the variables too, but they run once, on the first node:
+there ``srun`` is still to be typed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from rapidformer.errors import ConfigurationError
 
 # Ports for node 0, one per job: two jobs on the same node must not meet.
 _FIRST_PORT, _PORTS = 20000, 20000
+# Steps that Slurm makes by itself (batch, interactive, ...) have numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _GROUP = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -35,7 +38,7 @@ class SlurmStep:
 
 def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     """This task's place; None outside ``srun``."""
-    if "SLURM_STEP_NUM_TASKS" not in variables or "SLURM_PROCID" not in variables:
+    if not _is_task(variables) or "SLURM_PROCID" not in variables:
         return None
     tasks = _read_int(variables, "SLURM_STEP_NUM_TASKS")
     machines = _read_int(variables, "SLURM_STEP_NUM_NODES")
@@ -51,9 +54,15 @@ def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     )
 
 
+def _is_task(variables: Mapping[str, str]) -> bool:
+    """Whether srun has started this, rather than a shell that stands in a step of Slurm's own."""
+    step = _read_int(variables, "SLURM_STEP_ID", 0)
+    return "SLURM_STEP_NUM_TASKS" in variables and step < _FIRST_SPECIAL_STEP
+
+
 def count_idle_nodes(variables: Mapping[str, str]) -> int:
     """Nodes of this job that stay idle when the command is run without ``srun``."""
-    if "SLURM_JOB_ID" not in variables or "SLURM_STEP_NUM_TASKS" in variables:
+    if "SLURM_JOB_ID" not in variables or _is_task(variables):
         return 0
     return max(_read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
 

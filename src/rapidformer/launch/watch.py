@@ -64,7 +64,8 @@ class Watch(threading.Thread):
         self._say = say
         self._pids: dict[int, int] = {}
         self._round = -1
-        self._has_told = False
+        self._told: dict[int, tuple[int, int]] = {}
+        """Who was missing when that was last said, and where each of them was."""
         self.stall = ""
         """Who was missing in a stall that is not over, in a few words."""
         self._answered = ""
@@ -74,7 +75,7 @@ class Watch(threading.Thread):
 
     def begin_round(self, number: int, pids: dict[int, int]) -> None:
         with self._lock:
-            self._round, self._pids, self._has_told, self.stall = number, pids, False, ""
+            self._round, self._pids, self._told, self.stall = number, pids, {}, ""
 
     def end_round(self) -> None:
         with self._lock:
@@ -110,11 +111,13 @@ class Watch(threading.Thread):
         if self._rounds.plan.node_rank != 0 or not self._stall_seconds or not own:
             return
         beats = own + self._read_others(number)
+        missing = find_missing(beats)
         if not is_stalled(beats, self._stall_seconds):
-            self._has_told, self.stall = False, ""
-        elif not self._has_told:
-            self._has_told = True
-            missing = find_missing(beats)
+            # Others may move (they give up, and end) while the one they waited for does not.
+            if not any(self._told.get(beat.rank) == beat.position for beat in beats):
+                self._told, self.stall = {}, ""
+        elif (places := {beat.rank: beat.position for beat in missing}) != self._told:
+            self._told = places
             self.stall = f"rank {missing[0].rank} was missing at {missing[0].describe()}"
             stacks = self._collect_stacks([beat.rank for beat in missing], pids)
             self._say(describe_stall(beats, missing, stacks, self._rounds.plan.nodes))

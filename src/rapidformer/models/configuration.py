@@ -102,6 +102,11 @@ def get_position_limit(config: Any) -> int | None:
     return int(limit)
 
 
+def get_size(config: Any, flag: str) -> Any:
+    """A model's size by our flag's name (``num_layers``); None where it has no such size."""
+    return _get(config, flag)
+
+
 def _load_config_of(location: str, args: Any) -> Any:
     check_folder(location, needed="config.json")
     from transformers import AutoConfig

@@ -1,14 +1,16 @@
 """Where a model's blocks are: what recompute, compile and sharding need to know of it.
 
-Sources in order: the model's own ``rapidformer_plan()``, Hugging Face's marks (blocks that support
-recompute, modules that must not be split), then the longest list of equal blocks. A plan names
+Sources in order: the caller (``engine.compose(plan=...)``), the model's own ``rapidformer_plan()``,
+Hugging Face's marks (blocks that support recompute, modules that must not be split), then the
+longest list of equal blocks. What the caller does not say, the next source does. A plan names
 modules; it holds none, so it stays true after parameters are replaced.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,8 +35,25 @@ class ModelPlan:
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
     --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    has_split_attention: bool = False
+    """Whether the tokens of a block meet in torch's scaled_dot_product_attention alone, on
+    [batch, heads, tokens, size], so that --context-parallel-size may share them out."""
+    token_dims: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of a block with a value for every token, to the dimension of the tokens; those of
+    [batch, tokens] and [batch, tokens, size] are found by themselves."""
     has_split_losses: bool = False
     """Whether the model's loss takes logits whose vocabulary is split over processes."""
+    before: Sequence[str] = ()
+    """Modules that are used before the first block: what a pipeline's first stage has. Found out
+    by a trial run where neither this nor ``after`` is said."""
+    after: Sequence[str] = ()
+    """Modules that are used after the last block: what a pipeline's last stage has."""
+    pipeline_problem: str = ""
+    """Why the model cannot be cut into stages, if it cannot."""
+    experts: tuple[str, ...] = ()
+    """Patterns of modules with one slice of every parameter for each expert, which are called with
+    rows sorted by expert and the ends of each expert's stretch: what --expert-model-parallel-size
+    shares out."""
     source: str = field(default="", compare=False)
     """Who said so: shown at start-up."""
 
@@ -42,12 +61,49 @@ class ModelPlan:
         return [model.get_submodule(name) for name in self.blocks]
 
 
-def find_plan(model: nn.Module) -> ModelPlan:
-    """The plan of a model, from the best source that knows it."""
-    tied = _find_tied(model)
+GivenPlan = ModelPlan | Mapping[str, Any]
+_KEYS = (
+    "blocks", "tensor", "divided", "has_split_sequences", "has_split_losses", "before", "after",
+    "has_split_attention", "token_dims", "experts",
+)  # fmt: skip
+_LISTS = ("before", "after", "experts")
+
+
+def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
+    """The plan of a model, from the best source that knows it; what is ``given`` comes first."""
+    known = model.__dict__.get("rapidformer_known_plan")
+    if isinstance(known, ModelPlan):
+        return known
     own = getattr(model, "rapidformer_plan", None)
     if callable(own):
-        return _read_own_plan(model, own(), tied)
+        author = f"{type(model).__name__}.rapidformer_plan()"
+        found = replace(
+            _read_plan(model, own(), author, _find_blocks(model)),
+            source="the model's rapidformer_plan()",
+        )
+    else:
+        found = _find_blocks(model)
+    if given is not None:
+        author = "the plan given to compose()"
+        found = replace(_read_plan(model, given, author, found), source=author)
+    return found
+
+
+def expand_patterns(model: nn.Module, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Patterns to modules; ``*`` stands for one part of a dotted name."""
+    compiled = [(compile_pattern(pattern), value) for pattern, value in patterns.items()]
+    for name, _ in model.named_modules(remove_duplicate=False):
+        for pattern, value in compiled:
+            if pattern.fullmatch(name):
+                yield name, value
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+
+
+def _find_blocks(model: nn.Module) -> ModelPlan:
+    tied = _find_tied(model)
     for source, names in (
         ("blocks marked by transformers", _find_marked_blocks(model)),
         ("the longest list of equal blocks", _find_longest_list(model)),
@@ -57,43 +113,59 @@ def find_plan(model: nn.Module) -> ModelPlan:
     return ModelPlan(tied=tied, source="no repeated blocks found")
 
 
-def _read_own_plan(
-    model: nn.Module, plan: ModelPlan | Mapping[str, Any], tied: tuple[tuple[str, ...], ...]
-) -> ModelPlan:
-    if not isinstance(plan, ModelPlan):
-        plan = _read_mapping(model, plan)
-    names = plan.blocks
+def _read_plan(model: nn.Module, plan: GivenPlan, author: str, other: ModelPlan) -> ModelPlan:
+    """The plan that somebody wrote; what it leaves out is taken from the other one."""
+    if isinstance(plan, ModelPlan):
+        given = {name: getattr(plan, name) for name in _KEYS if getattr(plan, name)}
+    else:
+        given = _check_mapping(model, plan, author)
+    if "blocks" in given:
+        blocks = given["blocks"]
+        names = (blocks,) if isinstance(blocks, str) else tuple(blocks)
+        given["blocks"] = _expand_blocks(model, names, author)
+    for key in given.keys() & set(_LISTS):
+        given[key] = (given[key],) if isinstance(given[key], str) else tuple(given[key])
+    return replace(other, **given)
+
+
+def _expand_blocks(model: nn.Module, names: tuple[str, ...], author: str) -> tuple[str, ...]:
+    """A list stands for its members."""
     known = dict(model.named_modules())
     missing = [name for name in names if name not in known]
     if missing:
         raise ModelError(
-            f"{type(model).__name__}.rapidformer_plan() names modules that the model does not "
-            f"have: {', '.join(missing)}."
+            f"{author} names modules that the model does not have: {', '.join(missing)}."
         )
     blocks: list[str] = []
     for name in names:
         is_list = isinstance(known[name], nn.ModuleList)
         blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]  # type: ignore[arg-type]
-    return replace(plan, blocks=tuple(blocks), tied=tied, source="the model's rapidformer_plan()")
+    return tuple(blocks)
 
 
-def _read_mapping(model: nn.Module, plan: Mapping[str, Any]) -> ModelPlan:
+def _check_mapping(model: nn.Module, plan: Mapping[str, Any], author: str) -> dict[str, Any]:
     """The same plan written as a plain dictionary, which needs no import of ours."""
-    known = {"blocks", "tensor", "divided", "has_split_sequences", "has_split_losses"}
-    unknown = sorted(set(plan) - known)
+    unknown = sorted(set(plan) - set(_KEYS))
     if unknown:
         raise ModelError(
-            f"{type(model).__name__}.rapidformer_plan() has unknown keys: {', '.join(unknown)}. "
-            f"Known are {', '.join(sorted(known))}."
+            f"{author} has unknown keys: {', '.join(unknown)}. "
+            f"Known are {', '.join(sorted(_KEYS))}."
         )
-    blocks = plan.get("blocks", ())
-    return ModelPlan(
-        blocks=(blocks,) if isinstance(blocks, str) else tuple(blocks),
-        tensor=plan.get("tensor", {}),
-        divided=plan.get("divided", {}),
-        has_split_sequences=bool(plan.get("has_split_sequences", False)),
-        has_split_losses=bool(plan.get("has_split_losses", False)),
-    )
+    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    for key in ("tensor", "divided", "before", "after"):
+        # A pattern with a slip would leave its layers whole, and nobody would know.
+        patterns = plan.get(key, ())
+        idle = [
+            pattern
+            for pattern in ([patterns] if isinstance(patterns, str) else patterns)
+            if not any(map(compile_pattern(pattern).fullmatch, names))
+        ]
+        if idle:
+            raise ModelError(
+                f"{author}: nothing in {type(model).__name__} has the name {', '.join(idle)} "
+                f"({key!r}). `*` stands for one part of a name; model.named_modules() lists them."
+            )
+    return dict(plan)
 
 
 def _find_marked_blocks(model: nn.Module) -> list[str]:

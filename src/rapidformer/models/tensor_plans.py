@@ -1,9 +1,9 @@
 """How the layers of a model may be split over processes: the tensor-parallel plan.
 
-Sources in order: the model's own ``rapidformer_plan()``, Hugging Face's plan (of which only the
-words are taken), our table for families without one. Patterns name modules; ``*`` stands for one
-part of a dotted name. What a reader would get wrong: a plan says nothing of parameters it does not
-name; those are kept whole on every process.
+Sources in order: the caller, the model's own ``rapidformer_plan()``, Hugging Face's plan (of which
+only the words are taken), our table for families without one. Patterns name modules, or parameters
+of one number per head; ``*`` stands for one part of a dotted name. What a reader would get wrong: a
+plan says nothing of parameters it does not name; those are kept whole on every process.
 
 Styles:
   colwise                         each process computes its share of the outputs (whole heads)
@@ -14,34 +14,30 @@ Styles:
   key_value                       colwise over key/value heads, of which there may be too few
   fused_qkv, fused_kv             colwise, of two or three matrices side by side
   replicated_with_grad_allreduce  whole, but used on a share of the heads only
+  mla_kv_a_proj                   whole; of its outputs, a part is used on a share of the heads only
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from rapidformer.errors import ModelError
-from rapidformer.models.plan import ModelPlan
+from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
 STYLES = (
     "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
-    "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce",
+    "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce", "mla_kv_a_proj",
 )  # fmt: skip
-# Styles after which the outputs are a share: what may stand inside a split sequence.
-_SEQUENCE_STYLES = {
-    "colwise",
-    "rowwise",
-    "key_value",
-    "fused_qkv",
-    "replicated_with_grad_allreduce",
-}
 _KEY_VALUE_NAMES = ("k_proj", "v_proj")
-_EXPERTS = "moe_tp_experts"
+# Experts stay whole on every process: to split them is expert parallelism's business.
+_EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
+# What transformers' plan of a family leaves out, though it works on a share of the width.
+_LEFT_OUT = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
+_WRONG = {"doge": "its dynamic mask is made for all heads, whatever heads a process has."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +46,8 @@ class TensorPlan:
 
     styles: Mapping[str, str]
     """Module name to style."""
+    parameters: frozenset[str] = frozenset()
+    """Names of parameters, not of layers, that have one entry per head: split like the heads."""
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module name to attributes that count heads."""
     sequence_problem: str = ""
@@ -133,40 +131,64 @@ _VIT = _Family(
         "layers.*.mlp.fc2": "rowwise",
     }
 )
-_FAMILIES = {"bert": _BERT, "roberta": _BERT, "gpt2": _GPT2, "t5": _T5, "vit": _VIT}
+_GPT_OSS = _Family(
+    tensor={
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "key_value",
+        "layers.*.self_attn.v_proj": "key_value",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+    }
+)
+_FAMILIES = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "gpt2": _GPT2,
+    "t5": _T5,
+    "vit": _VIT,
+    "gpt_oss": _GPT_OSS,
+}
 
 
 def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     """The plan from the best source that knows the model; an error that says what is missing."""
+    vocabulary = _find_vocabulary(model) if hasattr(model, "get_output_embeddings") else {}
+    divided: Mapping[str, Sequence[str]] = {}
+    problem = ""
     if plan.tensor:
-        patterns, divided = dict(plan.tensor), plan.divided
-        source = plan.source
-        is_allowed = plan.has_split_sequences
-        problem = "" if is_allowed else f"{source} does not say has_split_sequences."
-    elif getattr(model, "_tp_plan", None):
-        patterns, divided = _read_hugging_face(model), {}
-        source = "transformers' plan of the model"
-        problem = _find_sequence_problem(patterns)
+        patterns, divided, source = dict(plan.tensor), plan.divided, plan.source
+        if not plan.has_split_sequences:
+            problem = f"{source} does not say has_split_sequences."
     else:
-        family = _FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-        if family is None:
-            raise ModelError(_explain_missing(model))
-        prefix = _find_base_prefix(model)
-        patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
-        divided = {prefix + pattern: names for pattern, names in family.divided.items()}
-        source, problem = "our table", family.sequence_problem
-    styles = dict(_expand(model, patterns))
+        patterns, source = _read_hugging_face(model), "transformers' plan of the model"
+        if not dict(expand_patterns(model, patterns)).keys() - vocabulary.keys():
+            # Where transformers has no plan of the layers, it may still name the head.
+            family = _find_family(model)
+            prefix = _find_base_prefix(model)
+            patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
+            divided = {prefix + pattern: names for pattern, names in family.divided.items()}
+            source, problem = "our table", family.sequence_problem
+    styles = dict(expand_patterns(model, patterns))
     _check_styles(model, styles)
-    if not styles:
-        raise ModelError(_explain_missing(model))
-    if hasattr(model, "get_output_embeddings"):
-        styles = {**_find_vocabulary(model), **styles}
     return TensorPlan(
-        styles=styles,
-        divided={name: tuple(names) for name, names in _expand(model, divided)},
+        styles={**vocabulary, **styles},
+        parameters=_find_parameters(model, patterns),
+        divided={name: tuple(names) for name, names in expand_patterns(model, divided)},
         sequence_problem=problem,
         source=source,
     )
+
+
+def _find_family(model: nn.Module) -> _Family:
+    family = _FAMILIES.get(_get_kind(model))
+    if family is None:
+        raise ModelError(_explain_missing(model))
+    return family
+
+
+def _get_kind(model: nn.Module) -> str:
+    """transformers' name of the family."""
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def describe_model(model: nn.Module) -> str:
@@ -176,18 +198,41 @@ def describe_model(model: nn.Module) -> str:
 
 
 def _read_hugging_face(model: Any) -> dict[str, str]:
-    # Experts stay whole on every process: to split them is expert parallelism's business.
-    patterns = {name: style for name, style in model._tp_plan.items() if style != _EXPERTS}
+    kind = _get_kind(model)
+    if kind in _WRONG:
+        raise ModelError(
+            f"--tensor-model-parallel-size: transformers' plan of {describe_model(model)} does not "
+            f"hold: {_WRONG[kind]} --zero-3-memory-optimization splits any model over the "
+            "processes."
+        )
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    experts = [name for name, style in plan.items() if style in _EXPERT_STYLES]
+    patterns = {
+        name: style
+        for name, style in plan.items()
+        if not any(name == expert or name.startswith(f"{expert}.") for expert in experts)
+    }
     for pattern, style in patterns.items():
         if style == "colwise" and pattern.rpartition(".")[2] in _KEY_VALUE_NAMES:
             patterns[pattern] = "key_value"
-    return patterns
+    left_out = _LEFT_OUT.get(kind, {})
+    return patterns | {_find_base_prefix(model) + name: style for name, style in left_out.items()}
 
 
-def _find_sequence_problem(patterns: Mapping[str, str]) -> str:
-    inside = {style for name, style in patterns.items() if ".layers.*." in f".{name}"}
-    others = ", ".join(sorted(inside - _SEQUENCE_STYLES))
-    return f"transformers' plan keeps some of its layers together ({others})." if others else ""
+def _find_parameters(model: nn.Module, patterns: Mapping[str, str]) -> frozenset[str]:
+    """Parameters that the plan names themselves, not by the layer they are in."""
+    compiled = [(compile_pattern(pattern), style) for pattern, style in patterns.items()]
+    found: set[str] = set()
+    for name, parameter in model.named_parameters():
+        for style in (style for pattern, style in compiled if pattern.fullmatch(name)):
+            if style != "colwise" or parameter.dim() != 1:
+                raise ModelError(
+                    f"--tensor-model-parallel-size: the plan of {describe_model(model)} splits the "
+                    f"parameter {name} of shape {list(parameter.shape)} as {style}: only those of "
+                    "one dimension can be named themselves, as colwise. Name the layer instead."
+                )
+            found.add(name)
+    return frozenset(found)
 
 
 def _find_vocabulary(model: Any) -> dict[str, str]:
@@ -209,18 +254,6 @@ def _find_base_prefix(model: Any) -> str:
     return next(f"{n}." if n else "" for n, module in model.named_modules() if module is base)
 
 
-def _expand(model: nn.Module, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Patterns to modules; a pattern that meets no module is none of this model's business."""
-    compiled = [
-        (re.compile(re.escape(pattern).replace(r"\*", "[^.]+")), value)
-        for pattern, value in patterns.items()
-    ]
-    for name, _ in model.named_modules(remove_duplicate=False):
-        for pattern, value in compiled:
-            if pattern.fullmatch(name):
-                yield name, value
-
-
 def _check_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
     unknown = {style: name for name, style in styles.items() if style not in STYLES}
     if unknown:
@@ -235,8 +268,8 @@ def _check_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
 def _explain_missing(model: nn.Module) -> str:
     return (
         f"--tensor-model-parallel-size: nothing says how {describe_model(model)} may be split. "
-        f"Give {type(model).__name__} a method rapidformer_plan() that returns "
-        "{'blocks': 'name.of.list', 'tensor': {'layers.*.query': 'colwise', "
-        "'layers.*.output': 'rowwise', ...}}, or use --zero-3-memory-optimization, which needs no "
-        "plan."
+        "Say it by engine.compose(model, plan={'blocks': 'name.of.list', 'tensor': "
+        "{'layers.*.query': 'colwise', 'layers.*.output': 'rowwise', ...}}), or let a method "
+        f"rapidformer_plan() of {type(model).__name__} return the same; or use "
+        "--zero-3-memory-optimization, which needs no plan."
     )

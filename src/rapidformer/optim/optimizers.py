@@ -50,7 +50,8 @@ def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for p in trainable if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    # A stage of a pipeline may have nothing to train; its optimizer has nothing to do then.
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def _build_adamw(

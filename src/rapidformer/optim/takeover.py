@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,8 +32,15 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
                 f"the optimizer holds {unknown} parameters that are not in the model given to "
                 "compose(): build it from the parameters of that model."
             )
-    replaced = {id(p): current[names[id(p)]] for g in optimizer.param_groups for p in g["params"]}
-    if all(id(new) == old for old, new in replaced.items()):
+    # Those that are not found have gone to another stage of a pipeline.
+    replaced = {
+        id(p): current[names[id(p)]]
+        for g in optimizer.param_groups
+        for p in g["params"]
+        if names[id(p)] in current
+    }
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if count == len(replaced) and all(id(new) == old for old, new in replaced.items()):
         return
     if optimizer.state:
         raise RapidformerError(
@@ -41,7 +50,31 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
             "    engine.load_checkpoint(folder)"
         )
     for group in optimizer.param_groups:
-        group["params"] = [replaced[id(p)] for p in group["params"]]
+        group["params"] = [replaced[id(p)] for p in group["params"] if id(p) in replaced]
+
+
+def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
+    """Give parameters that are split over other processes (shared experts) groups of their own.
+
+    torch updates a group's parameters together, and cannot do so across kinds of tensors.
+    """
+    for group in list(optimizer.param_groups):
+        kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            kinds.setdefault(mesh, []).append(parameter)
+        if len(kinds) < 2:
+            continue
+        if ready_made is not None:
+            raise RapidformerError(
+                "--expert-model-parallel-size gives experts parameter groups of their own, which "
+                "a scheduler that was made before does not know: pass compose() a function, "
+                "lr_scheduler_fn=lambda optimizer: ..., instead of lr_scheduler."
+            )
+        group["params"], *others = kinds.values()
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for parameters in others:
+            optimizer.param_groups.append({**settings, "params": parameters})
 
 
 def take_over_optimizer(
@@ -56,10 +89,13 @@ def take_over_optimizer(
             return
         if closure is not None:
             raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
-        clock.use_gradients(functools.partial(cls.step, self), clip_grad, scaler)
+        keeper = clock.keeper
+        update = keeper.update if keeper else functools.partial(cls.step, self)
+        clock.use_gradients(update, clip_grad, scaler)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        if not clock.is_accumulating:
+        # A keeper clears its own gradients; what the optimizer holds there is not a gradient.
+        if not clock.is_accumulating and clock.keeper is None:
             cls.zero_grad(self, set_to_none)
 
     # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and

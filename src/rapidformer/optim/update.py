@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,26 @@ from torch.nn.utils import get_total_norm
 from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import get_topology
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import RapidformerError, TrainingError
+from rapidformer.optim.observer import get_observer
+
+
+class GradientKeeper(Protocol):
+    """A strategy that keeps gradients itself: it is told what to do with them."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def finish(self, divisor: float) -> torch.Tensor:
+        """Divide the sums; returns the norm of the result."""
+
+    def set_clip(self, max_norm: float, norm: torch.Tensor) -> None: ...
+
+    def update(self) -> None:
+        """Make the update, or drop it where the gradient is not finite."""
+
+
+MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class UpdateClock:
@@ -39,6 +59,7 @@ class UpdateClock:
         """Weight of the last finished global batch."""
         self.is_bypassed = False
         """True while checkpoint code drives the optimizer itself."""
+        self.keeper: GradientKeeper | None = None
         self._rounds = 0
         self._is_complete = False
         self._outcome: str | None = None
@@ -83,30 +104,46 @@ class UpdateClock:
         self._weight = self._weight + share
         return share
 
+    def set_weight(self, total: torch.Tensor, unit: float) -> None:
+        """Say the weight of all micro-batches at once, where they were not added one by one."""
+        self._weight, self._unit = total / unit, unit
+
     def finish_gradients(
-        self, parameters: Sequence[nn.Parameter], scaler: LossScaler | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        scaler: LossScaler | None,
+        measure: Callable[[MeasureNorm], torch.Tensor] | None = None,
     ) -> None:
-        """Turn the sum over micro-batches and processes into the mean; measure its norm."""
+        """Turn the sum over micro-batches and processes into the mean; measure its norm.
+
+        ``measure`` is for a gradient of which other stages of a pipeline hold parts.
+        """
+        if self.keeper is not None:
+            total = _sum_weights(self._weight, self.keeper.device)
+            self.total_weight = total * self._unit
+            scale = scaler.scale if scaler else 1.0
+            self.grad_norm = self.keeper.finish(float(total) * scale)
+            self._is_complete = True
+            return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
-        total = _sum_weights(self._weight, gradients)
+        total = _sum_weights(self._weight, gradients[0].device if gradients else None)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
+        if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(self._gradients, factor)
-        if get_topology().tensor > 1:
-            self.grad_norm = get_split_norm(gradients)
-        else:
-            norm = get_total_norm(gradients)
-            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
+        get_observer().see_gradients()
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm; the same arithmetic as torch's own."""
         if not self._is_complete or self.grad_norm is None:
             return None
         self._is_clipped = True
-        if max_norm > 0 and self._gradients:
+        if self.keeper is not None:
+            self.keeper.set_clip(max_norm, self.grad_norm)
+        elif max_norm > 0 and self._gradients:
             coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(self._gradients, coefficient)
         return self.grad_norm
@@ -125,9 +162,17 @@ class UpdateClock:
         if scaler is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
             self._outcome = "skipped"
             self.skipped += 1
+            if self.keeper is not None:
+                self.keeper.update()
             scaler.update(overflowed=True)
             self._pending_schedule = None
             return
+        if self.keeper is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
+            # Without a word, such a strategy would leave out this update and every later one.
+            raise TrainingError(
+                f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
+                "the loss, or lower --lr."
+            )
         if not self._is_clipped:
             self.clip(clip_grad)
         step()
@@ -140,6 +185,7 @@ class UpdateClock:
         if self._pending_schedule is not None:
             self._pending_schedule()
             self._pending_schedule = None
+        get_observer().see_update()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: after it, at once or when it comes; or not at all."""
@@ -178,40 +224,51 @@ def _get_local(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm over gradients that may be split over processes."""
+    if get_topology().tensor > 1 or get_topology().expert > 1:
+        return get_split_norm(gradients)
+    norm = get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def get_split_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over gradients that are split over some axes and whole on others, by one sum each.
 
     (torch's own would send a number for every parameter.) What several processes hold whole is
     counted by each of them in part, so that the sum counts it once.
     """
-    squares: dict[int, list[torch.Tensor]] = defaultdict(list)
-    mesh: DeviceMesh | None = None
+    parts: dict[DeviceMesh | None, dict[int, list[torch.Tensor]]] = {}
     for gradient in gradients:
-        assert isinstance(gradient, DTensor)
-        mesh = gradient.device_mesh
-        copies = 1
-        for axis, placement in enumerate(gradient.placements):
-            copies *= mesh.size(axis) if placement.is_replicate() else 1
-        squares[copies].append(gradient.to_local())
-    if mesh is None:
-        return torch.tensor(0.0)
-    total = sum(get_total_norm(parts).double().square() / n for n, parts in squares.items())
-    assert isinstance(total, torch.Tensor)
-    for axis in range(mesh.ndim):
+        mesh, copies = None, 1
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            for axis, placement in enumerate(gradient.placements):
+                copies *= mesh.size(axis) if placement.is_replicate() else 1
+        squares = parts.setdefault(mesh, defaultdict(list))
+        squares[copies].append(_get_local(gradient))
+    sums = [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
+    return torch.stack(sums).sum().sqrt().float() if sums else torch.tensor(0.0)
+
+
+def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
+    """Over all processes of the mesh on which these are split; what is plain is equal on all."""
+    totals = [get_total_norm(some).double().square() / n for n, some in squares.items()]
+    total = torch.stack(totals).sum()
+    for axis in range(mesh.ndim if mesh is not None else 0):
+        assert mesh is not None
         dist.all_reduce(total, group=mesh.get_group(axis))
-    return total.sqrt().float()
+    return total
 
 
-def _sum_weights(
-    weight: float | torch.Tensor, gradients: list[torch.Tensor]
-) -> float | torch.Tensor:
+def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
-    if get_topology().num_replicas == 1 or not gradients:
-        if isinstance(weight, torch.Tensor):
-            # Offloaded gradients are in the host's memory, the count on the device.
-            return weight.to(gradients[0].device) if gradients else weight
-        return weight or 1.0
-    device = gradients[0].device
+    if device is None and isinstance(weight, torch.Tensor):
+        # A stage of a pipeline that is frozen has no gradients, but counts with the others.
+        device = weight.device
+    if get_topology().num_replicas == 1 or device is None:
+        # Offloaded gradients are in the host's memory, the count on the device.
+        return weight.to(device) if isinstance(weight, torch.Tensor) else (weight or 1.0)
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
     else:

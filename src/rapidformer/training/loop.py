@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -116,12 +116,7 @@ class TrainingLoop:
 
     def _run_epoch(self) -> None:
         attempts = self._attempts
-        for batch in self.loader:
-            result = self.forward(batch)
-            self.engine.backward(result.loss, result.weight)
-            self.meter.add_micro_batch(result.means, self.loader.info)
-            if not self.loader.is_update_end:
-                continue
+        for _ in self._iterate_pipelined() if self.engine.has_pipeline else self._iterate():
             self._lr = self.engine.get_learning_rate()
             self.engine.step()
             self._after_update()
@@ -131,6 +126,24 @@ class TrainingLoop:
             self._after_epoch()
         if attempts == self._attempts:
             raise RapidformerError("the training data gave no batch: is the stream empty?")
+
+    def _iterate(self) -> Iterator[None]:
+        """Run the micro-batches of an epoch, and pause after the last of each update."""
+        for batch in self.loader:
+            result = self.forward(batch)
+            self.engine.backward(result.loss, result.weight)
+            self.meter.add_micro_batch(result.means, self.loader.info)
+            if self.loader.is_update_end:
+                yield
+
+    def _iterate_pipelined(self) -> Iterator[None]:
+        """The same for a model in stages, which several micro-batches pass through at once."""
+        for update in self.engine.iterate_updates(self.loader):
+            results = self.engine.run_update(self.forward, update)
+            for each, result in zip(update, results, strict=True):
+                forwarded = ForwardResult(result.loss, result.weight, result.parts)
+                self.meter.add_micro_batch(forwarded.means, each.info)
+            yield
 
     def _after_update(self) -> None:
         args, clock = self.args, self.engine.clock

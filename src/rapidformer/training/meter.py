@@ -17,6 +17,7 @@ import torch
 
 from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.topology import get_topology
 from rapidformer.errors import TrainingError
 
 Mean = tuple[torch.Tensor, float | torch.Tensor]
@@ -120,6 +121,8 @@ class Meter:
             [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
         )
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
+        # Processes that share sequences have each counted the same rows.
+        counts /= get_topology().context
         packed = sum_over_replicas(torch.cat([losses.double(), counts]))
         values: list[float] = packed.tolist()
         norm_values: list[float] = norms.tolist()
@@ -128,9 +131,9 @@ class Meter:
             parts=self._read_parts(),
             grad_norm=norm_values[-1],
             seconds=time.perf_counter() - self._since,
-            samples=int(values[-3]),
-            tokens=int(values[-2]),
-            slots=int(values[-1]),
+            samples=round(values[-3]),
+            tokens=round(values[-2]),
+            slots=round(values[-1]),
         )
         self._start()
         _check_numbers(measurement.losses, norm_values, step, tolerates_infinity=tolerates_infinity)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 
@@ -23,8 +24,14 @@ def describe_run(
     """One line a subject."""
     args, parallelized = engine.args, engine.parallelized
     model = parallelized.model
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # DeepSpeed's stage 3 leaves nothing in a weight but a note of its size.
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    if parallelized.pipeline is not None:  # which has let most of them go
+        total = parallelized.pipeline.num_parameters
+        trained = parallelized.pipeline.num_trained
+    schedule = get_file_schedule(args, train_iters)
     plan = parallelized.plan
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
     lines = [
@@ -37,7 +44,7 @@ def describe_run(
         f"{args.data_parallel_size} data parallel x {engine.clock.rounds_per_update} accumulation",
         f"length    {train_iters} updates"
         + (f" = {args.epochs} epochs" if args.epochs and not args.train_iters else "")
-        + f"; lr {args.lr}, {args.lr_decay_style}"
+        + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
         + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]

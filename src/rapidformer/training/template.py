@@ -164,7 +164,9 @@ class Template(ABC):
 
     def compose(self) -> Any:
         """Get model, optimizer and schedule from the hook and switch everything on."""
-        provided = self.model_optimizer_lr_scheduler_provider()
+        hook: Any = self.model_optimizer_lr_scheduler_provider
+        # Megatron's form says which end of a pipeline to build; here the whole model is cut later.
+        provided = hook() if accepts_arguments(hook, 0) else hook(True, True)
         if not isinstance(provided, tuple) or len(provided) != 3:
             raise RapidformerError(
                 "model_optimizer_lr_scheduler_provider must return three things: model, "

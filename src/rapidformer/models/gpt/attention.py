@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
             attn_mask=visible,
             dropout_p=self.dropout if self.training else 0.0,
             # A single query is a step of generation: it looks at all that is in the cache.
-            is_causal=visible is None and query.shape[2] > 1,
+            is_causal=visible is None and (cache is None or query.shape[2] > 1),
             enable_gqa=self.is_grouped,
         )
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

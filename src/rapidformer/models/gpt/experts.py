@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.dist.context_region import ContextRegion
 from rapidformer.models.gpt.configuration import GPTConfig
 
 
@@ -24,6 +25,9 @@ def activate(up: Tensor, gate: Tensor | None) -> Tensor:
 
 class MixtureOfExperts(nn.Module):
     """Returns the mixed output and the loss that keeps the experts evenly loaded."""
+
+    context_region: ContextRegion | None = None
+    """Set where the tokens of a micro-batch are shared out: its loss is one over all of them."""
 
     def __init__(self, config: GPTConfig, num_experts: int) -> None:
         super().__init__()
@@ -50,10 +54,22 @@ class MixtureOfExperts(nn.Module):
         rows = self.experts(copies.index_select(0, order), ends)
         mixed = rows.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
         output = (mixed * weights.unsqueeze(-1)).sum(dim=1)
-        loss = compute_balance_loss(probabilities, ends)
-        if self.z_loss_share:
-            loss = loss + self.z_loss_share * logits.logsumexp(dim=-1).square().mean()
+        loss = self._compute_loss(probabilities, logits, ends)
         return output.to(hidden.dtype).view_as(hidden), loss
+
+    def _compute_loss(self, probabilities: Tensor, logits: Tensor, ends: Tensor) -> Tensor:
+        region = self.context_region
+        if region is None or not region.length:
+            loss = compute_balance_loss(probabilities, ends)
+            if self.z_loss_share:
+                loss = loss + self.z_loss_share * logits.logsumexp(dim=-1).square().mean()
+            return loss
+        squares = logits.logsumexp(dim=-1).square().sum()
+        # What all tokens sum up to, with its gradient; and the counts, which have none.
+        sums = region.sum(torch.cat([probabilities.sum(dim=0), squares[None]]))
+        all_ends = region.sum(ends.to(sums.dtype))
+        means = sums * (self.top_k / all_ends[-1])
+        return compute_balance_loss(means[None, :-1], all_ends) + self.z_loss_share * means[-1]
 
     def _route(self, tokens: Tensor) -> Tensor:
         """Scores in fp32 whatever the precision: rounding here would send tokens elsewhere."""

@@ -23,7 +23,7 @@ from rapidformer.errors import ModelError
 from rapidformer.models.gpt.arguments import config_from_context
 from rapidformer.models.gpt.attention import ResidualLinear, build_rotation, build_visibility
 from rapidformer.models.gpt.configuration import GPTConfig
-from rapidformer.models.gpt.experts import Experts
+from rapidformer.models.gpt.experts import Experts, MixtureOfExperts
 from rapidformer.models.gpt.layers import TransformerLayer, build_norm, compute_token_losses
 from rapidformer.models.plan import ModelPlan
 
@@ -173,6 +173,14 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             tensor=_TENSOR_PLAN,
             has_split_sequences=True,
             has_split_losses=True,
+            has_split_attention=True,
+            token_dims={"rotation": 2},
+            experts=("layers.*.feed_forward.experts",),
+            pipeline_problem=(
+                "adds a loss of its own in every mixture of experts, which stages cannot pass on."
+                if any(isinstance(module, MixtureOfExperts) for module in self.modules())
+                else ""
+            ),
         )
 
     def get_input_embeddings(self) -> nn.Module:

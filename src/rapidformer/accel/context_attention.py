@@ -1,0 +1,184 @@
+"""Attention over whole sequences in a block that has a share of the tokens: Ulysses.
+
+Queries, keys and values of this process's tokens go in; an exchange turns them into all tokens of
+its share of the heads; the model's own attention runs on those, with the whole mask; a second
+exchange turns heads into tokens again. Two ways in: Hugging Face's attention interface, under a
+name of our own that stands for the implementation the model had (so that sliding windows, soft caps
+and masks stay its own); and, for models that call it themselves, torch's
+``scaled_dot_product_attention``. What a reader would get wrong: key/value heads are repeated only
+where there are fewer of them than processes. Compiled blocks pause for it: the two exchanges take
+another shape for every length, and would be compiled for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from rapidformer.dist.context_region import ContextRegion
+from rapidformer.errors import TrainingError
+
+MARK = "rapidformer_context"
+"""Where a module of a block keeps its region."""
+_PREFIX = "rapidformer_context_"
+KNOWN = ("sdpa", "eager")
+"""The implementations that take a mask of tokens x tokens, or none."""
+
+
+def apply_context_attention(
+    model: nn.Module, blocks: list[nn.Module], region: ContextRegion
+) -> None:
+    """Send the attention of the blocks through our name in Hugging Face's interface."""
+    for block in blocks:
+        for module in block.modules():
+            setattr(module, MARK, region)
+    for config in find_configs(model):
+        name = config._attn_implementation
+        if name in KNOWN:
+            config._attn_implementation_internal = _register(name)
+
+
+def find_configs(model: nn.Module) -> list[Any]:
+    """The configurations inside a model that choose an attention; each part may have its own."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    by_id = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
+    return list(by_id.values())
+
+
+@functools.cache
+def _register(name: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        original = ALL_ATTENTION_FUNCTIONS.get(name) or _find_eager(module)
+        region: ContextRegion | None = getattr(module, MARK, None)
+        if region is None or not region.length:
+            found: tuple[Tensor, Tensor | None] = original(
+                module, query, key, value, attention_mask, *args, **kwargs
+            )
+            return found
+        heads, key_heads = query.shape[1], key.shape[1]
+        query, key, value = exchange_heads(region, query, key, value)
+        mask = _take_heads(region, attention_mask, heads)
+        with _Groups(module, heads // key_heads, query.shape[1] // key.shape[1]):
+            attended, _ = original(module, query, key, value, mask, *args, **kwargs)
+        return region.join_heads(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_PREFIX + name, attend)
+    AttentionMaskInterface.register(_PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    return _PREFIX + name
+
+
+def exchange_heads(
+    region: ContextRegion, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens of this process's heads, from its own tokens of all heads."""
+    region.has_attended = True
+    times = get_repeats(query.shape[1], key.shape[1], region.size)
+    if times > 1:
+        key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+    return region.split_heads(query), region.split_heads(key), region.split_heads(value)
+
+
+def get_repeats(heads: int, key_heads: int, size: int) -> int:
+    """How often each key/value head is repeated, so that every process gets as many."""
+    choices = (n for n in range(1, heads // key_heads + 1) if heads % (key_heads * n) == 0)
+    return next(n for n in choices if key_heads * n % size == 0)
+
+
+def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tensor | None:
+    """A mask that differs between heads, for this process's."""
+    if mask is None or mask.dim() != 4 or mask.shape[1] == 1:
+        return mask
+    assert mask.shape[1] == heads
+    return mask.chunk(region.size, dim=1)[region.rank]
+
+
+class _Groups:
+    """Tells the model's attention how many heads share a key here, where it is fewer."""
+
+    def __init__(self, module: Any, before: int, now: int) -> None:
+        self._module = module if hasattr(module, "num_key_value_groups") else None
+        self._before, self._now = before, now
+
+    def __enter__(self) -> None:
+        if self._module is not None and self._before != self._now:
+            self._module.num_key_value_groups = self._now
+
+    def __exit__(self, *_: object) -> None:
+        if self._module is not None and self._before != self._now:
+            self._module.num_key_value_groups = self._before
+
+
+def _find_eager(module: nn.Module) -> Callable[..., Any]:
+    """The attention that stands in the model's own file."""
+    for cls in type(module).__mro__:
+        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    raise AssertionError(f"{type(module).__name__} has no attention of its own")
+
+
+_OTHER_MEETINGS = {
+    functional.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    torch.conv1d,
+    torch.conv2d,
+}
+
+
+class SharedTorchAttention(TorchFunctionMode):
+    """While a block runs: torch's attention sees all tokens of this process's heads."""
+
+    def __init__(self, region: ContextRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _OTHER_MEETINGS:
+            raise TrainingError(
+                f"--context-parallel-size: a block calls {func.__name__}, in which tokens meet as "
+                "well. Only torch's scaled_dot_product_attention can be shared: call it instead, "
+                "or leave --context-parallel-size out."
+            )
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _attend_by_torch(self._region, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_by_torch(
+    region: ContextRegion,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    mask = _take_heads(region, attn_mask, query.shape[1])
+    query, key, value = exchange_heads(region, query, key, value)
+    attended = functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+    return region.join_heads(attended)

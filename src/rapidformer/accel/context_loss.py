@@ -1,0 +1,105 @@
+"""Head and loss on each process's own tokens: of long sequences, the logits are the largest tensor.
+
+It is switched on where the model computes its own loss by a function that we know: Hugging Face's
+``loss_function``, or a plan that says ``has_split_losses``. Everywhere else (losses that users
+compute from ``logits``, evaluation) every process has the logits of all tokens. What a reader would
+get wrong: while it is on, ``outputs.logits`` of a training step is a DTensor over the tokens; every
+operation on it is still right, and ``.full_tensor()`` joins it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from rapidformer.accel.tensor_styles import extend_module
+from rapidformer.accel.vocabulary_loss import find_known_loss
+from rapidformer.dist.context_region import TOKENS, ContextRegion
+from rapidformer.dist.shared_losses import is_split_over_tokens, sum_shared_losses
+from rapidformer.models.plan import ModelPlan
+
+_IGNORED = -100
+
+
+@dataclass(kw_only=True, eq=False)
+class SharedHeadPlace:
+    """What the output layer knows."""
+
+    region: ContextRegion
+    mesh: DeviceMesh
+    keeps_share: bool = False
+    """True while the model computes its own loss, in training."""
+
+
+def apply_shared_loss(
+    model: Any, plan: ModelPlan, region: ContextRegion, mesh: DeviceMesh
+) -> SharedHeadPlace | None:
+    """Let the head work on a share of the tokens where the model's loss allows it."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if not isinstance(head, nn.Linear):
+        return None
+    if not plan.has_split_losses:
+        shifts = find_known_loss(model)
+        if shifts is None:
+            return None
+        model.loss_function = _build_loss(model.loss_function, shifts=shifts)
+    place = SharedHeadPlace(region=region, mesh=mesh)
+    extend_module(head, SharedHead, place)
+    return place
+
+
+class SharedHead:
+    """The output layer: takes all tokens, and in training keeps this process's."""
+
+    rapidformer_place: SharedHeadPlace
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        place = self.rapidformer_place
+        region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
+        if not (place.keeps_share and length and region.can_share(length)):
+            whole: Tensor = super().forward(hidden)  # type: ignore[misc]
+            return whole
+        part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
+        shape = torch.Size((part.shape[0], length, part.shape[2]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part, place.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride
+        )
+
+
+def _build_loss(original: Callable[..., Tensor], *, shifts: bool) -> Callable[..., Tensor]:
+    """Hugging Face's loss of the same name, for logits of a share of the tokens."""
+
+    def compute_loss(
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not is_split_over_tokens(logits):
+            known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            if shift_labels is not None:
+                known["shift_labels"] = shift_labels
+            return original(logits, labels, *args, **known, **kwargs)
+        if shift_labels is not None:
+            labels = shift_labels
+        elif shifts:
+            # Before they are shared out: the next token may be another process's.
+            labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        labels = labels.to(logits.device)
+        total = sum_shared_losses(logits, labels, ignore_index)
+        if num_items_in_batch is None:
+            return total / (labels != ignore_index).sum()
+        return total / num_items_in_batch
+
+    return compute_loss

@@ -1,0 +1,347 @@
+"""Context parallelism: between embedding and head, each process holds its share of the tokens.
+
+Before the first block each process takes its tokens, after the last they are joined, so embeddings,
+heads, losses and the user's code see whole sequences. Blocks get a subclass whose ``__call__`` cuts
+and joins (outside recompute and compile) and whose ``forward`` tells attention how long the rows
+are. What a reader would get wrong: that length travels as an argument of the block, since a block
+that is recomputed in the backward pass must not meet the length of a later forward pass. Where the
+tokens cannot be shared (generation, rows shorter than the processes) every process computes them
+whole, which gives the same result.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rapidformer.accel.context_attention import (
+    KNOWN,
+    SharedTorchAttention,
+    apply_context_attention,
+    find_configs,
+)
+from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
+from rapidformer.accel.context_proof import prove_context
+from rapidformer.accel.tensor_parallel import has_dropout, list_choices
+from rapidformer.accel.tensor_styles import extend_module, replace_first
+from rapidformer.accel.vocabulary_loss import has_labels
+from rapidformer.dist.context_region import TOKENS, ContextRegion
+from rapidformer.errors import ConfigurationError, TrainingError
+from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import describe_model
+
+_FLAG = "--context-parallel-size"
+_LENGTH = "rapidformer_length"
+_ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What comes out of every layer, where it would be a share of the tokens."""
+
+
+class _OwnDraws:
+    """Random numbers of this process's own, while it works on its own tokens.
+
+    Outside, all processes of the group must draw the same: they compute the same there.
+    """
+
+    def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
+        self._region = region
+        self._is_needed = is_needed
+        self._device: torch.device | None = None
+        self._before: list[Tensor] = []
+
+    def start(self, device: torch.device, *, is_needed: bool) -> None:
+        if not (self._is_needed and is_needed):
+            return
+        seed = int(torch.randint(2**40, ()))
+        self._device = device
+        self._before = [torch.get_rng_state()]
+        if device.type == "cuda":
+            self._before.append(torch.cuda.get_rng_state(device))
+        torch.manual_seed(seed + self._region.rank)
+
+    def stop(self) -> None:
+        if not self._before:
+            return
+        torch.set_rng_state(self._before[0])
+        if len(self._before) > 1:
+            assert self._device is not None
+            torch.cuda.set_rng_state(self._before[1], self._device)
+        self._before = []
+
+
+@dataclass(kw_only=True, eq=False)
+class _Place:
+    """What a block knows of its part; it is kept on the block itself."""
+
+    region: ContextRegion
+    name: str
+    is_first: bool
+    is_last: bool
+    draws: _OwnDraws
+    uses_torch: bool
+    """Whether attention is torch's own function rather than Hugging Face's interface."""
+    token_dims: dict[str, int] = field(default_factory=dict)
+    """Arguments of the block that have a value per token, and the dimension of the tokens."""
+    names: tuple[str, ...] = ()
+    """The block's positional arguments."""
+
+
+def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> ContextRegion:
+    """Share the tokens of every sequence over the mesh, in place."""
+    region = ContextRegion(mesh.get_group())
+    problems = list(_find_problems(model, plan, region.size))
+    if problems:
+        raise ConfigurationError(problems)
+    blocks = plan.get_blocks(model)
+    if not plan.has_split_attention:
+        apply_context_attention(model, blocks, region)
+    draws = _OwnDraws(region, is_needed=has_dropout(model))
+    for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
+        place = _Place(
+            region=region,
+            name=name,
+            is_first=number == 0,
+            is_last=number == len(blocks) - 1,
+            draws=draws,
+            uses_torch=plan.has_split_attention,
+            token_dims=dict(plan.token_dims),
+            names=tuple(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:],
+        )
+        extend_module(block, SharedBlock, place)
+        for module in block.modules():
+            if hasattr(module, "context_region"):
+                module.context_region = region  # type: ignore[assignment]
+    head = None if _get_tensor_size(model) > 1 else apply_shared_loss(model, plan, region, mesh)
+    extend_module(model, SharedModel, _WholeModel(region=region, head=head))
+    prove_context(model, region)
+    return region
+
+
+# ---- what cannot work ----------------------------------------------------------------------------
+
+
+def _find_problems(model: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
+    name = describe_model(model)
+    reason = _find_reason(model, plan)
+    if reason:
+        yield (
+            f"{_FLAG} {size} cannot share the sequences of {name}: {reason} "
+            "--zero-3-memory-optimization and --checkpoint-activations save memory on any model."
+        )
+        return
+    for heads in sorted(set(_count_heads(model))):
+        if heads % size:
+            yield (
+                f"{_FLAG} {size} does not divide the {heads} attention heads"
+                f"{_get_tensor_share(model)} of {name}: use {list_choices(heads)}."
+            )
+
+
+def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
+        return "its decoder looks at an encoder's output, which has tokens of its own."
+    if len({block.rpartition(".")[0] for block in plan.blocks}) != 1:
+        return "its blocks are not one list."
+    if any("forward" in vars(block) for block in plan.get_blocks(model)):
+        return "forward was replaced on its blocks themselves (by hooks of another library)."
+    if plan.has_split_attention:
+        return None
+    configs = find_configs(model)
+    if not configs:
+        return (
+            "nothing says where its tokens meet. If that is in torch's "
+            "scaled_dot_product_attention alone, let rapidformer_plan() say "
+            "'has_split_attention': True."
+        )
+    others = sorted({c._attn_implementation for c in configs} - set(KNOWN))
+    if others:
+        return f"its attention is {others[0]}; load it with attn_implementation='sdpa'."
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if callable(can_set) and not can_set():
+        return "its attention does not go through transformers' attention interface."
+    return None
+
+
+def _count_heads(model: nn.Module) -> Iterator[int]:
+    """Attention heads that this process has, by whichever configuration says it."""
+    for config in find_configs(model):
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int):
+            yield heads // _get_tensor_size(model)
+
+
+def _get_tensor_size(model: nn.Module) -> int:
+    split = next(
+        (
+            m.__dict__["rapidformer_split"]
+            for m in model.modules()
+            if "rapidformer_split" in m.__dict__
+        ),
+        None,
+    )
+    return 1 if split is None else int(split.mesh.size())
+
+
+def _get_tensor_share(model: nn.Module) -> str:
+    return " per tensor-parallel process" if _get_tensor_size(model) > 1 else ""
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class _WholeModel:
+    """What the whole model knows."""
+
+    region: ContextRegion
+    head: SharedHeadPlace | None
+    """Of the output layer, where the model's own loss takes a share of the tokens."""
+
+
+class SharedModel:
+    """The whole model: says when sequences stay whole, and asks for no cache in vain."""
+
+    rapidformer_place: _WholeModel
+    training: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place, config = self.rapidformer_place, getattr(self, "config", None)
+        region, head = place.region, place.head
+        was_off = region.is_off
+        region.is_off |= any(
+            kwargs.get(name, getattr(config, name, False)) for name in _ASKS_FOR_LAYERS
+        )
+        cls: Any = type(self)
+        if _takes_cache(cls) and kwargs.get("past_key_values") is None:
+            # A cache holds whole sequences, and would be made only to be thrown away.
+            kwargs.setdefault("use_cache", False)
+        if head is not None:
+            forward = super().forward  # type: ignore[misc]
+            head.keeps_share = self.training and has_labels(forward, args, kwargs)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            region.is_off = was_off
+            if head is not None:
+                head.keeps_share = False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Step by step there is no sequence to share: every process generates the same."""
+        region = self.rapidformer_place.region
+        region.is_off = True
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            region.is_off = False
+
+
+@functools.cache
+def _takes_cache(cls: Any) -> bool:
+    return any(
+        "use_cache" in inspect.signature(inspect.unwrap(base.forward)).parameters
+        for base in cls.__mro__
+        if "forward" in vars(base) and base is not SharedModel
+    )
+
+
+class SharedBlock:
+    """A block that works on this process's tokens."""
+
+    rapidformer_place: _Place
+    training: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        place = self.rapidformer_place
+        region = place.region
+        hidden = _get_hidden(args, kwargs)
+        length = hidden.shape[TOKENS] if place.is_first else region.incoming
+        if place.is_first:
+            has_cache = any(_is_cache(value) for value in (*args, *kwargs.values()))
+            is_shared = hidden.dim() == 3 and region.can_share(length) and not has_cache
+            region.incoming = length = length if is_shared else 0
+        if not length:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = _share_arguments(place, args, kwargs, length)
+        if place.is_first:
+            place.draws.start(hidden.device, is_needed=self.training)
+            args, kwargs = replace_first(args, kwargs, region.enter)
+        output = super().__call__(*args, **kwargs, **{_LENGTH: length})  # type: ignore[misc]
+        if not place.is_last:
+            return output
+        region.incoming = 0
+        place.draws.stop()
+        if isinstance(output, tuple):
+            return (region.leave(output[0], length), *output[1:])
+        return region.leave(output, length)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place = self.rapidformer_place
+        region = place.region
+        region.length = kwargs.pop(_LENGTH, 0)
+        if not region.length:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        region.has_attended = False
+        try:
+            with SharedTorchAttention(region) if place.uses_torch else nullcontext():
+                output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            region.length = 0
+        if not region.has_attended:
+            raise TrainingError(
+                f"{_FLAG}: {place.name} has not called the attention that shares tokens, so its "
+                "tokens meet in some other way, and sharing them would change the result. "
+                f"Leave {_FLAG} out for this model."
+            )
+        return output
+
+
+def _get_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden: Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+    return hidden
+
+
+def _is_cache(value: Any) -> bool:
+    # By name: models without transformers must not import it.
+    return any(cls.__name__ == "Cache" for cls in type(value).__mro__)
+
+
+def _share_arguments(
+    place: _Place, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take this process's part of what the block is told of every token (positions)."""
+    shared = [
+        value if number == 0 else _share(place, name, value, length)
+        for number, (name, value) in enumerate(zip(place.names, args, strict=False))
+    ]
+    first = () if args else ("hidden_states",)
+    return (*shared, *args[len(shared) :]), {
+        name: value if name in first else _share(place, name, value, length)
+        for name, value in kwargs.items()
+    }
+
+
+def _share(place: _Place, name: str, value: Any, length: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_share(place, name, part, length) for part in value)
+    if isinstance(value, dict):
+        return {key: _share(place, name, part, length) for key, part in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    dim = place.token_dims.get(name)
+    if dim is None:
+        # A mask says which tokens see which, and attention sees all of them.
+        is_per_token = value.dim() in (2, 3) and value.shape[TOKENS] == length
+        if not is_per_token or "mask" in name:
+            return value
+        dim = TOKENS
+    return place.region.slice(value, dim)

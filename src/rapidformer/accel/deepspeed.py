@@ -1,0 +1,399 @@
+"""DeepSpeed as the second strategy: it keeps gradients and makes updates, the engine keeps time.
+
+The model, optimizer and scheduler stay the user's own objects. What a reader would get wrong: how
+many labels a global batch has is known only after its last micro-batch, so micro-batches
+back-propagate sums, and the one division happens in the update, through the loss scale that
+DeepSpeed takes out again before it clips. Clipping is always told, never left to its default.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from rapidformer.accel.deepspeed_state import GatheredState
+from rapidformer.accel.precision import Precision, to_fp32
+from rapidformer.config import TrainingArguments
+from rapidformer.config.deepspeed_file import (
+    build_deepspeed_config,
+    find_value,
+    get_file_schedule,
+    has_own_precision,
+    load_deepspeed_file,
+    uses_our_optimizer,
+)
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import ConfigurationError, MissingPackageError
+from rapidformer.log import get_logger
+from rapidformer.models.plan import ModelPlan
+
+# Optimizers that treat every number by itself, so that ZeRO may cut weights anywhere.
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop",
+)  # fmt: skip
+_LARGEST_BUCKET = 1024 * 488_281
+
+
+class DeepSpeedStrategy:
+    """Between the engine's verbs and a ``DeepSpeedEngine``, which exists from ``start`` on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ModelPlan,
+        args: TrainingArguments,
+        *,
+        device: torch.device,
+        topology: Topology,
+        precision: Precision,
+    ) -> None:
+        self.deepspeed = _import_deepspeed(device, args.log_level)
+        self.model = model
+        self.device = device
+        self.file = args.deepspeed or ""
+        kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(precision.dtype or torch.float32)
+        content = load_deepspeed_file(self.file)
+        self.keeps_precision = has_own_precision(content, kind)
+        self.has_own_optimizer = not uses_our_optimizer(content)
+        self.settings = build_deepspeed_config(args, kind)
+        self.stage = int(self.settings["zero_optimization"]["stage"])
+        # DeepSpeed sets aside half a billion numbers each, however small the model.
+        numbers = sum(p.numel() for p in model.parameters())
+        size = min(_LARGEST_BUCKET, 1024 * (numbers // 1024 + 1))
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            self.settings["zero_optimization"].setdefault(name, size)
+        self.engine: Any = None
+        self._args = args
+        self._plan = plan
+        self._topology = topology
+        self._allows_any = bool(content.get("zero_allow_untested_optimizer"))
+        self._is_calling = False
+        self._state: GatheredState | None = None
+        self.bypass: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context manager inside which the optimizer steps at once."""
+
+    # ---- beginning -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        optimizer: Optimizer | None,
+        groups: list[dict[str, Any]],
+        bypass: Callable[[], AbstractContextManager[None]],
+    ) -> Optimizer:
+        """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
+        self.bypass = bypass
+        if self.has_own_optimizer:
+            _announce_build()
+        _forget_groups()
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        with _in_process_group(self.device):
+            try:
+                self.engine, *_ = self.deepspeed.initialize(
+                    model=self.model,
+                    optimizer=optimizer,
+                    model_parameters=None if optimizer is not None else groups,
+                    config=self.settings,
+                )
+            except (
+                Exception
+            ) as reason:  # DeepSpeed's own checks are assertions and errors of all kinds
+                raise self._explain(reason) from reason
+        self._state = GatheredState(self) if self.stage else None
+        if self._topology.tensor > 1:
+            self._check_split(shapes)
+        self._forward_through_deepspeed()
+        started: Optimizer = self.engine.basic_optimizer
+        if self.stage and self.engine.optimizer.optimizer is not started:
+            raise ConfigurationError(
+                f"DeepSpeed's ZeRO-{self.stage} puts another {type(started).__name__} in the place "
+                "of the one given, which no schedule would reach: use AdamW or SGD."
+            )
+        return started
+
+    def build_scheduler(self, optimizer: Optimizer, train_iters: int | None) -> Any:
+        """The scheduler that the file names, over the optimizer; None where it names none."""
+        found = get_file_schedule(self._args, train_iters)
+        if found is None:
+            return None
+        from deepspeed.runtime import lr_schedules
+
+        kind, parameters = found
+        make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
+        if make is None:
+            raise ConfigurationError(f"scheduler.type {kind} in {self.file} is not known.")
+        try:
+            return make(optimizer, **parameters)
+        except (TypeError, ValueError) as reason:
+            raise ConfigurationError(f"scheduler {kind} in {self.file}: {reason}.") from None
+
+    def describe(self) -> str:
+        """One phrase for the list of switches."""
+        from deepspeed import __version__
+
+        zero, tensor = self.settings["zero_optimization"], self._topology.tensor
+        parts = [f"DeepSpeed {__version__}", f"ZeRO-{self.stage}" if self.stage else "no ZeRO"]
+        offloaded = [
+            name.removeprefix("offload_")
+            for name in ("offload_optimizer", "offload_param")
+            if (zero.get(name) or {}).get("device") == "cpu"
+        ]
+        if offloaded:
+            parts.append(f"{' and '.join(offloaded)} on the CPU")
+        if tensor > 1:
+            parts.append(f"AutoTP over {tensor} processes")
+        if self.keeps_precision:
+            parts.append("16-bit weights beside fp32 ones")
+        replicas = self._topology.num_replicas
+        over = f" over {replicas} processes" if replicas > 1 else ""
+        return f"{', '.join(parts)}{over} ({self.file})"
+
+    # ---- a backward pass -----------------------------------------------------------------------
+
+    def before_backward(self, is_last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_last)
+
+    def after_backward(self) -> None:
+        """Nothing: DeepSpeed reduces in the backward pass and right after it."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a sum; whatever DeepSpeed would divide or scale by is 1."""
+        self._set_scale(1.0)
+        # A tensor of its own: DeepSpeed takes the model's very output for one that it has not
+        # scaled yet, and would divide its gradient by the number of micro-batches.
+        self.engine.backward(loss * 1.0, scale_wrt_gas=False)
+
+    # ---- an update -----------------------------------------------------------------------------
+
+    def finish(self, divisor: float) -> torch.Tensor:
+        """Say what the sums over micro-batches are to be divided by; returns the norm after it."""
+        # DeepSpeed has divided by the number of replicas already.
+        divisor = divisor / self._topology.num_replicas
+        if self.stage == 0:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / divisor)
+            return get_total_norm(gradients)
+        self._set_scale(divisor)
+        norm = self._get_split_norm() / divisor
+        return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
+
+    def set_clip(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Clip the coming update."""
+        if self.stage:
+            self.engine.optimizer.clip_grad = max_norm
+            return
+        if max_norm > 0:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def update(self) -> None:
+        """Make the update; one whose gradient is not finite leaves the weights as they are."""
+        with self.bypass():
+            self.engine.step()
+
+    def _set_scale(self, scale: float) -> None:
+        if self.stage:
+            # What `override_loss_scale` does, without a line in the log at every call.
+            self.engine.optimizer.custom_loss_scaler = True
+            self.engine.optimizer.external_loss_scale = scale
+
+    def _get_split_norm(self) -> torch.Tensor:
+        optimizer = self.engine.optimizer
+        if self.stage < 3:
+            norm = optimizer.scaled_global_norm()
+        else:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> GatheredState | None:
+        """What joins weights and optimizer state; None where nothing has been cut."""
+        return self._state
+
+    def close(self) -> None:
+        """Let go of the process group, so that another engine may begin in this process."""
+        if self.engine is None:
+            return
+        self.engine.destroy()
+        self.engine = None
+        _forget_groups()
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _forward_through_deepspeed(self) -> None:
+        """Let a call of the user's own module go through DeepSpeed's, which calls it in turn."""
+        cls: Any = type(self.model)
+        half = next((p.dtype for p in self.model.parameters()), torch.float32)
+        strategy = self
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if strategy._is_calling or strategy.engine is None:
+                return cls.__call__(module, *args, **kwargs)
+            strategy._is_calling = True
+            try:
+                if not strategy.keeps_precision:
+                    return strategy.engine(*args, **kwargs)
+                args, kwargs = _cast_inputs((args, kwargs), half)
+                return to_fp32(strategy.engine(*args, **kwargs))
+            finally:
+                strategy._is_calling = False
+
+        members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__}
+        if self.stage == 3 and hasattr(cls, "generate"):
+
+            def generate(module: Any, *args: Any, **kwargs: Any) -> Any:
+                # Weights are gathered in every forward pass: all processes must do equally many.
+                return cls.generate(module, *args, **{"synced_gpus": True, **kwargs})
+
+            members["generate"] = generate
+        self.model.__class__ = type(cls.__name__, (cls,), members)
+
+    def check_given(self, optimizer: Optimizer | None, has_schedule: bool) -> None:
+        """Refuse an optimizer or schedule of the user's own where the file has one, too."""
+        content = load_deepspeed_file(self.file)
+        problems = [
+            f"compose() was given {what}, and {self.file} has a section `{section}`: leave one of "
+            "them out."
+            for what, section, is_given in (
+                ("an optimizer", "optimizer", optimizer is not None),
+                ("a schedule", "scheduler", has_schedule),
+            )
+            if is_given and find_value(content, f"{section}.type") is not None
+        ]
+        names = {cls.__name__ for cls in type(optimizer).__mro__}
+        is_safe = optimizer is None or names & set(_ELEMENTWISE) or self._allows_any
+        if self.stage and not is_safe:
+            problems.append(
+                f"DeepSpeed's ZeRO-{self.stage} cuts weights into pieces of any length, which "
+                f"{type(optimizer).__name__} may not bear: use AdamW or SGD, or stage 0; or, if it "
+                "treats every number by itself, set zero_allow_untested_optimizer to true in "
+                f"{self.file}."
+            )
+        if problems:
+            raise ConfigurationError(problems)
+
+    def _check_split(self, before: dict[str, torch.Size]) -> None:
+        """AutoTP must have kept every tie, and split only what it can join again."""
+        assert self._state is not None
+        now = self._state.get_whole_shapes()
+        problems = [
+            f"{name} has become {list(now[name])} of {list(shape)}"
+            for name, shape in before.items()
+            if name in now and now[name] != shape
+        ]
+        problems += [
+            f"{' and '.join(names)} are no longer one weight"
+            for names in self._plan.tied
+            if len({id(self.model.get_parameter(name)) for name in names}) > 1
+        ]
+        if problems:
+            raise ConfigurationError(
+                f"DeepSpeed's AutoTP does not split this model rightly ({'; '.join(problems[:3])}):"
+                " use --tensor-model-parallel-size without --deepspeed."
+            )
+
+    def _explain(self, reason: Exception) -> Exception:
+        """DeepSpeed's refusal in one line, with the way out where there is one."""
+        if isinstance(reason, (ConfigurationError, MissingPackageError)):
+            return reason
+        text = " ".join(str(reason).split()) or type(reason).__name__
+        hint = ""
+        if self._topology.tensor > 1:
+            hint = " --tensor-model-parallel-size without --deepspeed splits more models."
+        return ConfigurationError(f"DeepSpeed refuses {self.file}: {text}{hint}")
+
+
+def _import_deepspeed(device: torch.device, level: str) -> Any:
+    """The package, made quiet, and kept from compiling what training does not need."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Its banner goes to standard output as soon as it is imported.
+    logger = logging.getLogger("DeepSpeed")
+    try:
+        import deepspeed
+    except ImportError as reason:
+        if reason.name not in (None, "deepspeed"):
+            raise
+        raise MissingPackageError("deepspeed", "--deepspeed", "deepspeed") from None
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    for handler in get_logger().handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if level == "debug" else logging.ERROR)
+    # Its collectives go by names that torch has begun to call old, at every single call.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+    if device.type == "cpu":
+        # Communication through shared memory, for inference: a minute of compiling, for nothing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _announce_build() -> None:
+    """DeepSpeed's own optimizers are compiled at first use: in silence, and behind a lock."""
+    if int(os.environ.get("LOCAL_RANK", "0")):
+        return
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    get_logger().info(
+        "DeepSpeed may compile its optimizer now, in %s: a matter of minutes.", folder
+    )
+    for lock in folder.rglob("lock"):
+        get_logger().warning(
+            "%s: another run is compiling, or was killed meanwhile. If none is, delete that file: "
+            "this run would wait for ever.",
+            lock,
+        )
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references(group=None)
+    comm.cdb = None
+
+
+@contextmanager
+def _in_process_group(device: torch.device) -> Iterator[None]:
+    """DeepSpeed needs a process group and LOCAL_RANK even where there is one process."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )
+    is_launched = "LOCAL_RANK" in os.environ
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        yield
+    finally:
+        if not is_launched:
+            # RANK without LOCAL_RANK is some platforms' word for a node: let it stay so.
+            del os.environ["LOCAL_RANK"]
+
+
+def _cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype is torch.float32 else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_cast_inputs(inner, dtype) for inner in value)
+    if type(value) is dict:
+        return {key: _cast_inputs(inner, dtype) for key, inner in value.items()}
+    return value

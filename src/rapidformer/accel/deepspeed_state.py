@@ -1,0 +1,273 @@
+"""Weights and optimizer state that DeepSpeed has cut into flat pieces, by name and whole.
+
+A checkpoint holds them exactly as a run without DeepSpeed would write them, so it goes on under any
+stage, any number of processes, and without DeepSpeed. One tensor at a time is whole; each process
+keeps its turn of them on the host, and all write. What a reader would get wrong: DeepSpeed holds
+every weight twice (fp32 in pieces for the update, and what the model computes with), and a restored
+one must be put into both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from rapidformer.accel.deepspeed import DeepSpeedStrategy
+
+_PART_BYTES = 2**28
+"""Tensors are read back in parts of about this size."""
+
+
+class GatheredState:
+    """The tensors of a run under DeepSpeed, whole, by the names of a run without it."""
+
+    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+        self._strategy = strategy
+
+    # ---- to disk -------------------------------------------------------------------------------
+
+    def collect(
+        self, *, with_optimizer: bool
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
+        """This process's turn of the tensors, on the host; every process must call this."""
+        tensors: dict[str, torch.Tensor] = {}
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        keys = self._get_keys() if with_optimizer else []
+        for turn, (names, parameter) in enumerate(self._iterate_parameters()):
+            is_mine = turn % world_size == rank
+            weight = self._gather_weight(parameter)
+            if is_mine:
+                tensors |= {f"model.{name}": weight.cpu().clone() for name in names}
+            for key in keys if parameter.requires_grad else []:
+                value = self._gather(parameter, key)
+                if is_mine:
+                    tensors[f"optimizer.{names[0]}.{key}"] = value.cpu().clone()
+        if rank == 0:
+            tensors |= {f"model.{name}": b.cpu() for name, b in self._get_buffers().items()}
+        groups = self._strategy.engine.basic_optimizer.param_groups
+        plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return tensors, plain if with_optimizer else None
+
+    def gather_weights(self) -> dict[str, torch.Tensor]:
+        """The model's weights on the first process; every process must call this."""
+        weights: dict[str, torch.Tensor] = {}
+        for names, parameter in self._iterate_parameters():
+            weight = self._gather_model_weight(parameter)
+            if dist.get_rank() == 0:
+                weights |= dict.fromkeys(names, weight.cpu().clone())
+        return weights | {name: b.cpu() for name, b in self._get_buffers().items()}
+
+    # ---- from disk -----------------------------------------------------------------------------
+
+    def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
+        """Names and whole shapes of everything to restore, without memory."""
+        if with_optimizer:
+            self._fill_state()
+        keys = self._get_keys() if with_optimizer else []
+        wanted: dict[str, torch.Tensor] = {}
+        for names, parameter in self._iterate_parameters():
+            shape = self._get_whole_shape(parameter)
+            wanted |= {f"model.{n}": torch.empty(shape, device="meta") for n in names}
+            for key in keys if parameter.requires_grad else []:
+                is_number = self._is_number(key)
+                wanted[f"optimizer.{names[0]}.{key}"] = torch.empty(
+                    () if is_number else shape, device="meta"
+                )
+        for name, buffer in self._get_buffers().items():
+            wanted[f"model.{name}"] = torch.empty_like(buffer, device="meta")
+        return wanted
+
+    def iterate_parts(self, wanted: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """Tensors to be filled and then given to ``put``, a few at a time."""
+        part: dict[str, torch.Tensor] = {}
+        for name, tensor in wanted.items():
+            part[name] = torch.empty(tensor.shape, dtype=_as_stored(tensor))
+            if sum(t.nbytes for t in part.values()) >= _PART_BYTES:
+                yield part
+                part = {}
+        yield part
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put whole tensors in the places of their pieces; every process must call this."""
+        for names, parameter in self._iterate_parameters():
+            if (weight := tensors.get(f"model.{names[0]}")) is not None:
+                self._put_weight(parameter, weight)
+            prefix = f"optimizer.{names[0]}."
+            for name, value in tensors.items():
+                if name.startswith(prefix):
+                    self._put(parameter, name.removeprefix(prefix), value)
+        for name, buffer in self._get_buffers().items():
+            if f"model.{name}" in tensors:
+                buffer.copy_(tensors[f"model.{name}"])
+
+    # ---- which there are -----------------------------------------------------------------------
+
+    def _iterate_parameters(self) -> Iterator[tuple[list[str], nn.Parameter]]:
+        """Every parameter once, with all of its names."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self._strategy.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for parameter, own in names.items():
+            yield own, parameter
+
+    def _get_buffers(self) -> dict[str, torch.Tensor]:
+        parameters = {n for n, _ in self._strategy.model.named_parameters(remove_duplicate=False)}
+        return {
+            name: tensor
+            for name, tensor in self._strategy.model.state_dict().items()
+            if name not in parameters and isinstance(tensor, torch.Tensor)
+        }
+
+    def _get_pieces(self) -> list[torch.Tensor]:
+        """What the optimizer's state is kept for."""
+        is_third = self._strategy.stage == 3
+        name = "fp32_partitioned_groups_flat" if is_third else "single_partition_of_fp32_groups"
+        pieces: list[torch.Tensor] = list(getattr(self._strategy.engine.optimizer, name))
+        return pieces
+
+    def _get_keys(self) -> list[str]:
+        """The names of the optimizer's tensors, the same for every parameter; none before use."""
+        state = self._strategy.engine.basic_optimizer.state
+        first: dict[str, Any] = next(
+            (state[piece] for piece in self._get_pieces() if state.get(piece)), {}
+        )
+        return [key for key, value in first.items() if isinstance(value, torch.Tensor)]
+
+    def _is_number(self, key: str) -> bool:
+        state = self._strategy.engine.basic_optimizer.state
+        return any(state[p][key].dim() == 0 for p in self._get_pieces() if key in state.get(p, {}))
+
+    # ---- whole from pieces ---------------------------------------------------------------------
+
+    def _gather_weight(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The fp32 weight that updates are made on."""
+        if not parameter.requires_grad:
+            return self._gather_model_weight(parameter)
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return _join_tensor_split(parameter, safe_get_full_fp32_param(parameter))
+
+    def _gather_model_weight(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The weight that the model computes with."""
+        if self._strategy.stage < 3:
+            return _join_tensor_split(parameter, parameter.detach())
+        with self._strategy.deepspeed.zero.GatheredParameters([parameter]):
+            return _join_tensor_split(parameter, parameter.detach().clone())
+
+    def _gather(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
+        """A tensor of the optimizer's state; a number (how many updates) is the same for all."""
+        state = self._strategy.engine.basic_optimizer.state
+        if self._is_number(key):
+            number: torch.Tensor = state[self._get_pieces()[0]][key]
+            return number
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_state()
+        return _join_tensor_split(parameter, safe_get_full_optimizer_state(parameter, key))
+
+    def _link_state(self) -> None:
+        """Let DeepSpeed look at its state anew: it does so after the first group's first step."""
+        if self._strategy.stage < 3:
+            optimizer = self._strategy.engine.optimizer
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    # ---- pieces from whole ---------------------------------------------------------------------
+
+    def _put_weight(self, parameter: nn.Parameter, weight: torch.Tensor) -> None:
+        own = _cut_tensor_split(parameter, weight.to(self._strategy.device))
+        if self._strategy.stage < 3:
+            parameter.data.copy_(own)
+        else:
+            with self._strategy.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(own)
+        if parameter.requires_grad:
+            self._put_piece(parameter, None, own)
+
+    def _put(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        state = self._strategy.engine.basic_optimizer.state
+        if value.dim() == 0:
+            for piece in self._get_pieces():
+                state[piece][key].copy_(value)
+            return
+        self._put_piece(
+            parameter, key, _cut_tensor_split(parameter, value.to(self._strategy.device))
+        )
+
+    def _put_piece(self, parameter: Any, key: str | None, whole: torch.Tensor) -> None:
+        if self._strategy.stage < 3:
+            if key is not None:
+                self._link_state()
+            parameter.set_full_hp_param(whole, key)
+            return
+        optimizer = self._strategy.engine.optimizer
+        piece, _ = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=key
+        )
+        # Not `safe_set_full_fp32_param`: it stumbles over a piece that is partly padding.
+        start = piece.numel() * optimizer._get_param_partition_rank(parameter)
+        mine = whole.flatten()[start : start + piece.numel()]
+        piece.data[: mine.numel()].copy_(mine)
+
+    def _fill_state(self) -> None:
+        """Let the optimizer make its tensors, by a step of rate 0 on gradients of 0."""
+        strategy = self._strategy
+        optimizer = strategy.engine.basic_optimizer
+        if optimizer.state:
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        pieces = self._get_pieces()
+        kept = [piece.grad for piece in pieces]
+        for piece in pieces:
+            piece.grad = torch.zeros_like(piece)
+        with strategy.bypass(), torch.no_grad():
+            for index in range(len(pieces)):
+                strategy.engine.optimizer._optimizer_step(index)
+        for piece, gradient in zip(pieces, kept, strict=True):
+            piece.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def get_whole_shapes(self) -> dict[str, torch.Size]:
+        """The shape that each weight would have alone, by its first name."""
+        return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
+
+    def _get_whole_shape(self, parameter: Any) -> torch.Size:
+        own = getattr(parameter, "ds_shape", parameter.shape)
+        if not is_split_by_tensor(parameter):
+            return torch.Size(own)
+        return _join_tensor_split(parameter, torch.empty(own, device=self._strategy.device)).shape
+
+
+def is_split_by_tensor(parameter: Any) -> bool:
+    """Whether AutoTP has given each process a part of it."""
+    return bool(getattr(parameter, "ds_is_replaced_module", False))
+
+
+def _join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
+    """The whole of what AutoTP has split, from this process's part."""
+    if not is_split_by_tensor(parameter):
+        return own
+    box = own.detach().clone()
+    parameter.gather_params([box])
+    return box
+
+
+def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This process's part of it."""
+    if not is_split_by_tensor(parameter):
+        return whole
+    box = whole.detach().clone()
+    parameter._tp_partition([box])
+    return box
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype if not tensor.is_floating_point() else torch.float32

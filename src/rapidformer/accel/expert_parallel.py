@@ -1,0 +1,174 @@
+"""Expert parallelism: each process holds its share of every mixture's experts.
+
+Tokens are routed as ever, on the process that has them; rows then travel to the owners of their
+experts, through them, and back. Nothing but the modules of experts is changed: their parameters
+become DTensors on the expert axis, split along dimension 0. What a reader would get wrong: the
+processes that share experts see *other* tokens (they are data- or context-parallel neighbours), so
+an expert's gradient has already been summed over them when it arrives, and is summed only over the
+processes that hold the same experts; everything else is summed over all. A compiled block pauses
+here: how many rows travel is known only when they do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.tensor_parallel import distribute, list_choices
+from rapidformer.accel.tensor_styles import Split, Style, extend_class
+from rapidformer.dist.row_exchange import plan_route
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import ModelPlan, expand_patterns
+from rapidformer.models.tensor_plans import describe_model
+
+_FLAG = "--expert-model-parallel-size"
+_SPLIT_EXPERTS = "grouped_gemm"
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def apply_expert_parallel(
+    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
+) -> list[nn.Module]:
+    """Split the experts over the mesh, in place; returns the modules that hold them."""
+    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    found = dict(_find_experts(model, plan))
+    problems = list(_find_problems(model, found, mesh.size()))
+    if problems:
+        raise ConfigurationError(problems)
+    modules = []
+    for name, style in found.items():
+        module = model.get_submodule(name)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = distribute(parameter, Shard(0), mesh)
+        if style is RoutedExperts:
+            holder: Any = module
+            holder.num_experts //= mesh.size()
+        extend_class(module, Split(mesh=mesh), style)
+        modules.append(module)
+    if hasattr(model, "generate") and not is_sharded:
+        holder = model
+        holder.__class__ = _get_generating_class(type(model))
+    return modules
+
+
+def _get_generating_class(cls: Any) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Rows of all processes pass through the experts: all must take equally many steps.
+        return cls.generate(self, *args, **{"synced_gpus": True, **kwargs})
+
+    return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
+
+
+def shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int) -> None:
+    """Split what each process holds of the experts over those that hold the same (ZeRO)."""
+    for module in experts:
+        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+
+
+class ExpertGradients:
+    """Sums gradients: of experts over one group, of everything else over all replicas."""
+
+    def __init__(
+        self, model: nn.Module, experts: Sequence[nn.Module], replicas: DeviceMesh, same: DeviceMesh
+    ) -> None:
+        own = [p for module in experts for p in module.parameters()]
+        known = {id(p) for p in own}
+        others = [p for p in model.parameters() if id(p) not in known]
+        self._reducers = [GradientReducer(others, replicas.get_group())]
+        if same.size() > 1:
+            self._reducers.append(GradientReducer(own, same.get_group()))
+
+    def before_backward(self, is_last: bool) -> None:
+        for reducer in self._reducers:
+            reducer.before_backward(is_last)
+
+    def after_backward(self) -> None:
+        for reducer in self._reducers:
+            reducer.after_backward()
+
+
+# ---- which experts -------------------------------------------------------------------------------
+
+
+def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
+    """Modules of experts, by the model's own plan or by transformers'."""
+    if plan.experts:
+        yield from expand_patterns(model, dict.fromkeys(plan.experts, SortedExperts))
+        return
+    patterns: dict[str, str] = getattr(model, "_ep_plan", None) or {}
+    parents = {
+        pattern.rpartition(".")[0] for pattern, style in patterns.items() if style == _SPLIT_EXPERTS
+    }
+    yield from expand_patterns(model, dict.fromkeys(sorted(parents), RoutedExperts))
+
+
+def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Iterator[str]:
+    model_name = describe_model(model)
+    if not found:
+        yield (
+            f"{_FLAG} {size}: {model_name} has no experts that could be shared: neither a plan of "
+            "transformers (base_model_ep_plan) nor rapidformer_plan() with 'experts' names any. "
+            "Leave it out."
+        )
+    for name, style in found.items():
+        module = model.get_submodule(name)
+        numbers = {len(p) for p in module.parameters(recurse=False)}
+        arguments = tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+        if style is RoutedExperts and arguments[1:] != _ARGUMENTS:
+            yield (
+                f"{_FLAG} {size}: {name} of {model_name} takes {', '.join(arguments[1:])} instead "
+                f"of {', '.join(_ARGUMENTS)}, so its rows cannot be sent to other processes."
+            )
+        elif len(numbers) != 1 or next(iter(numbers)) % size:
+            number = min(numbers, default=0)
+            yield (
+                f"{_FLAG} {size} does not divide the {number} experts of {name} of {model_name}: "
+                f"use {list_choices(number)}."
+            )
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+class SortedExperts(Style):
+    """Experts that take rows sorted by expert, and where each one's stretch ends."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+        route = plan_route(counts, self.rapidformer_split.group)
+        own_ends = route.counts.cumsum(dim=0).to(ends.dtype)
+        made = super().forward(route.send(rows), own_ends)  # type: ignore[misc]
+        return route.send_back(made)
+
+
+class RoutedExperts(Style):
+    """Hugging Face's experts: tokens with the experts that were chosen for them."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        split, choices = self.rapidformer_split, top_k_index.shape[-1]
+        own: int = self.num_experts  # type: ignore[attr-defined]
+        by_expert, order = top_k_index.flatten().sort(stable=True)
+        counts = torch.bincount(by_expert, minlength=own * split.mesh.size())
+        route = plan_route(counts, split.group)
+        copies = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
+        rows = route.send(copies.index_select(0, order))
+        numbers = torch.arange(own, device=rows.device).repeat_interleave(route.counts)
+        # Each row goes to one expert whole; what it weighs is known where it came from.
+        ones = top_k_weights.new_ones(len(rows), 1)
+        made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
+        chosen = route.send_back(made).index_select(0, order.argsort()).unflatten(0, (-1, choices))
+        mixed: Tensor = (chosen * top_k_weights[..., None]).sum(dim=1)
+        return mixed.to(hidden_states.dtype)

@@ -1,0 +1,85 @@
+"""Which parameters stay on this process, and how the others leave.
+
+Modules stay where they are, so names, indices and attributes that a model's code looks at are true
+on every process. A parameter that lives elsewhere is replaced by a stand-in that takes no memory
+and is not a number: were it ever used for a result, the loss would show it at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rapidformer.accel.pipeline.discovery import Usage
+from rapidformer.accel.pipeline.layout import Layout
+from rapidformer.models.plan import ModelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Every parameter's name to the processes of the pipeline that hold it."""
+
+    processes_of: dict[str, frozenset[int]]
+
+    def get_held(self, process: int) -> set[str]:
+        """The names of all that stays on a process."""
+        return {name for name, holders in self.processes_of.items() if process in holders}
+
+
+def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usage) -> Holdings:
+    """Where each parameter is needed. Names of one (tied) parameter stay together, as they are."""
+    everywhere = frozenset(range(layout.num_processes))
+    found: dict[str, frozenset[int]] = {}
+    number_of = {f"{name}.": index for index, name in enumerate(plan.blocks)}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        own = next((i for block, i in number_of.items() if name.startswith(block)), None)
+        blocks = {own} if own is not None else usage.blocks_of[name]
+        found[name] = frozenset(layout.find_owner(block) for block in blocks)
+    beside: dict[str, list[str]] = defaultdict(list)
+    for name in found:
+        beside[name.rpartition(".")[0]].append(name)
+    # A module's own parameters stay together too: a layer has its weight and its bias, or neither.
+    for names in (*plan.tied, *beside.values(), *plan.tied):
+        together = frozenset[int]().union(*(found[name] for name in names))
+        found |= dict.fromkeys(names, together)
+    # One that the hollow forward pass has not met may be needed anywhere.
+    return Holdings(processes_of={name: found[name] or everywhere for name in found})
+
+
+def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Module:
+    """Let every parameter that is not held leave; the others move to the device.
+
+    All processes get the first one's weights on the way, as in any run of several.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for prefix, module in list(model.named_modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if not parameter.is_meta and id(parameter) not in done:
+                done[id(parameter)] = parameter  # kept alive: an id may come again
+                _take_first_weights(parameter, device, is_held=full_name in held)
+            if full_name not in held:
+                _replace(module, name, parameter, device)
+    return model
+
+
+def _take_first_weights(parameter: nn.Parameter, device: torch.device, *, is_held: bool) -> None:
+    weights = parameter.data.to(device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(weights, src=0)
+    if is_held:
+        parameter.data = weights
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    del module._parameters[name]
+    value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+    # A plain attribute, not a buffer: it belongs to no checkpoint and moves nowhere.
+    module.__dict__[name] = value.expand(parameter.shape)

@@ -1,0 +1,269 @@
+"""Where a model uses the parameters that stand outside of its blocks: found out, not written down.
+
+One forward pass of a few tokens in which every block only notes what it is given and hands on a
+fresh tensor. Parameters are stood in for by single numbers, so nothing large is computed or held,
+and autograd then tells which of them each block's inputs, and the model's output, were made from.
+What a reader would get wrong: the model's own code between blocks runs, so whatever it does there
+(an embedding added in front of every block, a bias that all blocks share) is seen as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rapidformer.accel.tensor_styles import replace_first
+from rapidformer.errors import ModelError
+from rapidformer.models.plan import ModelPlan
+
+_ROWS, _TOKENS = 2, 4
+
+
+@dataclass(kw_only=True)
+class Usage:
+    """Where parameters outside of blocks are used, and what blocks return."""
+
+    blocks_of: dict[str, set[int]]
+    """A parameter's name to the blocks whose stages need it; empty: unknown, so all of them do."""
+    returns_tuple: bool = False
+
+
+@dataclass(eq=False)
+class _Recorder:
+    """What the blocks of one hollow forward pass were given."""
+
+    returns_tuple: bool
+    hidden: list[Tensor] = field(default_factory=list)
+    """The hidden state that each block got, in order."""
+    others: list[list[Tensor]] = field(default_factory=list)
+    """The other tensors that each block got: masks, positions, biases."""
+    given_on: list[Tensor] = field(default_factory=list)
+    """The fresh tensors that they handed on."""
+    order: list[int] = field(default_factory=list)
+
+    def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = get_first(args, kwargs)
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            raise ModelError(f"block {index} is not given a hidden state as its first argument")
+        if self.hidden and hidden.shape != self.hidden[0].shape:
+            raise _WrongFormError
+        self.order.append(index)
+        self.hidden.append(hidden)
+        self.others.append([t for t in iterate_tensors((args, kwargs)) if t is not hidden])
+        fresh = hidden.detach().clone().requires_grad_()
+        self.given_on.append(fresh)
+        return (fresh,) if self.returns_tuple else fresh
+
+
+class _WrongFormError(Exception):
+    """The model expects tuples of its blocks, and was given tensors."""
+
+
+def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
+    """Run the hollow forward pass; an error says what the plan should tell instead."""
+    outside = _find_outside(model, plan)
+    if plan.before or plan.after:
+        return _read_plan(outside, plan)
+    inputs = _build_inputs(model)
+    problem: Exception | None = None
+    for returns_tuple in (False, True):
+        try:
+            return _run_hollow(model, plan, outside, inputs, returns_tuple=returns_tuple)
+        except Exception as reason:  # whatever the model's own code may raise
+            if problem is None or not isinstance(problem, ModelError):
+                problem = reason
+    raise ModelError(_explain(model, problem)) from problem
+
+
+def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
+    """What the model's own plan says; a name in both lists is used on both sides."""
+    blocks_of: dict[str, set[int]] = {}
+    for name in outside:
+        is_in = {
+            0: any(_is_part(name, part) for part in plan.before),
+            len(plan.blocks) - 1: any(_is_part(name, part) for part in plan.after),
+        }
+        blocks_of[name] = {block for block, is_used in is_in.items() if is_used}
+    return Usage(blocks_of=blocks_of)
+
+
+def _is_part(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def _find_outside(model: nn.Module, plan: ModelPlan) -> list[str]:
+    return [
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if not any(name.startswith(f"{block}.") for block in plan.blocks)
+    ]
+
+
+def _run_hollow(
+    model: nn.Module,
+    plan: ModelPlan,
+    outside: Sequence[str],
+    inputs: Mapping[str, Any],
+    *,
+    returns_tuple: bool,
+) -> Usage:
+    recorder = _Recorder(returns_tuple=returns_tuple)
+    known = dict(model.named_parameters(remove_duplicate=False))
+    leaves = {
+        name: torch.zeros((), dtype=_get_float(known[name]), requires_grad=True) for name in outside
+    }
+    stand_ins = {name: leaf.expand(known[name].shape) for name, leaf in leaves.items()}
+    buffers = {
+        name: torch.zeros(b.shape, dtype=b.dtype) if b.is_meta else b.detach().cpu()
+        for name, b in model.named_buffers()
+    }
+    was_training = model.training
+    try:
+        model.eval()
+        with torch.enable_grad(), _recording(model, plan, recorder):
+            # Tied names are told apart here on purpose: each use is found on its own.
+            output = functional_call(
+                model, {**stand_ins, **buffers}, (), dict(inputs), tie_weights=False
+            )
+    finally:
+        model.train(was_training)
+    if recorder.order != list(range(len(plan.blocks))):
+        raise ModelError("its blocks do not run one after the other, each of them once")
+    usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)
+    _read_recorder(usage, recorder, leaves, list(iterate_tensors(output)))
+    return usage
+
+
+def _read_recorder(
+    usage: Usage, recorder: _Recorder, leaves: Mapping[str, Tensor], output: Sequence[Tensor]
+) -> None:
+    """Note where parameters are used; refuse a model that hands on more than its hidden state."""
+    last = len(recorder.order) - 1
+    for index, (hidden, others) in enumerate(zip(recorder.hidden, recorder.others, strict=True)):
+        # What is done to the hidden state between two blocks is done by the earlier one's stage.
+        _note_uses(usage, [hidden], leaves, max(index - 1, 0))
+        _note_uses(usage, others, leaves, index)
+        earlier = recorder.given_on[: max(index - 1, 0)]
+        is_chained = index == 0 or _is_made_from([hidden], recorder.given_on[index - 1 : index])
+        if not is_chained or _is_made_from([hidden], earlier):
+            raise ModelError(f"block {index} does not get the output of the block before it alone")
+        if _is_made_from(others, recorder.given_on[:index]):
+            raise ModelError(f"block {index} is given more of other blocks than its hidden state")
+    _note_uses(usage, output, leaves, last)
+    if _is_made_from(output, recorder.given_on[:last]):
+        raise ModelError("its output is made from several blocks, not from the last alone")
+
+
+def _note_uses(
+    usage: Usage, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor], block: int
+) -> None:
+    found = _differentiate(tensors, list(leaves.values()))
+    for name, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            usage.blocks_of[name].add(block)
+
+
+def _is_made_from(tensors: Sequence[Tensor], sources: list[Tensor]) -> bool:
+    # A block that is handed the very tensor of another has it as its source, too.
+    if any(tensor is source for tensor in tensors for source in sources):
+        return True
+    return any(gradient is not None for gradient in _differentiate(tensors, sources))
+
+
+def _differentiate(tensors: Sequence[Tensor], sources: list[Tensor]) -> Sequence[Tensor | None]:
+    made = [t for t in tensors if t.grad_fn is not None]
+    if not made or not sources:
+        return [None] * len(sources)
+    total = torch.stack([t.float().sum() for t in made]).sum()
+    return torch.autograd.grad(total, sources, allow_unused=True, retain_graph=True)
+
+
+@contextmanager
+def _recording(model: nn.Module, plan: ModelPlan, recorder: _Recorder) -> Iterator[None]:
+    blocks = plan.get_blocks(model)
+    classes: list[Any] = [type(block) for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            call = functools.partial(_note, recorder, index)
+            block.__class__ = type(
+                classes[index].__name__, (classes[index],), {"__call__": staticmethod(call)}
+            )
+        yield
+    finally:
+        for block, cls in zip(blocks, classes, strict=True):
+            block.__class__ = cls
+
+
+def _note(recorder: _Recorder, index: int, *args: Any, **kwargs: Any) -> Any:
+    return recorder.note(index, args, kwargs)
+
+
+def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A block's hidden state: its first argument, by whatever name it comes."""
+    found: list[Any] = []
+
+    def keep(hidden: Any) -> Any:
+        found.append(hidden)
+        return hidden
+
+    replace_first(args, kwargs, keep)
+    return found[0]
+
+
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Every floating tensor of a nested value."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iterate_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_tensors(item)
+
+
+def _get_float(parameter: Tensor) -> torch.dtype:
+    return parameter.dtype if parameter.is_floating_point() else torch.float32
+
+
+# ---- inputs to try the model with ----------------------------------------------------------------
+
+
+def _build_inputs(model: nn.Module) -> dict[str, Any]:
+    """A few tokens (or pixels), under the names that the model's forward asks for."""
+    signature = inspect.signature(model.forward)
+    known = {
+        name: torch.ones(_ROWS, _TOKENS, dtype=torch.long)
+        for name in ("input_ids", "tokens", "ids", "attention_mask", "labels", "token_type_ids")
+    }
+    known["position_ids"] = torch.arange(_TOKENS).expand(_ROWS, _TOKENS)
+    config = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+    if isinstance(size, int):
+        known["pixel_values"] = torch.zeros(_ROWS, channels, size, size)
+    parameters = signature.parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    needed = [name for name in needed if name in known] or needed
+    main = getattr(model, "main_input_name", None)
+    names = [*needed, *([main] if isinstance(main, str) and main not in needed else [])]
+    return {name: known[name] for name in names if name in known}
+
+
+def _explain(model: nn.Module, problem: Exception | None) -> str:
+    why = str(problem).strip().splitlines()[0] if problem and str(problem) else repr(problem)
+    return (
+        f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages: {why}. "
+        "Give it a method rapidformer_plan() that returns {'blocks': 'name.of.list', 'before': "
+        "['embedding'], 'after': ['norm', 'head']}: the modules that are used before the first "
+        "block and after the last. --tensor-model-parallel-size and --zero-3-memory-optimization "
+        "split a model in other ways."
+    )

@@ -1,0 +1,137 @@
+"""What a block does while one stage of the model runs: pass on, take over, run, or end the call.
+
+The model's own forward runs on every stage, with the real batch, so masks and positions are made
+where they are needed. Blocks before the stage hand on what they get; the stage's first block takes
+the hidden state that was received; the block after its last one ends the call. What a reader would
+get wrong: the end is an exception that passes through the user's code, so nothing behind the call
+of the model runs there, except on the last stage, where the model returns its real output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.pipeline.discovery import get_first, iterate_tensors
+from rapidformer.accel.pipeline.layout import Stage
+from rapidformer.accel.tensor_styles import replace_first
+from rapidformer.errors import ModelError, RapidformerError
+
+
+class StageEnd(BaseException):
+    """Ends a stage's forward pass. Not an Exception, so that no user's code takes it for one."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass(eq=False, kw_only=True)
+class StageContext:
+    """What the blocks of a model know about the pass that is under way."""
+
+    dtype: torch.dtype
+    """Of hidden states between stages."""
+    returns_tuple: bool
+    """Whether the model expects its blocks to return tuples."""
+    stage: Stage | None = None
+    """The stage that runs; None between passes."""
+    received: Tensor | None = None
+    is_probing: bool = False
+    """Whether only the shape of the stage's input is asked for."""
+    on_entry: Callable[[], None] | None = None
+    has_called: bool = False
+    ended_with: Tensor | None = None
+
+    @contextmanager
+    def at(
+        self,
+        stage: Stage,
+        received: Tensor | None = None,
+        *,
+        is_probing: bool = False,
+        on_entry: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Let the model be this stage of itself for one pass."""
+        self.stage, self.received, self.is_probing = stage, received, is_probing
+        self.on_entry, self.has_called, self.ended_with = on_entry, False, None
+        try:
+            yield
+        finally:
+            self.stage = self.received = self.on_entry = self.ended_with = None
+
+    def pass_block(
+        self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What block ``index`` does in the pass that is under way."""
+        stage = self.stage
+        if stage is None:
+            raise ModelError(
+                "a part of a model was called by itself, though the model is cut into stages "
+                "(--pipeline-model-parallel-size): call the whole model."
+            )
+        if index < stage.start:
+            hidden = get_first(args, kwargs)
+            return (hidden,) if self.returns_tuple else hidden
+        if index == stage.end:
+            raise StageEnd(self._prepare(get_first(args, kwargs)))
+        if index == stage.start and (self.is_probing or not stage.is_first):
+            args, kwargs = self._enter(args, kwargs)
+        output = run(*args, **kwargs)
+        self._check_output(index, output)
+        return output
+
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        expected = get_first(args, kwargs)
+        if self.is_probing:
+            raise StageEnd(expected)
+        received = self.received
+        assert received is not None
+        if received.shape != expected.shape:
+            raise RapidformerError(
+                f"a stage received a hidden state of shape {list(received.shape)} and expects "
+                f"{list(expected.shape)}: the forward step must do the same on every process."
+            )
+        if self.on_entry is not None:
+            self.on_entry()
+        # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients so.
+        return replace_first(args, kwargs, lambda _: received.view_as(received))
+
+    def _prepare(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.dtype).contiguous()
+        # torch detaches a stage's output in place where backward passes are split: not a view.
+        return hidden.clone() if hidden._is_view() else hidden
+
+    def _check_output(self, index: int, output: Any) -> None:
+        if isinstance(output, tuple) and any(t.requires_grad for t in iterate_tensors(output[1:])):
+            raise ModelError(
+                f"block {index} returns more than its hidden state that gradients flow through (a "
+                "mixture of experts' loss?), which --pipeline-model-parallel-size cannot pass on "
+                "between stages. Use --tensor-model-parallel-size or "
+                "--zero-3-memory-optimization instead."
+            )
+
+
+def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:
+    """Let every block ask the context first, in place; outside of all that was switched on."""
+    for index, block in enumerate(blocks):
+        block.__dict__["rapidformer_gate"] = functools.partial(context.pass_block, index)
+        cls: Any = type(block)
+        block.__class__ = _get_gated_class(cls)
+    return model
+
+
+@functools.cache
+def _get_gated_class(cls: type[nn.Module]) -> type[nn.Module]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rapidformer_gate(functools.partial(cls.__call__, self), args, kwargs)
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})

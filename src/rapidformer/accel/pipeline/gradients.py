@@ -1,0 +1,98 @@
+"""Gradients of parameters that several stages hold, and the norm over all stages.
+
+A tied embedding and head live on the first stage and on the last, each with its share of the
+gradient: the shares are summed, so that both copies make the same update and stay equal. The norm
+counts such a parameter once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rapidformer.accel.data_parallel import get_local, shape_like
+from rapidformer.accel.pipeline.cut import Holdings
+
+Group = dist.ProcessGroup
+
+
+class SharedGradients:
+    """The parameters of this process that others of the pipeline hold as well."""
+
+    def __init__(self, model: nn.Module, holdings: Holdings, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group("pipeline")
+        self._process = dist.get_rank(self._group)
+        groups = _build_groups(set(holdings.processes_of.values()), mesh)
+        self._names: dict[frozenset[int], list[str]] = defaultdict(list)
+        self._counted_elsewhere: set[str] = set()
+        for name, _ in model.named_parameters():
+            holders = holdings.processes_of[name]
+            if len(holders) > 1:
+                self._names[holders].append(name)
+                if self._process != min(holders):
+                    self._counted_elsewhere.add(name)
+        self._groups = groups
+
+    def sum(self, model: nn.Module) -> None:
+        """Add up the shares, in the same order on every process that holds one."""
+        if not self._names:
+            return
+        parameters = dict(model.named_parameters())
+        for holders in sorted(self._names, key=sorted):
+            for name in self._names[holders]:
+                if parameters[name].requires_grad:
+                    _sum_gradient(parameters[name], self._groups[holders])
+
+    def measure(
+        self,
+        model: nn.Module,
+        measure_local: Callable[[Sequence[Tensor]], Tensor],
+        device: torch.device,
+    ) -> Tensor:
+        """The norm of all gradients of all stages."""
+        mine = [
+            p.grad
+            for name, p in model.named_parameters()
+            if p.grad is not None and name not in self._counted_elsewhere
+        ]
+        norm = measure_local(mine) if mine else torch.zeros(())
+        square = norm.to(device, torch.float64).square()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt().float()
+
+
+def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset[int], Group]:
+    """A group for each set of holders; every process of the run must make all of them."""
+    pipelines = mesh.mesh.movedim(_get_axis(mesh), -1).reshape(-1, mesh["pipeline"].size())
+    groups: dict[frozenset[int], Group] = {}
+    for holders in sorted((s for s in sets if len(s) > 1), key=sorted):
+        if len(holders) == pipelines.shape[1]:
+            groups[holders] = mesh.get_group("pipeline")
+            continue
+        for ranks in pipelines.tolist():
+            members = [ranks[process] for process in sorted(holders)]
+            made = dist.new_group(members)
+            if dist.get_rank() in members:
+                groups[holders] = made
+    return groups
+
+
+def _get_axis(mesh: DeviceMesh) -> int:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names.index("pipeline")
+
+
+def _sum_gradient(parameter: nn.Parameter, group: Group) -> None:
+    gradient = parameter.grad
+    local = torch.zeros_like(get_local(parameter)) if gradient is None else get_local(gradient)
+    # The number of those who have one comes along: where nobody does, there is none afterwards.
+    has_one = local.new_full((1,), float(gradient is not None))
+    flat = torch.cat([local.reshape(-1), has_one])
+    dist.all_reduce(flat, group=group)
+    if gradient is not None or float(flat[-1]) > 0:
+        parameter.grad = shape_like(flat[:-1], parameter)

@@ -1,0 +1,165 @@
+"""Which blocks make a stage, and which process each stage lives on.
+
+Stages are balanced by cost: the head of a language model may weigh as much as several blocks, so
+the process that has it gets fewer of them. What a reader would get wrong: a process may have
+several stages, in turn with the others (interleaved) or there and back (zero-bubble's V: the first
+process has the first stage and the last).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rapidformer.errors import ConfigurationError
+
+FLAG = "--pipeline-model-parallel-size"
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Blocks ``start`` to ``end`` (without), with what stands before or after all of them."""
+
+    index: int
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+    owner: int
+    """The process of the pipeline's group that runs it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All stages of a pipeline, in the order of the forward pass."""
+
+    schedule: str
+    stages: tuple[Stage, ...]
+    num_processes: int
+
+    def get_own(self, process: int) -> list[Stage]:
+        return [stage for stage in self.stages if stage.owner == process]
+
+    def find_owner(self, block: int) -> int:
+        """The process that has a block."""
+        return next(s.owner for s in self.stages if s.start <= block < s.end)
+
+    def describe(self) -> str:
+        """In words, for the start-up summary: blocks of each process."""
+        parts = []
+        for process in range(self.num_processes):
+            ranges = (
+                f"{s.start}-{s.end - 1}" if s.end - s.start > 1 else str(s.start)
+                for s in self.get_own(process)
+            )
+            parts.append(" and ".join(ranges))
+        return f"{self.schedule}, blocks {' | '.join(parts)}"
+
+
+def build_layout(
+    costs: Sequence[float],
+    *,
+    before: float,
+    after: float,
+    num_processes: int,
+    schedule: str | None,
+    layers_per_stage: int | None,
+    model: str,
+) -> Layout:
+    """Cut the blocks, each with its cost, into stages; an error says what would work."""
+    name = schedule or ("interleaved" if layers_per_stage else "1f1b")
+    problems = list(_find_problems(len(costs), num_processes, name, layers_per_stage, model))
+    if problems:
+        raise ConfigurationError(problems)
+    if layers_per_stage is not None:
+        bounds = list(range(0, len(costs) + 1, layers_per_stage))
+    else:
+        per_process = 2 if name in ("interleaved", "zero-bubble") else 1
+        bounds = balance(costs, per_process * num_processes, before=before, after=after)
+    count = len(bounds) - 1
+    stages = tuple(
+        Stage(
+            index=i,
+            start=bounds[i],
+            end=bounds[i + 1],
+            is_first=i == 0,
+            is_last=i == count - 1,
+            owner=_get_owner(i, num_processes, is_folded=name == "zero-bubble"),
+        )
+        for i in range(count)
+    )
+    return Layout(schedule=name, stages=stages, num_processes=num_processes)
+
+
+def _get_owner(index: int, num_processes: int, *, is_folded: bool) -> int:
+    if is_folded and index >= num_processes:
+        return 2 * num_processes - 1 - index
+    return index % num_processes
+
+
+def _find_problems(
+    blocks: int, processes: int, name: str, layers: int | None, model: str
+) -> Iterator[str]:
+    given = f"{FLAG} {processes}"
+    if blocks < processes:
+        most = f"use {blocks} or fewer" if blocks > 1 else "leave it out"
+        yield (
+            f"{given}: {model} has {blocks} block{'s' * (blocks != 1)}, and every process needs "
+            f"one: {most}. --tensor-model-parallel-size and --zero-3-memory-optimization split "
+            "the blocks themselves."
+        )
+        return
+    if name == "zero-bubble" and layers is not None:
+        yield (
+            f"{_VIRTUAL} {layers}: --pipeline-schedule zero-bubble has two stages on each process "
+            "by itself. Leave one of them out."
+        )
+    elif name in ("1f1b", "gpipe") and layers is not None:
+        yield (
+            f"{_VIRTUAL} {layers} makes several stages of a process, which --pipeline-schedule "
+            f"{name} does not have: use --pipeline-schedule interleaved."
+        )
+    elif layers is not None and (blocks % (layers * processes) or blocks == layers * processes):
+        fitting = [n for n in range(1, blocks) if blocks % (n * processes) == 0]
+        fitting = [n for n in fitting if n * processes < blocks]
+        choices = f"use {' or '.join(map(str, fitting))}" if fitting else "leave it out"
+        yield (
+            f"{_VIRTUAL} {layers} x {given} does not make two or more equal stages per process of "
+            f"the {blocks} blocks of {model}: {choices}."
+        )
+    elif name in ("interleaved", "zero-bubble") and layers is None and blocks < 2 * processes:
+        yield (
+            f"--pipeline-schedule {name} needs two stages on each of the {processes} processes, "
+            f"and {model} has {blocks} blocks only: use 1f1b."
+        )
+
+
+def balance(
+    costs: Sequence[float], count: int, *, before: float = 0.0, after: float = 0.0
+) -> list[int]:
+    """Bounds of ``count`` stages whose dearest is as cheap as can be; each has a block."""
+    blocks = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def get_cost(start: int, end: int) -> float:
+        extra = before * (start == 0) + after * (end == blocks)
+        return sums[end] - sums[start] + extra
+
+    # worst[k][end]: the dearest of k stages over the first `end` blocks, and where the last begins.
+    worst: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for number in range(1, count + 1):
+        row: dict[int, tuple[float, int]] = {}
+        for end in range(number, blocks - (count - number) + 1):
+            row[end] = min(
+                (max(found[0], get_cost(start, end)), start)
+                for start, found in worst[-1].items()
+                if start < end
+            )
+        worst.append(row)
+    bounds = [blocks]
+    for number in range(count, 0, -1):
+        bounds.append(worst[number][bounds[-1]][1])
+    return bounds[::-1]

@@ -1,0 +1,343 @@
+"""A model that is cut into stages, and one update of it.
+
+``build_pipeline`` decides and cuts, before anything else is switched on; ``attach`` puts the gates
+around what was switched on meanwhile; ``run`` is an update: shapes, schedule, sums over replicas
+and over holders of one parameter. What a reader would get wrong: gradients are left as *sums* over
+the micro-batches; the division by the total weight, which the last stage alone knows and tells the
+others, happens in the engine as in any other run.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from rapidformer.accel.pipeline.cut import Holdings, apply_cut, find_holdings
+from rapidformer.accel.pipeline.discovery import find_usage
+from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
+from rapidformer.accel.pipeline.gradients import SharedGradients
+from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
+from rapidformer.accel.pipeline.relay import relay_call
+from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
+from rapidformer.accel.pipeline.staged_model import apply_staged_calls
+from rapidformer.config import TrainingArguments
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import warn_once
+from rapidformer.models.plan import ModelPlan
+
+# A lookup has no product to compute, but its weights are kept and updated like any others.
+_LOOKUP_COST = 0.1
+
+Means = Mapping[str, tuple[Tensor, float | Tensor]]
+
+
+@dataclass(kw_only=True)
+class MicroBatchResult:
+    """What the last stage knows of a micro-batch."""
+
+    loss: Tensor
+    weight: float | Tensor
+    parts: Means
+
+
+Compute = Callable[[int], tuple[Tensor, MicroBatchResult]]
+"""The user's forward step for a micro-batch, by number: what to back-propagate, what to show."""
+
+
+class Pipeline:
+    """The stages of one model, as this process sees them."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        layout: Layout,
+        holdings: Holdings,
+        context: StageContext,
+        *,
+        topology: Topology,
+        device: torch.device,
+        seed: int,
+        counts: tuple[int, int],
+    ) -> None:
+        assert topology.mesh is not None
+        self.layout = layout
+        self.plan = plan
+        self.num_parameters, self.num_trained = counts
+        """Of the whole model."""
+        self.holdings = holdings
+        self._context = context
+        self._mesh = topology.mesh
+        self._group: dist.ProcessGroup = topology.mesh.get_group("pipeline")
+        self._process = topology.get_rank("pipeline")
+        self._device = device
+        self._seed = (seed % 2**63, topology.get_rank("data"))
+        self.stages = layout.get_own(self._process)
+        self._steps: ScheduledSteps | None = None
+        self._names: list[str] | None = None
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._results: dict[int, MicroBatchResult] = {}
+
+    @property
+    def local_plan(self) -> ModelPlan:
+        """The plan with the blocks that are here: what other switches work on."""
+        held = self.holdings.get_held(self._process)
+        return replace(
+            self.plan,
+            blocks=tuple(name for stack in self.stacks for name in stack),
+            tied=tuple(names for names in self.plan.tied if names[0] in held),
+        )
+
+    @property
+    def stacks(self) -> list[tuple[str, ...]]:
+        """The names of the blocks of each stage that is here."""
+        return [self.plan.blocks[stage.start : stage.end] for stage in self.stages]
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the gates around everything that has been switched on."""
+        self.model = model
+        apply_gates(model, self.plan.get_blocks(model), self._context)
+        relay = functools.partial(
+            relay_call,
+            layout=self.layout,
+            context=self._context,
+            group=self._group,
+            device=self._device,
+        )
+        apply_staged_calls(model, self._context, relay)
+        self.shared = SharedGradients(model, self.holdings, self._mesh)
+        self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
+
+    # ---- an update -----------------------------------------------------------------------------
+
+    def run(self, compute: Compute, count: int, *, step: int, synchronizer: Any) -> None:
+        """Forward and backward of an update's micro-batches; leaves sums in every ``.grad``."""
+        self._compute, self._step = compute, step
+        self._results.clear()
+        synchronizer.before_backward(False)
+        try:
+            # At first on all stages, so that a mistake in the forward step is found by all at once.
+            self._shapes = {
+                (stage.index, number): self._probe(stage, number)
+                for stage in self.stages
+                for number in range(count)
+                if not stage.is_first or self._steps is None
+            }
+            self._get_steps(count).run()
+        except RuntimeError as error:
+            # torch puts its own words around an error of the user's forward step.
+            if isinstance(error.__cause__, RapidformerError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            # Where evaluation goes on from: the same random numbers on all stages.
+            self._seed_all(count, 0)
+        synchronizer.before_backward(True)
+        if isinstance(self.model, FSDPModule):
+            _finish_sharded(self.model)
+        synchronizer.after_backward()
+        self.shared.sum(self.model)
+
+    def _get_steps(self, count: int) -> ScheduledSteps:
+        if self._steps is None or self._steps.count != count:
+            self._steps = ScheduledSteps(
+                self.layout,
+                self._modules,
+                count,
+                device=self._device,
+                group=self._group,
+                dtype=self._context.dtype,
+                get_shape=lambda stage, number: self._shapes[stage.index, number],
+            )
+        return self._steps
+
+    def _probe(self, stage: Stage, number: int) -> torch.Size:
+        """The shape of a stage's input: what the model would have given its first block."""
+        self._seed_all(number, 0)
+        with torch.no_grad(), self._context.at(stage, is_probing=True):
+            try:
+                self._compute(number)
+            except StageEnd as end:
+                return end.hidden.shape
+        raise _no_call()
+
+    def _run_stage(self, stage: Stage, number: int, received: Tensor | None) -> Tensor:
+        # All stages draw alike in the user's code before the model, and each its own in its blocks.
+        self._seed_all(number, 0)
+        on_entry = functools.partial(self._seed_all, number, stage.index)
+        with self._context.at(stage, received, on_entry=on_entry):
+            try:
+                loss, result = self._compute(number)
+            except StageEnd as end:
+                return end.hidden
+            if not stage.is_last or not self._context.has_called:
+                raise _no_call()
+        self._results[number] = replace(result, loss=result.loss.detach())
+        return loss
+
+    def _seed_all(self, number: int, stage: int) -> None:
+        key = (*self._seed, self._step, number, stage)
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    # ---- after it ------------------------------------------------------------------------------
+
+    def share_results(self, count: int) -> list[MicroBatchResult]:
+        """The last stage's losses and weights, on every process, in one small message."""
+        source = self.layout.stages[-1].owner
+        if self._names is None:
+            names = list(self._results[0].parts) if self._process == source else []
+            box = [names]
+            dist.broadcast_object_list(box, group=self._group, group_src=source)
+            self._names = box[0]
+        width = 2 + 2 * len(self._names)
+        if self._process == source:
+            packed = torch.stack([self._pack(self._results[i]) for i in range(count)])
+        else:
+            packed = torch.empty(count, width, dtype=torch.float64, device=self._device)
+        dist.broadcast(packed, group=self._group, group_src=source)
+        return [self._unpack(row) for row in packed]
+
+    def _pack(self, result: MicroBatchResult) -> Tensor:
+        assert self._names is not None
+        unknown = [name for name in result.parts if name not in self._names]
+        if unknown:
+            warn_once(
+                f"the forward step names {', '.join(unknown)} in some micro-batches only: with "
+                f"{FLAG} the names of the first one count."
+            )
+        nothing = (torch.zeros(()), 0.0)
+        pairs = [(result.loss, result.weight)]
+        pairs += [result.parts.get(name, nothing) for name in self._names]
+        return torch.stack(
+            [
+                torch.as_tensor(number, dtype=torch.float64, device=self._device).reshape(())
+                for pair in pairs
+                for number in pair
+            ]
+        )
+
+    def _unpack(self, row: Tensor) -> MicroBatchResult:
+        assert self._names is not None
+        means = [(row[2 * i].float(), row[2 * i + 1].float()) for i in range(len(row) // 2)]
+        return MicroBatchResult(
+            loss=means[0][0],
+            weight=means[0][1],
+            parts=dict(zip(self._names, means[1:], strict=True)),
+        )
+
+    def measure_norm(self, measure_local: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """The norm of the gradient over all stages."""
+        return self.shared.measure(self.model, measure_local, self._device)
+
+
+def _no_call() -> RapidformerError:
+    return RapidformerError(
+        "the forward step returned without calling the model it was given, or called a part of it "
+        f"only: with {FLAG} it must call the model itself, once per micro-batch."
+    )
+
+
+def _finish_sharded(model: nn.Module) -> None:
+    """Reduce and scatter what is left, once: torch's own end of a stage, for the whole model."""
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
+
+
+# ---- deciding and cutting ------------------------------------------------------------------------
+
+
+def build_pipeline(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    *,
+    device: torch.device,
+    topology: Topology,
+    is_mixed: bool,
+) -> Pipeline:
+    """Decide on the stages and let all parameters of other processes go."""
+    problems = _find_problems(model, plan)
+    if problems:
+        raise ConfigurationError(problems)
+    usage = find_usage(model, plan)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    last = len(plan.blocks) - 1
+    lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    layout = build_layout(
+        [sum(p.numel() for p in block.parameters()) for block in plan.get_blocks(model)],
+        before=sum(
+            sizes.get(name, 0) * (_LOOKUP_COST if name in lookups else 1.0)
+            for name, blocks in usage.blocks_of.items()
+            if 0 in blocks
+        ),
+        after=sum(
+            model.get_parameter(name).numel()
+            for name, blocks in usage.blocks_of.items()
+            if last in blocks
+        ),
+        num_processes=topology.pipeline,
+        schedule=args.pipeline_schedule,
+        layers_per_stage=args.num_layers_per_virtual_pipeline_stage,
+        model=type(model).__name__,
+    )
+    holdings = find_holdings(model, plan, layout, usage)
+    context = StageContext(
+        dtype=_choose_dtype(model, is_mixed=is_mixed), returns_tuple=usage.returns_tuple
+    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    pipeline = Pipeline(
+        plan,
+        layout,
+        holdings,
+        context,
+        topology=topology,
+        device=device,
+        seed=args.seed,
+        counts=(sum(sizes.values()), trained),
+    )
+    apply_cut(model, holdings.get_held(topology.get_rank("pipeline")), device)
+    # Kept: the blocks can no longer be found by their parameters.
+    model.__dict__["rapidformer_known_plan"] = pipeline.local_plan
+    return pipeline
+
+
+def _find_problems(model: Any, plan: ModelPlan) -> list[str]:
+    config = getattr(model, "config", None)
+    instead = (
+        "--tensor-model-parallel-size and --zero-3-memory-optimization split such a model as well."
+    )
+    name = type(model).__name__
+    problems = []
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}")
+    elif getattr(config, "model_type", "") == "albert":
+        problems.append(f"{FLAG}: the layers of {name} are one and the same. {instead}")
+    elif not plan.blocks:
+        problems.append(
+            f"{FLAG}: no repeated blocks were found in {name}. Give it a method "
+            "rapidformer_plan() that returns {'blocks': 'name.of.list'}."
+        )
+    elif plan.pipeline_problem:
+        problems.append(f"{FLAG}: {name} {plan.pipeline_problem} {instead}")
+    return problems
+
+
+def _choose_dtype(model: nn.Module, *, is_mixed: bool) -> torch.dtype:
+    """Of hidden states between stages: as wide as the widest of the weights."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if is_mixed or torch.float32 in dtypes or not dtypes:
+        return torch.float32
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -1,0 +1,180 @@
+"""torch's pipeline schedules over our stages, for micro-batches of any shape.
+
+torch fixes the shapes between stages at the first step. Here a stage asks, before each receive,
+what shape its input will have; gradients have the shape of what was sent. What a reader would get
+wrong: the tensors that travel through ``step`` are only the *numbers* of micro-batches; the
+micro-batches themselves are on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from rapidformer.accel.pipeline.layout import Layout, Stage
+from rapidformer.log import warn_once
+
+RunStage = Callable[[Stage, int, Tensor | None], Tensor]
+"""A stage's forward pass for the micro-batch of that number; gives its output, or the loss."""
+
+
+class StageModule(nn.Module):
+    """What torch takes for a stage's module: it has the model's parameters, and no hooks."""
+
+    def __init__(self, stage: Stage, run: RunStage, parameters: Callable[[], Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self._run = run
+        self._get_parameters = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All of the model's on this process: zero-bubble looks for those of the stage itself."""
+        return (p for p in self._get_parameters() if p.requires_grad)
+
+    def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+        return self._run(self.stage, int(number), None if self.stage.is_first else hidden)
+
+
+class _FlexibleStage(PipelineStage):
+    """A stage whose input may have another shape in each micro-batch."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        *,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        get_shape: Callable[[Stage, int], torch.Size],
+    ) -> None:
+        # Given here so that torch does not run the model to find out; replaced before each receive.
+        placeholder = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
+        super().__init__(
+            module,
+            module.stage.index,
+            num_stages,
+            device,
+            input_args=placeholder,
+            output_args=placeholder,
+            group=group,
+        )
+        self._stage = module.stage
+        self._dtype = dtype
+        self._get_shape = get_shape
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_first:
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            shape = self._get_shape(self._stage, fwd_chunk_id)
+            info.buffer = torch.empty(
+                shape, dtype=self._dtype, device=self.device, requires_grad=True
+            )
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            (output,), _ = self.fwd_cache[bwd_chunk_id]
+            (info,) = self.grad_recv_info[bwd_chunk_id]
+            info.buffer = torch.empty_like(output, requires_grad=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    # ---- torch 2.11 ----------------------------------------------------------------------------
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Shapes are checked where a stage is entered."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """The same: torch knows the placeholder's shape only."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # A process that has two neighbouring stages would send to itself, which gloo cannot.
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+class ScheduledSteps:
+    """One schedule for so many micro-batches; made anew where their number changes."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        modules: list[StageModule],
+        count: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        get_shape: Callable[[Stage, int], torch.Size],
+    ) -> None:
+        self.count = count
+        self._stages = [module.stage for module in modules]
+        stages = [
+            _FlexibleStage(
+                module,
+                num_stages=len(layout.stages),
+                device=device,
+                group=group,
+                dtype=dtype,
+                get_shape=get_shape,
+            )
+            for module in modules
+        ]
+        kind = choose_kind(layout, count)
+        is_single = kind in (ScheduleGPipe, Schedule1F1B)
+        self._schedule: Any = kind(
+            stages[0] if is_single else stages, count, loss_fn=_pass_loss, scale_grads=False
+        )
+
+    def run(self) -> None:
+        """Forward and backward of all micro-batches."""
+        numbers = torch.arange(self.count)
+        given = (numbers,) if any(stage.is_first for stage in self._stages) else ()
+        last: dict[str, Any] = {}
+        if any(stage.is_last for stage in self._stages):
+            last = {"target": numbers, "losses": []}
+        self._schedule.step(*given, number=numbers, return_outputs=False, **last)
+
+
+def choose_kind(layout: Layout, count: int) -> type:
+    """torch's class for the schedule; another one where there are too few micro-batches for it."""
+    processes = layout.num_processes
+    if layout.schedule == "zero-bubble":
+        return ScheduleZBVZeroBubble
+    if layout.schedule == "interleaved":
+        if count % max(1, count // processes) == 0:
+            return ScheduleInterleaved1F1B
+        # Not an even number of rounds; all forward passes come before all backward passes then.
+        warn_once(
+            f"--pipeline-schedule interleaved: {count} micro-batches per update do not come in "
+            f"equal rounds of {processes} processes or more, so such an update runs its forward "
+            "passes first, which takes more memory. A multiple of "
+            f"{processes} (--global-batch-size) avoids it."
+        )
+        return ScheduleLoopedBFS
+    if layout.schedule == "1f1b" and count >= processes:
+        return Schedule1F1B
+    if layout.schedule == "1f1b":
+        warn_once(
+            f"--pipeline-schedule 1f1b: an update of {count} micro-batches leaves some of the "
+            f"{processes} processes idle (gpipe's order is used). {processes} or more of them "
+            "(--global-batch-size, --micro-batch-size) keep all busy."
+        )
+    return ScheduleGPipe
+
+
+def _pass_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return output

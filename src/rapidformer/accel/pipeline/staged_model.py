@@ -1,0 +1,107 @@
+"""The user's model, once it is cut: what a call of it means.
+
+In a schedule a call runs the stage at hand and, unless that is the last, ends the user's forward
+step. Anywhere else, without gradients, it is relayed through all stages and returns the real output
+on every process. What a reader would get wrong: two methods are needed for the end of a stage.
+``forward`` catches it, so that hooks around it (FSDP's) see an ordinary return; ``__call__``,
+outside of all hooks, raises it again for the user's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.pipeline.gates import StageContext, StageEnd
+from rapidformer.errors import RapidformerError
+
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+Relay = Callable[[Callable[[], Any]], Any]
+
+
+def apply_staged_calls(model: nn.Module, context: StageContext, relay: Relay) -> nn.Module:
+    """Let calls of the model go by the context, or through the relay; in place."""
+    cls: Any = type(model)
+    model.__class__ = _build_class(cls, context, relay)
+    return model
+
+
+def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
+    accepted = inspect.signature(cls.forward).parameters
+    has_cache = "use_cache" in accepted
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cls.forward(self, *args, **kwargs)
+        except StageEnd as end:
+            context.ended_with = end.hidden
+            return end.hidden
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_collecting(self, kwargs)
+        if has_cache and kwargs.get("use_cache") is None and len(args) < 2:
+            # A stage would fill a cache of its own blocks only.
+            kwargs["use_cache"] = False
+        if context.stage is not None:
+            return _call_stage(functools.partial(cls.__call__, self), context, args, kwargs)
+        if self.training and torch.is_grad_enabled():
+            raise RapidformerError(
+                "this model is cut into stages (--pipeline-model-parallel-size), so a loop cannot "
+                "call it and engine.backward() by itself: several micro-batches are under way at "
+                "once. Let the engine run the update:\n"
+                "    for update in engine.iterate_updates(loader):\n"
+                "        engine.run_update(forward, update)  # forward(batch) returns the loss\n"
+                "        engine.step()\n"
+                "or use Finetuner or PreTrainer. (For an evaluation, call model.eval() first.)"
+            )
+        return relay(
+            functools.partial(
+                _call_stage, functools.partial(cls.__call__, self), context, args, kwargs
+            )
+        )
+
+    members = {"forward": forward, "__call__": call, "__module__": cls.__module__}
+    if hasattr(cls, "generate"):
+        members["generate"] = _build_generate(cls)
+    return type(cls.__name__, (cls,), members)
+
+
+def _call_stage(
+    run: Callable[..., Any], context: StageContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if context.has_called:
+        raise RapidformerError(
+            "the forward step called the model twice. With --pipeline-model-parallel-size it may "
+            "call it once per micro-batch: join the two batches, or leave the switch out."
+        )
+    context.has_called = True
+    output = run(*args, **kwargs)
+    if context.ended_with is not None:
+        raise StageEnd(context.ended_with)
+    return output
+
+
+def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
+    config = getattr(model, "config", None)
+    for name in _COLLECTED:
+        if kwargs.get(name) or (kwargs.get(name) is None and getattr(config, name, False)):
+            raise RapidformerError(
+                f"{name}=True collects something from every block, and this model's blocks are on "
+                "other processes as well (--pipeline-model-parallel-size). Leave one of them out."
+            )
+
+
+def _build_generate(cls: Any) -> Callable[..., Any]:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Without a cache, which would hold the blocks of one process only.
+        kwargs["use_cache"] = False
+        return cls.generate(self, *args, **kwargs)
+
+    return generate

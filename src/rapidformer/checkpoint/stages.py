@@ -1,0 +1,67 @@
+"""The weights of a model that is cut into stages, joined on the first process.
+
+Stage by stage and tensor by tensor: no process but the first ever holds more than one whole tensor
+of another stage, and that one keeps them in the host's memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from rapidformer.dist.topology import get_topology
+from rapidformer.models.plan import find_plan
+
+_Kinds = list[tuple[str, torch.Size, torch.dtype]]
+
+
+def gather_stages(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+    """All weights by name, and which names are one parameter; empty on all but the first process.
+
+    Every process must call this.
+    """
+    topology = get_topology()
+    own: dict[str, Any] = get_model_state_dict(model)
+    group = topology.get_group("pipeline")
+    assert group is not None
+    weights: dict[str, Tensor] = {}
+    ties: list[tuple[str, ...]] = []
+    # One process of each stage speaks for those that share it.
+    is_speaker = dist.get_global_rank(group, 0) == 0
+    for stage in range(topology.pipeline):
+        kinds: _Kinds = [(name, w.shape, w.dtype) for name, w in own.items()]
+        box: list[Any] = [(kinds, find_plan(model).tied)]
+        if is_speaker:
+            dist.broadcast_object_list(box, group=group, group_src=stage)
+            ties += [tie for tie in box[0][1] if tie not in ties]
+        if dist.get_rank(group) == stage:
+            _send(own, weights, group, is_speaker=is_speaker, is_first=stage == 0)
+        elif dist.get_rank() == 0:
+            device = next(iter(own.values())).device
+            for name, shape, dtype in box[0][0]:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, group=group, group_src=stage)
+                weights[name] = received.cpu()
+    return weights, ties if dist.get_rank() == 0 else []
+
+
+def _send(
+    own: dict[str, Any],
+    weights: dict[str, Tensor],
+    group: dist.ProcessGroup,
+    *,
+    is_speaker: bool,
+    is_first: bool,
+) -> None:
+    for name, weight in own.items():
+        # All who share the tensor must join it, whoever needs it.
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if is_speaker and is_first:
+            weights[name] = whole.detach().cpu()
+        elif is_speaker:
+            dist.send(whole.detach().contiguous(), group=group, group_dst=0)

@@ -1,0 +1,279 @@
+"""``rapidformer verify``: do these switches change the result? Asked of the user's own run.
+
+The run is made twice on this machine, small: as asked for, and in one process without any switch.
+This process only starts them and compares what they leave; it never trains.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from rapidformer.config import TrainingArguments, parse_arguments
+from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config.validate import find_problems
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.launch.environment import LaunchPlan, is_launched
+from rapidformer.verification.compare import Comparison, compare
+from rapidformer.verification.report import describe_first, format_table
+from rapidformer.verification.settings import (
+    Job,
+    Kind,
+    count_processes,
+    list_left_out,
+    list_switches,
+)
+from rapidformer.verification.trace import Trace, count_samples
+
+# Set for the processes that this command starts: which run they are.
+JOB_VARIABLE = "RAPIDFORMER_VERIFICATION"
+DIFFERS, UNDECIDED = 3, 4
+
+_DRAWN = (
+    "labels are drawn at random for each micro-batch, so one process has taken the same "
+    "micro-batches"
+)
+_CANCELLED = (
+    "gradients of these rows nearly cancel: limits above 1e-05 are what round-off in its weights "
+    "makes of one process"
+)
+_RANDOM = (
+    "cannot be told: one process with other random numbers differs from one process as well, so "
+    "the forward pass draws some. Draw them in the data set or the collate function (there they "
+    "depend on the sample's place alone), or not at all."
+)
+_CUT = (
+    "different, but not by the switches: one process that cuts the batch into the same "
+    "micro-batches has the same result. The loss is not a mean over the labels that were counted: "
+    "let run_forward_step return (loss, n), n being what the loss is a mean over. Where it is more "
+    "than a mean (a mixture's balance), add --same-micro-batches."
+)
+
+
+class VerificationError(RapidformerError):
+    """The runs differ, or cannot be compared; said already, with an exit status of its own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.is_told = True
+
+
+def run(argv: list[str]) -> None:
+    """Compare, and raise where the runs differ; in a process of one of the runs, run it."""
+    if JOB_VARIABLE in os.environ and is_launched():
+        _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
+        return
+    try:
+        own, words = _build_parser().parse_known_args([with_dashes(word) for word in argv])
+    except HelpShownError:
+        return
+    if not argv:
+        _build_parser().print_help()
+        return
+    args = parse_arguments(drop_unknown_flags(words))
+    processes = count_processes(args)
+    _check(args, words, processes, own.verify_steps)
+    folder = Path(tempfile.mkdtemp(prefix="rapidformer-verify-"))
+    verification = _Verification(words, args, own, processes, folder)
+    verification.run()
+    shutil.rmtree(folder)
+    verification.conclude()
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="rapidformer verify",
+        usage="rapidformer verify [--verify-steps N] [--full-size] FLAGS OF A RUN",
+        description="Runs a few updates of a small copy of the run twice, under its switches and "
+        "in one process without them, and compares losses, gradients and weights.",
+        epilog="All other flags are those of the run: rapidformer --help. Exit status: 0 equal, "
+        f"{DIFFERS} different, {UNDECIDED} cannot be told (the forward pass is random), 1 a run "
+        "failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--verify-steps", type=int, default=3, metavar="N", help="updates to compare (default: 3)"
+    )
+    parser.add_argument(
+        "--full-size", action="store_true", help="keep the sizes of model, rows and batches"
+    )
+    parser.add_argument(
+        "--same-micro-batches",
+        action="store_true",
+        help="let one process take the same micro-batches, not each global batch at once: for a "
+        "loss that is more than a mean over labels (a mixture's balance)",
+    )
+    return parser
+
+
+def _check(args: TrainingArguments, words: list[str], processes: int, updates: int) -> None:
+    """Everything that can be wrong before a process is started."""
+    problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
+    if args.user_script is None:
+        parse_arguments(words)  # here every flag must be known
+        if args.task is None:
+            problems.append(
+                "what to verify? Give the flags of a run, with --task (`rapidformer tasks` lists "
+                "them) or --user-script FILE.py."
+            )
+    problems += find_problems(args.replace("the processes to start", world_size=processes))
+    if not problems and not list_switches(args, processes):
+        problems.append(
+            "nothing to verify: these flags split nothing and switch nothing on that could change "
+            "a result. Add what the run is to have, such as --nproc-per-node 2, "
+            "--zero-2-memory-optimization or --tensor-model-parallel-size 2."
+        )
+    if problems:
+        raise ConfigurationError(problems)
+
+
+class _Verification:
+    """The runs, one after the other, and what is made of them."""
+
+    def __init__(
+        self, words: list[str], args: TrainingArguments, own: Any, processes: int, folder: Path
+    ) -> None:
+        self._words = words
+        self._args = args
+        self._own = own
+        self._processes = processes
+        self._folder = folder
+        self._batch: int | None = None
+        self._micro_batch: int | None = None
+        self._notes: list[str] = []
+        self._comparison = Comparison(quantities={})
+        self._verdict = "equal: these switches change nothing."
+        self._status = 0
+
+    def run(self) -> None:
+        """Run what is needed: two runs, and more of one process to explain a difference."""
+        args, processes = self._args, self._processes
+        _say(f"verify   {', '.join(list_switches(args, processes))}")
+        for line in list_left_out(args):
+            _say(f"left out {line}")
+        switched = self._start("switched", _count(processes, "process", "processes"))
+        self._batch = max(rows for rows, _ in count_samples(switched))
+        self._micro_batch = switched[0].facts["micro_batch_size"]
+        _say(_describe(switched[0], self._batch))
+        is_cut = self._own.same_micro_batches
+        reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
+        self._comparison = compare(reference, switched)
+        if not self._comparison.is_equal:
+            self._explain(reference, switched, is_cut)
+
+    def _explain(self, reference: Trace, switched: list[Trace], is_cut: bool) -> None:
+        """Before a switch is blamed: is it the cut of the batch, the forward pass, round-off?"""
+        again = self._start("disturbed", "one process, other random numbers, cut alike", True)[0]
+        if not compare(reference, [again]).has_same_samples:
+            reference, is_cut = self._start("pieces", "one process, cut alike")[0], True
+            self._notes.append(_DRAWN)
+            if compare(reference, switched).is_equal:
+                self._comparison = compare(reference, switched)
+                return
+        self._comparison = compare(reference, switched, alike=again)
+        if not compare(reference, [again]).is_equal:
+            if is_cut or not self._is_deterministic(reference):
+                self._status, self._verdict = UNDECIDED, _RANDOM
+                return
+            if compare(again, switched).is_equal:
+                self._status, self._verdict = DIFFERS, _CUT
+                return
+        if self._comparison.is_small:
+            shaken = self._start("shaken", "one process, weights changed by round-off", is_cut)[0]
+            self._comparison = compare(reference, switched, noise=shaken, alike=again)
+            if self._comparison.is_equal:
+                self._notes.append(_CANCELLED)
+                return
+        self._status, self._verdict = DIFFERS, "different: these switches change the result."
+
+    def _is_deterministic(self, reference: Trace) -> bool:
+        other = self._start("disturbed", "one process, other random numbers")[0]
+        return compare(reference, [other]).is_equal
+
+    def conclude(self) -> None:
+        """Print the table and what follows; raise where the runs differ."""
+        lines = [*format_table(self._comparison), *(f"note: {note}" for note in self._notes)]
+        if self._status:
+            lines += [describe_first(self._comparison)]
+        sys.stdout.write("\n".join(["", *filter(None, lines), self._verdict, ""]))
+        if self._status:
+            raise VerificationError(self._verdict, self._status)
+
+    def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
+        """Run it in processes of its own and read what they leave."""
+        from rapidformer.launch.local import launch
+        from rapidformer.verification.verified_run import get_trace_path
+
+        processes = self._processes if kind == "switched" else 1
+        job = Job(
+            folder=str(self._folder),
+            kind=kind,
+            updates=self._own.verify_steps,
+            processes=self._processes,
+            is_full_size=self._own.full_size,
+            global_batch_size=self._batch,
+            micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
+        )
+        plan = LaunchPlan(
+            processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
+        )
+        _say(f"running  {description}")
+        os.environ[JOB_VARIABLE] = job.to_text()
+        try:
+            launch(plan, ["verify", *self._words], self._args)
+        except RapidformerError as error:
+            hint = "" if self._own.full_size else " --full-size keeps the sizes of the run."
+            error.args = (
+                f"{error}\nThis was the run of {description}; what it wrote is in {self._folder}."
+                f"{hint}",
+            )
+            raise
+        finally:
+            del os.environ[JOB_VARIABLE]
+        return [Trace.load(get_trace_path(job, rank)) for rank in range(processes)]
+
+
+def _work(job: Job, words: list[str]) -> None:
+    """In a process of a run: train as ``rapidformer train`` would, and leave the trace."""
+    rank = int(os.environ["RANK"])
+    _write_to(Path(job.folder) / f"{job.kind}_{rank}.log")
+    from rapidformer.cli.train import run as train
+    from rapidformer.dist.processes import stop_processes
+    from rapidformer.verification.verified_run import get_trace_path, record_run
+
+    trace = record_run(job, lambda: train(words))
+    trace.save(get_trace_path(job, rank))
+    stop_processes()
+
+
+def _write_to(path: Path) -> None:
+    """What the run says is not the answer; it is kept for the case that the run fails."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _describe(trace: Trace, batch: int) -> str:
+    facts = trace.facts
+    updates = _count(len(trace.norms), "update", "updates")
+    return (
+        f"model    {facts['model']}, {facts['parameters']:,} parameters, fp32 on "
+        f"{facts['device']}; {updates} of {_count(batch, 'row', 'rows')}"
+    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

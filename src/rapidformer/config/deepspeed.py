@@ -1,0 +1,278 @@
+"""A DeepSpeed JSON file beside our own settings: one run, one value of each.
+
+What stands in both places must agree; what stands in one is used; ``"auto"`` (Hugging Face's habit)
+is filled from ours. The one thing a reader would get wrong: a value of the file becomes an ordinary
+setting of the run, with the file as its origin, so that batches, schedule and reports know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.deepspeed_file import (
+    AUTO,
+    OUR_OPTIMIZERS,
+    Section,
+    find_value,
+    get_zero_stage,
+    load_deepspeed_file,
+    modernize,
+)
+from rapidformer.errors import ConfigurationError
+
+# Where the file says what a setting of ours says.
+_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("train_batch_size", "global_batch_size", int),
+    ("train_micro_batch_size_per_gpu", "micro_batch_size", int),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps", int),
+    ("gradient_clipping", "clip_grad", float),
+    ("optimizer.params.weight_decay", "weight_decay", float),
+    ("optimizer.params.eps", "adam_eps", float),
+    ("optimizer.params.momentum", "sgd_momentum", float),
+    ("scheduler.params.warmup_num_steps", "lr_warmup_iters", int),
+    ("scheduler.params.total_num_steps", "lr_decay_iters", int),
+    ("tensor_parallel.autotp_size", "tensor_model_parallel_size", lambda size: max(int(size), 1)),
+)
+_FP16_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("fp16.initial_scale_power", "initial_loss_scale", lambda power: 2.0 ** int(power)),
+    ("fp16.loss_scale_window", "loss_scale_window", int),
+    ("fp16.hysteresis", "hysteresis", int),
+    ("fp16.min_loss_scale", "min_loss_scale", float),
+)
+# Settings of a schedule that the file's scheduler has no word for.
+_SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_samples")
+# DeepSpeed's own defaults, where they are not ours.
+_OPTIMIZER_DEFAULTS = {"weight_decay": 0.0, "sgd_momentum": 0.0}
+_ZERO_FLAGS = {
+    "zero_1_memory_optimization": 1,
+    "zero_2_memory_optimization": 2,
+    "zero_3_memory_optimization": 3,
+    "fsdp_memory_optimization": 3,
+}
+# What changes the result, or needs another way of running: each with the reason.
+_REFUSED = {
+    "amp": "apex has ended: use fp16, bf16 or --mixed-precision",
+    "autotuning": "run DeepSpeed's own tuner, then bring its result",
+    "compression_training": "it changes the model",
+    "curriculum_learning": "it changes the data",
+    "data_efficiency": "it changes the data",
+    "elasticity": "use --max-restarts; a checkpoint goes on with any number of processes",
+    "hybrid_engine": "it is for reinforcement learning",
+    "pipeline": "use --pipeline-model-parallel-size without --deepspeed",
+    "progressive_layer_drop": "it changes the model",
+    "sparse_attention": "it changes the model",
+    "sparse_gradients": "it drops small gradients",
+}
+_REFUSED_FLAGS = {
+    "pipeline_model_parallel_size": "a pipeline goes with --zero-1-memory-optimization",
+    "context_parallel_size": "long sequences go with --zero-3-memory-optimization",
+    "expert_model_parallel_size": "experts go with --zero-1-memory-optimization",
+    "hybrid_sharding_size": "that file's word is zero_optimization.zero_hpz_partition_size",
+    "sequence_parallel": "it goes with --tensor-model-parallel-size alone",
+}
+
+
+def merge_deepspeed(args: TrainingArguments) -> tuple[TrainingArguments, list[str]]:
+    """The settings with the file's values among them, and every disagreement."""
+    if args.deepspeed is None:
+        return args, []
+    try:
+        content = load_deepspeed_file(args.deepspeed)
+    except ConfigurationError as reason:
+        return args, reason.problems
+    merge = _Merge(args, content)
+    merge.take_all()
+    return merge.args, [*merge.problems, *_find_refused(merge.args, content)]
+
+
+class _Merge:
+    """The settings on their way, and what was found wrong meanwhile."""
+
+    def __init__(self, args: TrainingArguments, content: Section) -> None:
+        self.args = args
+        self.content = content
+        self.file = args.deepspeed or ""
+        self.problems: list[str] = []
+
+    def take_all(self) -> None:
+        self._take_optimizer()
+        pairs = _PAIRS if not find_value(self.content, "fp16.enabled") else _PAIRS + _FP16_PAIRS
+        for key, name, convert in pairs:
+            self._take(key, name, convert)
+        self._take_rates()
+        self._take_loss_scale()
+        self._take_precision()
+        self._compare_stages()
+        self._compare_batches()
+        if find_value(self.content, "scheduler.type"):
+            self._compare_schedules()
+
+    def _take(self, key: str, name: str, convert: Callable[[Any], Any]) -> None:
+        found = find_value(self.content, key)
+        if found is None:
+            return
+        try:
+            value = convert(found)
+        except (TypeError, ValueError):
+            self.problems.append(f"{key} in {self.file} must be a number, got {found!r}.")
+            return
+        self._put(key, name, value, found)
+
+    def _put(self, key: str, name: str, value: Any, found: Any) -> None:
+        if self.args.is_given(name):
+            if getattr(self.args, name) != value:
+                self._disagree(name, f"{key} {found}")
+        else:
+            self.args = self.args.replace(f"{self.file}: {key}", **{name: value})
+
+    def _disagree(self, name: str, theirs: str) -> None:
+        self.problems.append(
+            f"{_describe(self.args, name)} and {theirs} in {self.file} disagree: "
+            "make them equal, or leave one of them out."
+        )
+
+    def _take_optimizer(self) -> None:
+        kind = find_value(self.content, "optimizer.type")
+        if kind is None:
+            return
+        ours = OUR_OPTIMIZERS.get(str(kind).lower())
+        same = {"adam": "adamw"}.get(self.args.optimizer, self.args.optimizer)
+        if self.args.is_given("optimizer") and same != {"adam": "adamw"}.get(ours or "", ours):
+            self._disagree("optimizer", f"optimizer.type {kind}")
+        elif ours is not None and not self.args.is_given("optimizer"):
+            source = f"{self.file}: optimizer.type"
+            self.args = self.args.replace(source, optimizer=ours)
+        parameters = self.content["optimizer"].get("params") or {}
+        for name, value in _OPTIMIZER_DEFAULTS.items():
+            key = name.removeprefix("sgd_")
+            if key not in parameters and not self.args.is_given(name):
+                source = f"{self.file}: DeepSpeed's default"
+                self.args = self.args.replace(source, **{name: value})
+
+    def _take_rates(self) -> None:
+        """The rate of the scheduler wins over that of the optimizer, as it does in DeepSpeed."""
+        peak = "scheduler.params.warmup_max_lr"
+        key = peak if find_value(self.content, peak) is not None else "optimizer.params.lr"
+        self._take(key, "lr", float)
+        betas = find_value(self.content, "optimizer.params.betas")
+        for place, name in enumerate(("adam_beta1", "adam_beta2")):
+            if isinstance(betas, list) and len(betas) == 2:
+                self._put(f"optimizer.params.betas[{place}]", name, betas[place], betas[place])
+
+    def _take_loss_scale(self) -> None:
+        scale = find_value(self.content, "fp16.loss_scale")
+        if find_value(self.content, "fp16.enabled") and scale is not None:
+            self._put("fp16.loss_scale", "loss_scale", float(scale) or None, scale)
+
+    def _take_precision(self) -> None:
+        kinds = [k for k in ("fp16", "bf16") if find_value(modernize(self.content), f"{k}.enabled")]
+        if find_value(self.content, "torch_autocast.enabled"):
+            half = str(find_value(self.content, "torch_autocast.dtype") or "bfloat16")
+            kinds.append("fp16" if half.endswith("float16") and "b" not in half else "bf16")
+        if len(set(kinds)) > 1:
+            self.problems.append(f"{self.file} switches on {' and '.join(kinds)}: keep one.")
+            return
+        asked = _find_asked_precision(self.args)
+        if kinds and asked is None and self.args.is_given("mixed_precision"):
+            self._disagree("mixed_precision", f"{kinds[0]}.enabled true")
+        elif kinds and asked not in (None, AUTO, kinds[0]):
+            self._disagree(_name_precision(self.args), f"{kinds[0]}.enabled true")
+        elif kinds:
+            source = f"{self.file}: {kinds[0]}.enabled"
+            self.args = self.args.replace(source, mixed_precision=kinds[0])
+        elif asked and find_value(modernize(self.content), f"{asked}.enabled") is False:
+            self._disagree(_name_precision(self.args), f"{asked}.enabled false")
+
+    def _compare_stages(self) -> None:
+        stage = get_zero_stage(self.args, self.content)
+        for name, ours in _ZERO_FLAGS.items():
+            if getattr(self.args, name) and ours != stage:
+                self._disagree(name, f"zero_optimization.stage {stage}")
+        device = find_value(modernize(self.content), "zero_optimization.offload_optimizer.device")
+        if self.args.cpu_offload and device == "none":
+            self._disagree("cpu_offload", "zero_optimization.offload_optimizer.device none")
+
+    def _compare_batches(self) -> None:
+        """Said here with the file's words; what only our own flags get wrong is said later."""
+        keys = [find_value(self.content, key) for key, *_ in _PAIRS[:3]]
+        total, micro = self.args.global_batch_size, self.args.micro_batch_size
+        steps = self.args.gradient_accumulation_steps
+        if not any(key is not None for key in keys) or None in (total, micro, steps):
+            return
+        replicas = self.args.data_parallel_size
+        assert total is not None and micro is not None and steps is not None
+        if total != micro * replicas * steps:
+            names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+            given = ", ".join(_describe(self.args, name) for name in names)
+            self.problems.append(
+                f"{given} disagree: {micro} x {replicas} data-parallel processes x {steps} = "
+                f"{micro * replicas * steps}. Leave one of the three out."
+            )
+
+    def _compare_schedules(self) -> None:
+        kind = find_value(self.content, "scheduler.type")
+        is_open = find_value(self.content, "scheduler.params.warmup_num_steps") is None
+        for name in _SCHEDULE:
+            if self.args.is_given(name) and not (is_open and name == "lr_warmup_fraction"):
+                self.problems.append(
+                    f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both say "
+                    "what the learning rate does: leave one of them out."
+                )
+
+
+def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
+    file = args.deepspeed
+    for key, reason in _REFUSED.items():
+        section = content.get(key)
+        is_on = section.get("enabled", True) if isinstance(section, dict) else section
+        if is_on:
+            yield f"{key} in {file} is not supported: {reason}."
+    for name, nearest in _REFUSED_FLAGS.items():
+        value = getattr(args, name)
+        if value not in (None, False, 1):
+            yield f"{_describe(args, name)} does not go with --deepspeed: {nearest}."
+    stage = get_zero_stage(args, content)
+    if stage not in (0, 1, 2, 3):
+        yield f"zero_optimization.stage {stage} in {file} must be 0, 1, 2 or 3."
+    if stage == 3 and args.tensor_model_parallel_size > 1:
+        yield (
+            f"{_describe(args, 'tensor_model_parallel_size')} with zero_optimization.stage 3 in "
+            f"{file}: DeepSpeed's AutoTP goes with stage 1 or 2; --zero-3-memory-optimization "
+            "without --deepspeed goes with both."
+        )
+    if stage and args.optimizer in ("adafactor", "muon"):
+        yield (
+            f"--optimizer {args.optimizer} looks at whole matrices, and DeepSpeed's ZeRO-{stage} "
+            "splits them: use adam or sgd, or stage 0."
+        )
+    for part in ("offload_optimizer", "offload_param"):
+        if find_value(content, f"zero_optimization.{part}.device") == "nvme":
+            yield f"zero_optimization.{part}.device nvme in {file} is not supported: use cpu."
+    kind = str(find_value(content, "optimizer.type") or "").lower()
+    if kind.startswith(("onebit", "zeroone")):
+        yield f"optimizer.type {kind} in {file} rounds gradients to one bit: use AdamW."
+    if find_value(content, "data_types.grad_accum_dtype") == "fp32" and stage == 1:
+        yield f"data_types.grad_accum_dtype fp32 in {file} needs zero_optimization.stage 2 or 3."
+    if find_value(content, "gradient_allreduce_op") not in (None, "mean"):
+        yield f"gradient_allreduce_op in {file} must be mean: the engine divides by the true count."
+
+
+def _describe(args: TrainingArguments, name: str) -> str:
+    """A setting as its user has said it."""
+    source, value = args.sources.get(name, "default"), getattr(args, name)
+    flag = "--" + name.replace("_", "-")
+    if source == "command line":
+        return flag if value is True else f"{flag} {value}"
+    return f"{flag} {value} ({source})" if source != "default" else f"{flag} {value}"
+
+
+def _find_asked_precision(args: TrainingArguments) -> str | None:
+    if args.fp16 or args.bf16:
+        return "fp16" if args.fp16 else "bf16"
+    return args.mixed_precision
+
+
+def _name_precision(args: TrainingArguments) -> str:
+    return next((name for name in ("fp16", "bf16") if getattr(args, name)), "mixed_precision")

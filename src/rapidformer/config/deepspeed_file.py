@@ -1,0 +1,191 @@
+"""DeepSpeed's JSON file: read, and written anew as what DeepSpeed is handed.
+
+What a reader would get wrong: the engine keeps schedule, loss scale, autocast and (where it is one
+of ours) the optimizer, so those sections never reach DeepSpeed; and clipping is always said, since
+DeepSpeed clips at 1.0 where its file is silent.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config.arguments import TrainingArguments
+from rapidformer.errors import ConfigurationError
+
+AUTO = "auto"
+Section = dict[str, Any]
+
+OUR_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
+# Parameters of those that ours have as well; any other leaves the optimizer to DeepSpeed.
+_OUR_PARAMETERS = {
+    "adam": {"lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode", "bias_correction"},
+    "sgd": {"lr", "weight_decay", "momentum"},
+}
+
+
+def load_deepspeed_file(path: str) -> Section:
+    """The file's content; every way in which it cannot be read is a ConfigurationError."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        why = reason.strerror if isinstance(reason, OSError) else "it is not text"
+        raise ConfigurationError(f"--deepspeed {path} cannot be read: {why}.") from None
+    try:
+        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except ValueError as reason:
+        raise ConfigurationError(f"--deepspeed {path} is not valid JSON: {reason}.") from None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--deepspeed {path} must hold a JSON object.")
+    return content
+
+
+def find_value(section: Section, key: str) -> Any:
+    """What stands under a dotted key; None where nothing does, or ``"auto"``."""
+    value: Any = section
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return None if value == AUTO else value
+
+
+def get_zero_stage(args: TrainingArguments, content: Section) -> int:
+    """The file's stage, or that of our flags where the file leaves it open."""
+    section = content.get("zero_optimization")
+    if isinstance(section, bool):
+        return int(section)  # how DeepSpeed spelled stage 1 at first
+    stage = find_value(content, "zero_optimization.stage")
+    return args.zero_stage if stage is None else int(stage)
+
+
+def uses_our_optimizer(content: Section) -> bool:
+    """Whether the file's optimizer is one of ours (or none is named): then torch's is used."""
+    section = content.get("optimizer")
+    if not isinstance(section, dict) or section.get("type") in (None, AUTO):
+        return True
+    kind, parameters = str(section["type"]).lower(), section.get("params") or {}
+    family = "sgd" if kind == "sgd" else "adam"
+    plain = all(parameters.get(name, True) for name in ("torch_adam", "adam_w_mode"))
+    return kind in OUR_OPTIMIZERS and set(parameters) <= _OUR_PARAMETERS[family] and plain
+
+
+def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
+    """Whether DeepSpeed keeps the weights in 16 bits: the file has a section for that kind."""
+    section = modernize(content).get(mixed_precision or "")
+    return isinstance(section, dict) and section.get("enabled") in (True, AUTO)
+
+
+def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None) -> Section:
+    """What DeepSpeed is handed: the file, with the settings of the run in the places of its own.
+
+    Schedule, loss scale and autocast are the engine's; so is an optimizer of ours.
+    """
+    assert args.deepspeed is not None
+    content = modernize(load_deepspeed_file(args.deepspeed))
+    stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
+    is_half = has_own_precision(content, mixed_precision)
+    zero = content.setdefault("zero_optimization", {})
+    # The same numbers as without ZeRO, whose optimizers do not know AutoTP's split gradients.
+    needs_zero = is_half or args.tensor_model_parallel_size > 1
+    zero["stage"] = max(stage, 1) if needs_zero else stage
+    if args.cpu_offload and stage:
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+        if stage == 3:
+            zero.setdefault("offload_param", {"device": "cpu"})
+    for name in ("fp16", "bf16", "torch_autocast", "scheduler"):
+        content.pop(name, None)
+    if is_half:
+        content[mixed_precision or ""] = {"enabled": True}
+    if mixed_precision == "fp16" and is_half:
+        content["fp16"]["loss_scale"] = 1.0
+    if is_ours:
+        content.pop("optimizer", None)
+        content["zero_allow_untested_optimizer"] = True
+    else:
+        parameters = _without_autos(content["optimizer"].get("params") or {})
+        content["optimizer"]["params"] = {"weight_decay": args.weight_decay} | parameters
+        if args.lr is not None:
+            content["optimizer"]["params"]["lr"] = args.lr
+    content["zero_force_ds_cpu_optimizer"] = False
+    # Left out, DeepSpeed would clip at 1.0 by itself.
+    content["gradient_clipping"] = args.clip_grad
+    content["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    content["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    # It reckons this one itself, and takes processes that share layers for replicas.
+    content.pop("train_batch_size", None)
+    content.setdefault("steps_per_print", 2**31)
+    if args.tensor_model_parallel_size > 1:
+        tensor = content.setdefault("tensor_parallel", {})
+        tensor["autotp_size"] = args.tensor_model_parallel_size
+    filled: Section = _without_autos(content)
+    return filled
+
+
+def get_file_schedule(
+    args: TrainingArguments, train_iters: int | None
+) -> tuple[str, Section] | None:
+    """The file's scheduler and its parameters for a run of this many updates; None without one."""
+    if args.deepspeed is None:
+        return None
+    content = load_deepspeed_file(args.deepspeed)
+    kind = find_value(content, "scheduler.type")
+    if kind is None:
+        return None
+    given = content["scheduler"].get("params") or {}
+    length = args.lr_decay_iters or train_iters
+    warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0.0) * (length or 0))
+    filled = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.lr,
+        "warmup_num_steps": max(warmup, 1),
+        "total_num_steps": length,
+    }
+    parameters = {
+        key: filled.get(key) if value == AUTO else value
+        for key, value in given.items()
+        if value != AUTO or key in filled
+    }
+    for name in ("warmup_num_steps", "total_num_steps"):
+        if isinstance(parameters.get(name), float):
+            parameters[name] = int(parameters[name])  # 1e3 is a number with a point to JSON
+    if parameters.get("total_num_steps", 0) is None:
+        raise ConfigurationError(
+            f"scheduler.params.total_num_steps in {args.deepspeed} is auto, and the length of the "
+            "run is not known: give --train-iters, or --epochs."
+        )
+    return str(kind), parameters
+
+
+def _without_autos(value: Any) -> Any:
+    """What is still open is left to DeepSpeed's own defaults."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_autos(inner) for key, inner in value.items() if inner != AUTO}
+
+
+def modernize(content: Section) -> Section:
+    """A copy with old spellings written in the new way."""
+    content = copy.deepcopy(content)
+    if "bfloat16" in content:
+        content.setdefault("bf16", content.pop("bfloat16"))
+    if isinstance(content.get("zero_optimization"), bool):
+        content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
+    zero = content.get("zero_optimization")
+    if isinstance(zero, dict):
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_params", "offload_param"),
+        ):
+            if zero.pop(old, False) is True:
+                zero.setdefault(new, {"device": "cpu"})
+    return content
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Section:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} stands in it twice")
+    return content

@@ -1,0 +1,183 @@
+"""The stretch of a model in which each process holds its share of every sequence's tokens.
+
+Before it and after it all processes of the group hold the whole sequence and compute the same loss.
+What a reader would get wrong is the factor: gradients are summed over these processes, and so are
+the weights of the losses, so every gradient must come to ``size`` times the true one. Outside it
+does by itself: each process has all of it. Inside each has its share, so gradients grow by ``size``
+on their way in (``leave``) and shrink again on their way out (``enter``).
+
+Attention needs all tokens: there each process takes all tokens of its share of the *heads*
+(Ulysses), by one exchange before and one after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rapidformer.dist.regions import (
+    gather_slices,
+    operations,
+    pad_to,
+    take_slice,
+    sum_over,
+    wait,
+    get_share,
+)
+
+Group = dist.ProcessGroup
+TOKENS = 1
+"""The dimension of hidden states that is shared out."""
+
+
+@dataclass(eq=False)
+class ContextRegion:
+    """The processes that share each sequence, and where the forward pass stands."""
+
+    group: Group
+    size: int = field(init=False)
+    length: int = 0
+    """Tokens of the rows in the block that is running; 0 where it has all of them."""
+    incoming: int = 0
+    """The same for the forward pass that is under way, between two blocks."""
+    is_off: bool = False
+    """True while sequences stay whole: in generation, or where every layer's tokens are asked."""
+    has_attended: bool = False
+    """Whether attention came here in this block: one in which it does not mixes tokens elsewhere."""
+
+    def __post_init__(self) -> None:
+        self.size = dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def can_share(self, length: int) -> bool:
+        """Whether every process gets tokens of so many: two, since one alone looks to a model
+        like a step of generation, which is not causal."""
+        last = length - -(-length // self.size) * (self.size - 1)
+        return not self.is_off and last > 1
+
+    def enter(self, whole: Tensor) -> Tensor:
+        """This process's tokens."""
+        return _Enter.apply(whole, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def leave(self, share: Tensor, length: int) -> Tensor:
+        """All tokens, joined."""
+        return _Leave.apply(share, length, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def grow(self, share: Tensor) -> Tensor:
+        """The same; what follows computes one loss together from shares of the tokens."""
+        return _Grow.apply(share, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over the processes of what each has computed from its own tokens."""
+        return _Sum.apply(part, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def slice(self, whole: Tensor, dim: int = TOKENS) -> Tensor:
+        """This process's part of something that needs no gradient."""
+        return take_slice(whole, dim, self.group)
+
+    def split_heads(self, heads: Tensor) -> Tensor:
+        """[batch, heads, own tokens, size] -> [batch, own heads, tokens, size]"""
+        return _SplitHeads.apply(heads, self.length, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def join_heads(self, attended: Tensor) -> Tensor:
+        """[batch, own heads, tokens, size] -> [batch, heads, own tokens, size]"""
+        return _JoinHeads.apply(attended, self)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, region: ContextRegion) -> Tensor:
+        ctx.length, ctx.region = whole.shape[TOKENS], region
+        return take_slice(whole, TOKENS, region.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        whole = gather_slices(gradient, TOKENS, ctx.length, ctx.region.group)
+        return whole / ctx.region.size, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, length: int, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return gather_slices(share, TOKENS, length, region.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return take_slice(gradient, TOKENS, ctx.region.group) * ctx.region.size, None, None
+
+
+class _Grow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return share.view_as(share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.region.size, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return sum_over(part, region.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.region.size, None
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, length: int, region: ContextRegion) -> Tensor:
+        ctx.region = region
+        return _split_heads(heads, length, region.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _join_heads(gradient, ctx.region.group), None, None
+
+
+class _JoinHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, region: ContextRegion) -> Tensor:
+        ctx.region, ctx.length = region, attended.shape[2]
+        return _join_heads(attended, region.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _split_heads(gradient, ctx.length, ctx.region.group), None
+
+
+def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:
+    world_size = dist.get_world_size(group)
+    share = -(-length // world_size)
+    # [processes, batch, own heads, own tokens, size]: what goes to each process comes first.
+    sent = pad_to(heads, 2, share).unflatten(1, (world_size, -1)).movedim(1, 0)
+    received = _exchange(sent, group)
+    # Now by the process it came from: by stretches of tokens.
+    return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
+
+
+def _join_heads(attended: Tensor, group: Group) -> Tensor:
+    world_size, length = dist.get_world_size(group), attended.shape[2]
+    share = -(-length // world_size)
+    padded = pad_to(attended, 2, share * world_size)
+    received = _exchange(padded.unflatten(2, (world_size, share)).movedim(2, 0), group)
+    start, end = get_share(length, group)
+    return received.movedim(0, 1).flatten(1, 2)[:, :, : end - start].contiguous()
+
+
+def _exchange(sent: Tensor, group: Group) -> Tensor:
+    """Send the n-th row to the n-th process."""
+    rows = [1] * len(sent)
+    return wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))

@@ -1,0 +1,41 @@
+"""Cross entropy of tokens that are shared out over processes: no one holds all rows of logits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from rapidformer.dist.regions import gather_out, sum_out, take_slice
+
+_IGNORED = -100
+
+
+def is_split_over_tokens(logits: Tensor) -> bool:
+    """Whether each process holds the logits of its own tokens alone."""
+    return isinstance(logits, DTensor) and logits.dim() == 3 and logits.placements == (Shard(1),)
+
+
+def compute_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+    """Cross entropy of every token in fp32, shaped as the labels; 0 where a label is ignored."""
+    assert isinstance(logits, DTensor)
+    own = _compute_own(logits, labels, ignore_index, "none")
+    group = logits.device_mesh.get_group()
+    return gather_out(own.unflatten(0, (len(labels), -1)), 1, labels.shape[1], group)
+
+
+def sum_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+    """Their sum over all tokens."""
+    assert isinstance(logits, DTensor)
+    own = _compute_own(logits, labels, ignore_index, "sum")
+    return sum_out(own, logits.device_mesh.get_group())
+
+
+def _compute_own(logits: DTensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    mine = take_slice(labels, 1, logits.device_mesh.get_group())
+    return functional.cross_entropy(
+        logits.to_local().flatten(0, 1).float(),
+        mine.flatten(),
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )

@@ -1,0 +1,1 @@
+"""The proof that switches change nothing: a run is recorded and compared with one process."""

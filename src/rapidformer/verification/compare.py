@@ -1,0 +1,304 @@
+"""Two runs of the same updates, compared: loss, gradient norm, every gradient, every weight.
+
+What a reader would get wrong: a gradient that is zero in theory (a key's bias, say) is round-off in
+any run. A first gradient below a millionth of the whole one's norm is not held against itself but
+must stay round-off. And where gradients of many rows cancel, round-off is a large part of what is
+left: how large, a run of one process from weights that differ in their last bits tells (``noise``);
+nothing less than that can be asked of a switch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rapidformer.verification.blocks import find_first_block
+from rapidformer.verification.trace import Tensors, Trace, compute_losses, count_samples
+
+LIMIT = 1e-5
+QUANTITIES = ("starting weights", "loss", "gradient norm", "gradients", "updated weights")
+# A first gradient below this share of the norm is zero in theory, and held to the other share.
+_FLOOR, _ROUND_OFF = 1e-6, 1e-2
+# Once round-off has gone through an update, no gradient is held to less than this share.
+_LATER_ROUND_OFF = 1e-1
+# Round-off happens in every operation, not in the weights alone; but a fault is never taken for it.
+_MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
+# Weights that start at zero have no size to speak of yet.
+_SMALLEST_WEIGHT = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far one number or tensor of a run is from the reference's."""
+
+    value: float
+    limit: float = LIMIT
+    update: int | None = None
+    name: str = ""
+    process: int = 0
+
+    @property
+    def excess(self) -> float:
+        """How many times the limit it is; what is not a number is worst."""
+        return math.inf if math.isnan(self.value) else self.value / self.limit
+
+    @property
+    def is_equal(self) -> bool:
+        return self.excess <= 1.0
+
+    def locate(self) -> str:
+        parts = [self.name] if self.name else []
+        parts += [f"update {self.update + 1}"] if self.update is not None else []
+        return ", ".join([*parts, f"process {self.process}"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One line of the table."""
+
+    name: str
+    worst: Difference
+
+    @property
+    def is_equal(self) -> bool:
+        return self.worst.is_equal
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What a run was found to be, beside its reference."""
+
+    quantities: dict[str, Quantity]
+    problems: list[str] = field(default_factory=list)
+    """What cannot be put into a number: a parameter that nobody has, weights no longer tied."""
+    first: Difference | None = None
+    """The gradient (else the weight) that differs first, and so lies nearest to the cause."""
+    block: str | None = None
+    """The block whose output differs first; empty: none's, but the loss; None: not known."""
+    differing: int = 0
+    """How many names differ in that update."""
+    parameters: int = 0
+    has_same_samples: bool = True
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.problems and all(q.is_equal for q in self.quantities.values())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what differs does so by no more than round-off may come to."""
+        worst = [q.worst for q in self.quantities.values() if not q.is_equal]
+        return not self.problems and all(d.value <= _MOST_ROUND_OFF for d in worst)
+
+    def describe_failures(self) -> str:
+        """Every quantity that differs and where, for the message of a test."""
+        lines = [
+            f"{q.name}: {q.worst.value:.1e} ({q.worst.locate()})"
+            for q in self.quantities.values()
+            if not q.is_equal
+        ]
+        return "; ".join([*self.problems, *lines])
+
+
+def compare(
+    reference: Trace,
+    traces: list[Trace],
+    limits: Mapping[str, float] | None = None,
+    noise: Trace | None = None,
+    alike: Trace | None = None,
+) -> Comparison:
+    """The traces of a run's processes beside that of one process.
+
+    ``noise`` and ``alike`` are further runs of one process, which help to judge a difference: one
+    from weights changed by round-off, and one that takes the run's own micro-batches.
+    """
+    updates = {len(trace.gradients) for trace in traces}
+    if updates != {len(reference.gradients)}:
+        told = ", ".join(str(n) for n in sorted(updates))
+        return Comparison(
+            quantities={},
+            problems=[f"one process made {len(reference.gradients)} updates, the run made {told}"],
+        )
+    found = _find_differences(reference, traces)
+    floors = {} if noise is None else _find_differences(reference, [noise])
+    given = dict.fromkeys(QUANTITIES, LIMIT) | dict(limits or {})
+    for name, differences in found.items():
+        allowed = _get_allowance(floors.get(name, []))
+        found[name] = [
+            replace(d, limit=max(given[name], allowed.get((d.update, d.name), 0.0)))
+            for d in differences
+        ]
+    worst = {
+        name: max(differences, key=lambda d: d.excess, default=Difference(value=0.0))
+        for name, differences in found.items()
+    }
+    gradients = [d for d in found["gradients"] if not d.is_equal]
+    weights = [d for d in found["updated weights"] if not d.is_equal]
+    is_forward_equal = all(d.is_equal for d in found["loss"] if d.update == 0)
+    block = None if alike is None else find_first_block(alike, traces)
+    if is_forward_equal:
+        # A wrong output may have too little weight in the loss to show there.
+        block = block or None
+        is_forward_equal = block is None
+    suspects = _find_suspects(reference, traces, block)
+    first = _find_first(gradients or weights, suspects, is_forward_equal)
+    beside = [d for d in gradients or weights if first is not None and d.update == first.update]
+    return Comparison(
+        quantities={name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES},
+        problems=[*_find_missing(reference, traces), *_find_broken_ties(reference, traces)],
+        first=first,
+        block=block,
+        differing=len({d.name for d in beside}),
+        parameters=len(reference.start),
+        has_same_samples=count_samples([reference]) == count_samples(traces),
+    )
+
+
+def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[Difference]]:
+    return {
+        "starting weights": list(_compare_weights(reference.start, traces, "start")),
+        "loss": list(_compare_losses(reference, traces)),
+        "gradient norm": list(_compare_norms(reference, traces)),
+        "gradients": list(_compare_gradients(reference, traces)),
+        "updated weights": list(_compare_weights(reference.weights, traces, "weights")),
+    }
+
+
+def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], float]:
+    """What round-off explains, of each tensor; a single number may escape it by chance."""
+    largest = max((d.value for d in floors if not d.name), default=0.0)
+    return {
+        (d.update, d.name): min(_MORE_ROUND_OFF * (d.value if d.name else largest), _MOST_ROUND_OFF)
+        for d in floors
+    }
+
+
+def _find_suspects(reference: Trace, traces: list[Trace], block: str | None) -> list[str]:
+    """The parameters where the forward pass went wrong; all, if it is not known where.
+
+    Those that are split, if there are any: what is kept whole is computed as in one process.
+    """
+    names = list(reference.start)
+    if block is None:
+        return names
+    blocks = tuple(f"{name}." for trace in traces for name in trace.blocks)
+    if block:
+        names = [name for name in names if name.startswith(f"{block}.")]
+    else:
+        names = [name for name in names if not name.startswith(blocks)]
+    split = {name for trace in traces for name in trace.split}
+    return [name for name in names if name in split] or names
+
+
+def _find_first(
+    differences: list[Difference], suspects: list[str], is_forward_equal: bool
+) -> Difference | None:
+    """The earliest update's; there, the one nearest to the cause.
+
+    Where the loss is right, a wrong gradient makes those before it in the model wrong as well, so
+    the cause is at the last one. Where the loss is wrong already, all are: the worst tells most.
+    """
+    earliest = min((d.update or 0 for d in differences), default=0)
+    candidates = [d for d in differences if (d.update or 0) == earliest]
+    places = {name: place for place, name in enumerate(suspects)}
+    candidates = [d for d in candidates if d.name in places] or candidates
+    if is_forward_equal:
+        return max(candidates, key=lambda d: (places.get(d.name, -1), d.excess), default=None)
+    return max(candidates, key=lambda d: (d.excess, places.get(d.name, -1)), default=None)
+
+
+def _compare_losses(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
+    expected = compute_losses([reference])[0]
+    for process, losses in enumerate(compute_losses(traces)):
+        for update, (mine, loss) in enumerate(zip(losses, expected, strict=True)):
+            value = abs(mine - loss) / max(abs(loss), 1e-12)
+            yield Difference(value=value, update=update, process=process)
+
+
+def _compare_norms(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
+    for process, trace in enumerate(traces):
+        for update, (mine, norm) in enumerate(zip(trace.norms, reference.norms, strict=True)):
+            value = abs(mine - norm) / max(abs(norm), 1e-12)
+            yield Difference(value=value, update=update, process=process)
+
+
+def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
+    for update, expected in enumerate(reference.gradients):
+        norm = math.sqrt(sum(_get_norm(g) ** 2 for g in _drop_ties(reference, expected).values()))
+        for process, trace in enumerate(traces):
+            mine = trace.gradients[update]
+            for name in [name for name in trace.start if name in expected or name in mine]:
+                # A parameter without a gradient is one whose gradient is zero.
+                a, b = mine.get(name), expected.get(name)
+                size = 0.0 if b is None else _get_norm(b)
+                if a is None or b is None:
+                    difference = size if a is None else _get_norm(a)
+                else:
+                    difference = _get_difference(a, b)
+                value = _divide(difference, _get_measure(size, norm, update))
+                yield Difference(value=value, update=update, name=name, process=process)
+
+
+def _get_measure(size: float, norm: float, update: int) -> float:
+    """What a gradient's difference is put in relation to."""
+    if update:
+        return max(size, _LATER_ROUND_OFF * norm)
+    return size if size > _FLOOR * norm else _ROUND_OFF * norm
+
+
+def _compare_weights(expected: Tensors, traces: list[Trace], which: str) -> Iterator[Difference]:
+    for process, trace in enumerate(traces):
+        weights: Tensors = getattr(trace, which)
+        for name in [name for name in weights if name in expected]:
+            difference = _get_difference(weights[name], expected[name])
+            size = max(_get_norm(expected[name]), _SMALLEST_WEIGHT)
+            yield Difference(value=difference / size, name=name, process=process)
+
+
+def _drop_ties(trace: Trace, tensors: Tensors) -> Tensors:
+    """Each parameter once."""
+    doubles = {name for group in trace.ties for name in group[1:]}
+    return {name: value for name, value in tensors.items() if name not in doubles}
+
+
+def _get_norm(tensor: np.ndarray[Any, Any]) -> float:
+    return float(np.linalg.norm(tensor.astype(np.float64, copy=False).reshape(-1)))
+
+
+def _get_difference(mine: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    return _get_norm(mine - expected) if mine.shape == expected.shape else math.inf
+
+
+def _divide(difference: float, size: float) -> float:
+    if not difference:
+        return 0.0
+    return difference / size if size else math.inf
+
+
+def _find_missing(reference: Trace, traces: list[Trace]) -> Iterator[str]:
+    held: set[str] = set().union(*(trace.start for trace in traces))
+    missing = [name for name in reference.start if name not in held]
+    if missing:
+        yield f"no process holds {_list(missing)}"
+    unknown = [name for name in held if name not in reference.start]
+    if unknown:
+        yield f"one process does not have {_list(sorted(unknown))}"
+
+
+def _find_broken_ties(reference: Trace, traces: list[Trace]) -> Iterator[str]:
+    broken = set()
+    for trace in traces:
+        mine = {tuple(group) for group in trace.ties}
+        for group in reference.ties:
+            here = tuple(name for name in group if name in trace.start)
+            if len(here) > 1 and here not in mine:
+                broken.add(" and ".join(here))
+    yield from (f"{names} are no longer one parameter" for names in sorted(broken))
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

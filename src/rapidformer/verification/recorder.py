@@ -1,0 +1,184 @@
+"""Records a run in this process: an observer that turns updates into a ``Trace``.
+
+It reads gradients where the engine has finished them, so any loop can be recorded without the help
+of its author. What a reader would get wrong: to join a split tensor takes all processes that hold
+a part of it, so every process records, and in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rapidformer.dist.collectives import is_alone
+from rapidformer.optim.observer import RunObserver
+from rapidformer.verification.trace import AXES, Tensors, Trace
+
+
+class RecordingFinished(BaseException):
+    """Enough updates have been seen. No error: a loop that catches those must not catch this."""
+
+
+class Recorder(RunObserver):
+    """Sees so many updates of one engine and then ends its run; without a number, all of them."""
+
+    def __init__(self, updates: int | None = None) -> None:
+        self.trace = Trace()
+        self._updates = updates
+        self._engine: Any = None
+        self._loss = self._weight = 0.0
+        self._samples = (0, 0)
+        self._hooks: list[Any] = []
+
+    def before_compose(self, model: nn.Module) -> None:
+        self.trace.facts["model"] = type(model).__name__  # switches extend the class
+
+    def after_compose(self, engine: Any) -> None:
+        self._engine = engine
+        model, topology = self._model, engine.topology
+        self.trace.place = {axis: topology.get_rank(axis) for axis in AXES}
+        self.trace.start = collect_weights(model)
+        self.trace.ties = find_ties(model)
+        self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
+        if not engine.args.compile:  # a compiled block would be compiled with the hook in it
+            names = engine.parallelized.plan.blocks
+            self._hooks = watch_blocks(model, names, self.trace.blocks)
+        self.trace.facts |= {
+            "switches": list(engine.parallelized.switches),
+            "device": engine.device.type,
+            "micro_batch_size": engine.args.micro_batch_size,
+            "sizes": {name: getattr(engine.args, name) for name in ("num_layers", "hidden_size")},
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameter_bytes": count_bytes(model),
+        }
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._engine.parallelized.model
+        return model
+
+    def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
+        number = float(weight)
+        if number:  # a mean over no labels is not a number, and has no part in the whole either
+            self._loss += float(loss.detach()) * number
+            self._weight += number
+        if info is not None:
+            self._samples = (self._samples[0] + info.rows, self._samples[1] + info.labels)
+
+    def see_gradients(self) -> None:
+        trace, norm = self.trace, self._engine.clock.grad_norm
+        trace.losses.append((self._loss, self._weight))
+        trace.samples.append(self._samples)
+        trace.norms.append(float(norm) if norm is not None else 0.0)
+        trace.gradients.append(collect_gradients(self._model))
+        self._loss = self._weight = 0.0
+        self._samples = (0, 0)
+        for hook in self._hooks:
+            hook.remove()
+
+    def see_update(self) -> None:
+        if self._updates is not None and len(self.trace.gradients) >= self._updates:
+            self.finish()
+            raise RecordingFinished
+
+    def finish(self) -> Trace:
+        """Take down the weights as they are now; every process must come here."""
+        if self._engine is not None:
+            self._engine.parallelized.settle()
+            self.trace.weights = collect_weights(self._model)
+        return self.trace
+
+
+def collect_weights(model: nn.Module) -> Tensors:
+    """Every parameter of the model, whole, under each of its names."""
+    return _collect(dict(_list_parameters(model)))
+
+
+def collect_gradients(model: nn.Module) -> Tensors:
+    """Every gradient of the model, whole, under each of its parameter's names."""
+    parameters = _list_parameters(model)
+    present = _find_anywhere({name for name, p in parameters.items() if p.grad is not None})
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+        elif name in present and isinstance(parameter, DTensor):
+            # Another process has one: joining it takes this one's part, of nothing, too.
+            gradients[name] = torch.zeros_like(parameter.detach())
+    return _collect(gradients)
+
+
+def find_ties(model: nn.Module) -> list[list[str]]:
+    """Groups of names that are one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in _list_parameters(model).items():
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def count_bytes(model: nn.Module) -> int:
+    """What this process holds of the parameters."""
+    return sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size()
+        for p in model.parameters()
+    )
+
+
+def watch_blocks(model: nn.Module, names: tuple[str, ...], sizes: dict[str, float]) -> list[Any]:
+    """Add up the squares of each block's outputs; returns what ends it when removed."""
+    return [
+        module.register_forward_hook(_build_hook(name, sizes))
+        for name, module in model.named_modules()
+        if name in names
+    ]
+
+
+def _build_hook(name: str, sizes: dict[str, float]) -> Any:
+    def add(module: nn.Module, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        # Inside a backward pass a block is only computed again.
+        if isinstance(hidden, torch.Tensor) and torch._C._current_graph_task_id() == -1:
+            local = hidden.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            sizes[name] = sizes.get(name, 0.0) + float(local.double().square().sum())
+
+    return add
+
+
+def _list_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and not all(
+        p.is_replicate() for p in parameter.placements
+    )
+
+
+def _find_anywhere(names: set[str]) -> set[str]:
+    """The names that any process of the run has."""
+    if is_alone():
+        return names
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    return set().union(*everyone)
+
+
+def _collect(tensors: dict[str, torch.Tensor]) -> Tensors:
+    found: dict[int, np.ndarray[Any, Any]] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            found[id(tensor)] = _get_whole(tensor)
+    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _get_whole(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # A copy: what is whole on every process shares its memory with the parameter.
+    return whole.float().cpu().numpy().copy()

@@ -1,0 +1,48 @@
+"""A comparison in words: the one table, and what follows from it."""
+
+from __future__ import annotations
+
+from rapidformer.verification.compare import Comparison
+
+_HEADINGS = ("quantity", "worst difference", "limit", "", "where")
+
+
+def format_table(comparison: Comparison) -> list[str]:
+    """A line for each quantity: the worst relative difference, its limit, and where it was met."""
+    rows = [_HEADINGS]
+    for quantity in comparison.quantities.values():
+        worst = quantity.worst
+        rows.append(
+            (
+                quantity.name,
+                f"{worst.value:.1e}" if worst.value else "0",
+                f"{worst.limit:.0e}",
+                "pass" if quantity.is_equal else "FAIL",
+                worst.locate() if worst.value else "",
+            )
+        )
+    rows += [("parameters", "", "", "FAIL", problem) for problem in comparison.problems]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS) - 1)]
+    return [
+        "  ".join(
+            [*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def describe_first(comparison: Comparison) -> str:
+    """The parameter nearest to the cause, and by how much it differs."""
+    first = comparison.first
+    if first is None:
+        return ""
+    where = {None: "", "": "the outputs of all blocks are right, the loss is not; "}
+    begins = where.get(comparison.block, f"the forward pass differs from {comparison.block} on; ")
+    what = "weight" if first.update is None else "gradient"
+    others = comparison.differing - 1
+    more = f"; so do {others} of the other {comparison.parameters - 1}" if others else ", alone"
+    return (
+        f"{begins}first parameter that differs: {first.name}, its {what} by {first.value:.1e} "
+        f"({'' if first.update is None else f'update {first.update + 1}, '}"
+        f"process {first.process}){more}"
+    )

@@ -1,0 +1,270 @@
+"""What a verified run is: the user's settings, made small, exact and without traces on the disk.
+
+One run has the switches, the other is one process without them; both are made from the same
+settings by ``change_settings``, in every process. What a reader would get wrong: sizes are reduced
+*before* the switches are taken away, or the two runs would have other models.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from math import gcd
+from typing import Literal
+
+from rapidformer.config import TrainingArguments
+
+SOURCE = "rapidformer verify"
+Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
+# Adam turns round-off in gradients near zero into whole steps unless epsilon is above it.
+SMALLEST_EPSILON = 1e-6
+_MICRO_BATCH = 4
+_SEQUENCE = 128
+_STRIDE = 32
+_HEAD = 8
+_ROWS = 256
+_SHARDING = (
+    "zero_1_memory_optimization", "zero_2_memory_optimization", "zero_3_memory_optimization",
+    "fsdp_memory_optimization",
+)  # fmt: skip
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size",
+)  # fmt: skip
+_SWITCHES = ("sequence_parallel", "cpu_offload", "checkpoint_activations", "compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of a verification, as every process of it is told."""
+
+    folder: str
+    kind: Kind
+    """switched: as asked for; whole: one process, each global batch in one piece; pieces: one
+    process, the same micro-batches; disturbed: as whole, with other random numbers; shaken: as
+    whole, from weights that differ by round-off."""
+    updates: int
+    processes: int
+    """Of the switched run."""
+    is_full_size: bool = False
+    global_batch_size: int | None = None
+    """What it has turned out to be in the switched run."""
+    micro_batch_size: int | None = None
+    """Of a run of one process."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+
+def count_processes(args: TrainingArguments) -> int:
+    """Those asked for on one node; otherwise the fewest that the switches need."""
+    is_one_node = args.hostfile is None and args.nnodes in (None, 1)
+    if args.nproc_per_node is not None and is_one_node:
+        return args.nproc_per_node
+    context, experts = args.context_parallel_size, args.expert_model_parallel_size
+    replicas = experts // gcd(experts, context)
+    if args.zero_stage or args.deepspeed is not None:
+        replicas = max(replicas, 2 * (args.hybrid_sharding_size or 1) // context, 1)
+        replicas = 2 if replicas * context == 1 else replicas
+    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return replicas * context * share
+
+
+def list_switches(args: TrainingArguments, processes: int) -> list[str]:
+    """The settings that a switched run has and its reference has not; empty: nothing to verify."""
+    flags = [name for name in _SIZES if getattr(args, name) > 1]
+    found = [f"{_flag(name)} {getattr(args, name)}" for name in flags]
+    found += [_flag(name) for name in (*_SHARDING, *_SWITCHES) if getattr(args, name)]
+    if args.onnx_runtime_training and not args.compile:
+        found.append("--onnx-runtime-training")
+    if args.recompute_granularity is not None and not args.checkpoint_activations:
+        found.append(f"--recompute-granularity {args.recompute_granularity}")
+    if args.hybrid_sharding_size is not None:
+        found.append(f"--hybrid-sharding-size {args.hybrid_sharding_size}")
+    if args.deepspeed is not None:
+        found.append(f"--deepspeed {args.deepspeed}")
+    if _count_accumulation(args, processes) > 1:
+        found.append("gradient accumulation")
+    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if processes // (share * args.context_parallel_size) > 1:
+        found.append(f"data parallelism over {processes // (share * args.context_parallel_size)}")
+    return found
+
+
+def list_left_out(args: TrainingArguments) -> list[str]:
+    """What the user asked for and verification leaves out, each with the reason."""
+    left_out = [
+        f"{_flag(name)}: a choice of precision changes numbers by design; both runs are in fp32"
+        for name in ("mixed_precision", "fp16", "bf16")
+        if getattr(args, name)
+    ]
+    if args.optimizer == "muon":
+        left_out.append("--optimizer muon: it computes in bf16; both runs update by SGD")
+    elif args.optimizer in ("adam", "adamw") and args.adam_eps < SMALLEST_EPSILON:
+        left_out.append(
+            f"--adam-eps {args.adam_eps:g}: it turns round-off into whole steps; both runs take "
+            f"{SMALLEST_EPSILON:g}"
+        )
+    if args.lr_warmup_iters or args.lr_warmup_fraction or args.lr_warmup_samples:
+        left_out.append("the warm-up of the learning rate: the first updates would change nothing")
+    return left_out
+
+
+def change_settings(args: TrainingArguments, job: Job) -> TrainingArguments:
+    """The settings of one run of the verification."""
+    args = _make_plain(args, job)
+    if not job.is_full_size:
+        args = _reduce(args, job)
+    return args if job.kind == "switched" else _take_switches_away(args, job)
+
+
+def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
+    """Exact arithmetic, no randomness, a few updates, and nothing read back or left behind."""
+    args = args.replace(
+        SOURCE,
+        mixed_precision=None, fp16=False, bf16=False,
+        hidden_dropout=0.0, attention_dropout=0.0,
+        optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
+        adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
+        lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
+        rampup_batch_size=None,
+        save=None, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
+        progress=False, log_level="warning", num_workers=0,
+    )  # fmt: skip
+    if args.load is not None and not _is_model_folder(args.load):
+        args = args.replace(SOURCE, load=None, finetune=False)
+    if args.user_script is None:
+        return args.replace(
+            SOURCE,
+            train_iters=job.updates, epochs=None, train_samples=None, train_tokens=None,
+            lr_decay_style="constant", lr_decay_iters=None, lr_decay_samples=None,
+            eval_iters=0, max_train_samples=_choose_rows(args), max_eval_samples=_ROWS,
+            data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
+        )  # fmt: skip
+    if args.train_iters or args.train_samples or args.train_tokens:
+        # A script that prepares data for the whole run need not.
+        args = args.replace(
+            SOURCE, train_iters=job.updates, train_samples=None, train_tokens=None,
+            lr_decay_iters=None, lr_decay_samples=None, eval_iters=0,
+        )  # fmt: skip
+    return args
+
+
+def _is_model_folder(load: str) -> bool:
+    from pathlib import Path
+
+    folder = Path(load).expanduser()
+    return not folder.is_dir() or (folder / "config.json").is_file()
+
+
+def _choose_rows(args: TrainingArguments) -> int:
+    """The user's own first rows: enough for a few updates, and for every class to be met."""
+    return min(args.max_train_samples or _ROWS, _ROWS)
+
+
+def _reduce(args: TrainingArguments, job: Job) -> TrainingArguments:
+    if args.user_script is not None:
+        reads_sizes = args.num_layers is not None and args.hidden_size is not None
+        if not reads_sizes or args.pretrained_model_name_or_path is not None or args.load:
+            return args  # a model of the script's own: it is what it is
+        return _reduce_batches(_reduce_flags(args), job)
+    if args.model_type in ("gpt", "rapidformer_gpt"):
+        return _reduce_batches(_reduce_flags(args), job)
+    return _reduce_batches(_reduce_model(args), job)
+
+
+def _reduce_flags(args: TrainingArguments) -> TrainingArguments:
+    """A model whose sizes are the flags': fewer layers, narrow heads, as many of them."""
+    if args.num_layers is None or args.hidden_size is None or args.num_attention_heads is None:
+        return args  # what is missing will be told
+    hidden = min(args.hidden_size, _HEAD * args.num_attention_heads)
+    layers = min(args.num_layers, max(_count_layers(args), args.moe_layer_freq))
+    std = (args.init_method_std or 0.02) * (args.hidden_size / hidden) ** 0.5
+    return args.replace(
+        SOURCE,
+        init_method_std=args.init_method_std if hidden == args.hidden_size else std,
+        num_layers=args.num_layers if len(args.num_experts or [0]) > 1 else layers,
+        hidden_size=hidden,
+        ffn_hidden_size=None if args.ffn_hidden_size is None else 4 * hidden,
+    )
+
+
+def _reduce_model(args: TrainingArguments) -> TrainingArguments:
+    """The configuration of a Hugging Face model, with fresh weights, fewer layers, narrow heads."""
+    from rapidformer.models.configuration import get_position_limit, get_size, load_config
+
+    config = load_config(args)
+    if args.seq_length is None:
+        limit = get_position_limit(config) or _SEQUENCE
+        args = args.replace(SOURCE, seq_length=min(limit, _SEQUENCE))
+    layers, hidden, heads = (
+        get_size(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
+    )
+    if not (isinstance(layers, int) and isinstance(hidden, int) and isinstance(heads, int)):
+        return args
+    fewer, narrow = min(layers, _count_layers(args)), min(hidden, _HEAD * heads)
+    if (fewer, narrow) == (layers, hidden):
+        return args
+    return args.replace(
+        SOURCE, from_scratch=True, num_layers=fewer, hidden_size=narrow, num_attention_heads=heads,
+        ffn_hidden_size=4 * narrow,
+        # Narrow layers need larger weights for rows to look as different as they did.
+        init_method_std=getattr(config, "initializer_range", 0.02) * (hidden / narrow) ** 0.5,
+    )  # fmt: skip
+
+
+def _count_layers(args: TrainingArguments) -> int:
+    """Two for every stage of the pipeline, virtual ones included."""
+    stages = args.pipeline_model_parallel_size
+    return 2 * stages * (args.num_layers_per_virtual_pipeline_stage or 1)
+
+
+def _reduce_batches(args: TrainingArguments, job: Job) -> TrainingArguments:
+    """Few short rows: one process has to take a whole global batch at once."""
+    micro = min(args.micro_batch_size or _MICRO_BATCH, _MICRO_BATCH)
+    rounds = min(_count_accumulation(args, job.processes), 2 * args.pipeline_model_parallel_size)
+    return args.replace(
+        SOURCE,
+        micro_batch_size=micro,
+        global_batch_size=micro * rounds * _count_replicas(args, job.processes),
+        gradient_accumulation_steps=None,
+        seq_length=None if args.seq_length is None else min(args.seq_length, _SEQUENCE),
+        decoder_seq_length=min(args.decoder_seq_length or _SEQUENCE, _SEQUENCE),
+        doc_stride=min(args.doc_stride, _STRIDE),
+    )
+
+
+def _count_replicas(args: TrainingArguments, processes: int) -> int:
+    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return max(processes // (share * args.context_parallel_size), 1)
+
+
+def _count_accumulation(args: TrainingArguments, processes: int) -> int:
+    if args.gradient_accumulation_steps is not None:
+        return args.gradient_accumulation_steps
+    if args.global_batch_size is None or args.micro_batch_size is None:
+        return 1
+    return max(
+        args.global_batch_size // (args.micro_batch_size * _count_replicas(args, processes)), 1
+    )
+
+
+def _take_switches_away(args: TrainingArguments, job: Job) -> TrainingArguments:
+    """One process, nothing switched on, the same samples in every update."""
+    return args.replace(
+        SOURCE,
+        **dict.fromkeys(_SIZES, 1),
+        **dict.fromkeys((*_SHARDING, *_SWITCHES, "onnx_runtime_training"), False),
+        recompute_granularity=None, recompute_interval=1, hybrid_sharding_size=None,
+        deepspeed=None, pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=None,
+        nproc_per_node=None, nnodes=None, hostfile=None, gradient_accumulation_steps=None,
+        micro_batch_size=job.micro_batch_size, global_batch_size=job.global_batch_size,
+    )  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,116 @@
+"""What a process leaves behind of a few updates: everything that a switch could have changed.
+
+Tensors are whole (not shards), in fp32, on the host, under every name that they have in the model:
+a tied weight stands there under each of its names. A process of a pipeline holds some of the names
+only; ``compare`` looks at the traces of all processes together. No torch here: the command compares
+without it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Tensors = dict[str, "np.ndarray[Any, Any]"]
+AXES = ("pipeline", "data", "context", "tensor")
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """The updates of one process."""
+
+    place: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
+    """Where the process stands along each axis of the run."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """Of each update: the sums of mean loss x weight and of weights, of its own micro-batches."""
+    samples: list[tuple[int, int]] = field(default_factory=list)
+    """Of each update: rows and labels of its own micro-batches."""
+    norms: list[float] = field(default_factory=list)
+    """Of the whole gradient of each update, before clipping."""
+    start: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    """Of each update: after synchronisation and division, before clipping."""
+    weights: Tensors = field(default_factory=dict)
+    """After the last update."""
+    ties: list[list[str]] = field(default_factory=list)
+    """Groups of names that are one parameter."""
+    split: list[str] = field(default_factory=list)
+    """Names of which this process holds a part only."""
+    blocks: dict[str, float] = field(default_factory=dict)
+    """Of the first update: the sum of squares of what each block handed on."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For the reader of a report: the model's class, its switches, ..."""
+
+    def save(self, path: Path) -> None:
+        """Write one file; ``load`` reads it back."""
+        arrays = {f"start/{name}": value for name, value in self.start.items()}
+        arrays |= {f"weights/{name}": value for name, value in self.weights.items()}
+        for update, gradients in enumerate(self.gradients):
+            arrays |= {f"gradients/{update}/{name}": g for name, g in gradients.items()}
+        head = {
+            "place": self.place,
+            "losses": self.losses,
+            "samples": self.samples,
+            "norms": self.norms,
+            "updates": len(self.gradients),
+            "ties": self.ties,
+            "split": self.split,
+            "blocks": self.blocks,
+            "facts": self.facts,
+        }
+        text = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+        with path.open("wb") as file:
+            np.savez(file, head=text, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read what ``save`` wrote; tensors keep the order they had in the model."""
+        with np.load(path, allow_pickle=False) as arrays:
+            head = json.loads(arrays["head"].tobytes())
+            trace = cls(
+                place=head["place"],
+                losses=[(total, weight) for total, weight in head["losses"]],
+                samples=[(rows, labels) for rows, labels in head["samples"]],
+                norms=head["norms"],
+                gradients=[{} for _ in range(head["updates"])],
+                ties=head["ties"],
+                split=head["split"],
+                blocks=head["blocks"],
+                facts=head["facts"],
+            )
+            for key in arrays.files:
+                kind, _, name = key.partition("/")
+                if kind == "start":
+                    trace.start[name] = arrays[key]
+                elif kind == "weights":
+                    trace.weights[name] = arrays[key]
+                elif kind == "gradients":
+                    update, _, name = name.partition("/")
+                    trace.gradients[int(update)][name] = arrays[key]
+        return trace
+
+
+def compute_losses(traces: list[Trace]) -> list[list[float]]:
+    """The mean loss of every update over its global batch, as each tensor-parallel rank has it."""
+    views = []
+    for rank in sorted({trace.place["tensor"] for trace in traces}):
+        members = [trace for trace in traces if trace.place["tensor"] == rank]
+        updates = zip(*(trace.losses for trace in members), strict=True)
+        views.append([_divide(*map(sum, zip(*parts, strict=True))) for parts in updates])
+    return views
+
+
+def count_samples(traces: list[Trace]) -> list[tuple[int, int]]:
+    """Rows and labels of every update; processes along axes other than data see the same rows."""
+    members = {trace.place["data"]: trace for trace in reversed(traces)}
+    # The first pipeline stage's, context and tensor rank's: of each data rank one.
+    updates = zip(*(trace.samples for trace in members.values()), strict=True)
+    return [(sum(r for r, _ in parts), sum(n for _, n in parts)) for parts in updates]
+
+
+def _divide(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")

@@ -1,0 +1,110 @@
+"""A run of a verification, in one of its processes: recorded, in fp32 and without dropout.
+
+The run itself is the user's: a task, a template or a loop in a script. It is ended from inside
+after enough updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rapidformer.config import TrainingArguments
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.observer import observe_runs
+from rapidformer.verification.recorder import Recorder, RecordingFinished, collect_weights
+from rapidformer.verification.settings import SMALLEST_EPSILON, Job, change_settings
+from rapidformer.verification.trace import Trace
+
+# Half of fp32's last bit.
+_ROUND_OFF = 6e-8
+
+
+class VerifiedRun(Recorder):
+    """Changes the settings as the job says, and sees its updates."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.updates)
+        self._job = job
+
+    def change_settings(self, args: TrainingArguments) -> TrainingArguments:
+        return change_settings(args, self._job)
+
+    def before_compose(self, model: nn.Module) -> None:
+        super().before_compose(model)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        model.float()
+        apply_no_dropout(model)
+
+    def after_compose(self, engine: Any) -> None:
+        super().after_compose(engine)
+        for group in engine.optimizer.param_groups:
+            if isinstance(group.get("eps"), float):
+                group["eps"] = max(group["eps"], SMALLEST_EPSILON)
+        if self._job.kind == "disturbed":
+            # A forward pass that draws no random numbers will not notice.
+            torch.manual_seed(engine.args.seed + 54321)
+            np.random.seed((engine.args.seed + 54321) % 2**32)
+            random.seed(engine.args.seed + 54321)
+        if self._job.kind == "shaken":
+            apply_round_off(self._model)
+
+    def see_update(self) -> None:
+        # At each: a short run may end, and leave the other processes, before the last one.
+        self._engine.parallelized.settle()
+        self.trace.weights = collect_weights(self._model)
+        super().see_update()
+
+
+def record_run(job: Job, train: Callable[[], None]) -> Trace:
+    """Let ``train`` run until enough updates have been seen."""
+    run = VerifiedRun(job)
+    with observe_runs(run), contextlib.suppress(RecordingFinished):
+        train()
+    if not run.trace.gradients:
+        raise RapidformerError(
+            "the run ended before its first update: there is nothing to verify. Does it train by "
+            "an engine (engine.backward and optimizer.step), on data for at least one update?"
+        )
+    if not any(rows for rows, _ in run.trace.samples) and run.trace.place["data"] == 0:
+        raise RapidformerError(
+            "the run takes its batches from elsewhere than the engine, so one process would see "
+            "other samples: use engine.build_data_loader(...), or hand the DataLoader to "
+            "engine.compose(train_dataloader=...)."
+        )
+    return run.trace
+
+
+def get_trace_path(job: Job, rank: int) -> Path:
+    return Path(job.folder) / f"{job.kind}_{rank}.npz"
+
+
+def apply_round_off(model: nn.Module) -> None:
+    """Change every weight in its last bits: a switch cannot be blamed for what comes of it."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * _ROUND_OFF
+            parameter.mul_(1.0 + noise.to(parameter.device))
+
+
+def apply_no_dropout(model: nn.Module) -> None:
+    """Set every rate of dropout to zero: layers', and numbers that code hands to functions."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        config = getattr(module, "config", None)
+        for name, value in list(vars(config).items()) if hasattr(config, "__dict__") else ():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)

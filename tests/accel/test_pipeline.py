@@ -1,0 +1,170 @@
+"""How a model is cut: stages by cost, what each process keeps, which schedule is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from transformers import BloomConfig, BloomForCausalLM
+
+from rapidformer.accel.pipeline.cut import apply_cut, find_holdings
+from rapidformer.accel.pipeline.discovery import find_usage
+from rapidformer.accel.pipeline.layout import Layout, balance, build_layout
+from rapidformer.accel.pipeline.schedule import choose_kind
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models.plan import find_plan
+from tests.parity.pipeline_harness import build_model
+
+
+def _lay_out(blocks: int, processes: int, schedule: str | None = None, **more: Any) -> Layout:
+    given = {"before": 0.0, "after": 0.0, "layers_per_stage": None, "model": "Model", **more}
+    return build_layout([1.0] * blocks, num_processes=processes, schedule=schedule, **given)
+
+
+def test_stages_are_balanced_by_cost_not_by_count() -> None:
+    assert balance([1.0] * 8, 4) == [0, 2, 4, 6, 8]
+    # A head that weighs as much as three blocks takes their place.
+    assert balance([1.0] * 13, 4, after=3.0) == [0, 4, 8, 12, 13]
+    assert balance([1.0] * 5, 2, before=1.0, after=4.0) == [0, 4, 5]
+    assert balance([5.0, 1.0, 1.0, 1.0], 2) == [0, 1, 4]
+    assert balance([1.0, 1.0], 2, after=100.0) == [0, 1, 2]
+
+
+def test_who_has_which_stage() -> None:
+    looped = _lay_out(8, 2, "interleaved")
+    assert [stage.owner for stage in looped.stages] == [0, 1, 0, 1]
+    folded = _lay_out(8, 2, "zero-bubble")
+    assert [stage.owner for stage in folded.stages] == [0, 1, 1, 0]
+    assert folded.describe() == "zero-bubble, blocks 0-1 and 6-7 | 2-3 and 4-5"
+    virtual = _lay_out(12, 2, layers_per_stage=2)
+    assert virtual.schedule == "interleaved"
+    assert [stage.end - stage.start for stage in virtual.stages] == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("blocks", "processes", "schedule", "layers", "reason"),
+    [
+        (3, 4, None, None, "Model has 3 blocks, and every process needs one: use 3 or fewer"),
+        (1, 2, None, None, "has 1 block, and every process needs one: leave it out"),
+        (6, 4, "zero-bubble", None, "needs two stages on each of the 4 processes.* use 1f1b"),
+        (12, 2, None, 4, "of the 12 blocks of Model: use 1 or 2 or 3"),
+        (12, 2, None, 6, "does not make two or more equal stages per process"),
+    ],
+)
+def test_what_cannot_be_laid_out_says_what_can(
+    blocks: int, processes: int, schedule: str | None, layers: int | None, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        _lay_out(blocks, processes, schedule, layers_per_stage=layers)
+
+
+def test_too_few_micro_batches_take_another_schedule() -> None:
+    plain, looped, folded = (_lay_out(8, 4, s) for s in ("1f1b", "interleaved", "zero-bubble"))
+    assert choose_kind(plain, 4) is Schedule1F1B
+    assert choose_kind(plain, 3) is ScheduleGPipe
+    assert choose_kind(looped, 8) is ScheduleInterleaved1F1B
+    assert choose_kind(looped, 3) is ScheduleInterleaved1F1B
+    assert choose_kind(looped, 9) is ScheduleLoopedBFS
+    assert choose_kind(folded, 1) is ScheduleZBVZeroBubble
+    assert choose_kind(_lay_out(8, 4, "gpipe"), 8) is ScheduleGPipe
+
+
+# ---- where parameters are used -------------------------------------------------------------------
+
+
+def _find(model: nn.Module) -> dict[str, set[int]]:
+    return find_usage(model, find_plan(model)).blocks_of
+
+
+def test_parameters_outside_of_blocks_are_found_where_they_are_used() -> None:
+    usage = _find(build_model("gpt2", 4))
+    assert usage == {
+        "transformer.wte.weight": {0},
+        "transformer.wpe.weight": {0},
+        "transformer.ln_f.weight": {3},
+        "transformer.ln_f.bias": {3},
+        "lm_head.weight": {3},
+    }
+    bert = _find(build_model("bert", 4))
+    assert bert["bert.embeddings.LayerNorm.weight"] == {0}
+    assert bert["bert.pooler.dense.weight"] == {3}
+
+
+def test_what_every_block_is_given_is_used_by_all_of_them() -> None:
+    usage = _find(build_model("shared-bias", 4))
+    assert usage["bias.weight"] == {0, 1, 2, 3}
+    assert usage["embedding.weight"] == {0, 1, 2, 3}  # the bias is made from it, and the skip
+    assert usage["head.weight"] == {3}
+
+
+def test_blocks_that_return_tuples_are_met_with_tuples() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=3, n_head=2))
+    assert not find_usage(build_model("gpt2", 3), find_plan(build_model("gpt2", 3))).returns_tuple
+    usage = find_usage(model, find_plan(model))
+    assert usage.blocks_of["transformer.word_embeddings_layernorm.weight"] == {0}
+
+
+class Mapped(nn.Module):
+    def __init__(self, *, calls_twice: bool = False) -> None:
+        super().__init__()
+        self.calls_twice = calls_twice
+        self.embedding = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, input_ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(layer(hidden) if self.calls_twice else hidden)
+        return hidden
+
+
+def test_blocks_that_run_twice_are_refused() -> None:
+    with pytest.raises(ModelError, match="do not run one after the other, each of them once"):
+        _find(Mapped(calls_twice=True))
+
+
+def test_a_model_of_unknown_inputs_is_told_of_the_plan() -> None:
+    class Strange(Mapped):
+        def forward(self, pairs: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(pairs[0])
+
+    with pytest.raises(ModelError, match=r"'before': \['embedding'\], 'after'"):
+        _find(Strange())
+
+
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+def test_tied_names_and_a_layers_parameters_stay_together() -> None:
+    model = build_model("bert-mlm", 4)
+    plan = find_plan(model)
+    layout = _lay_out(4, 4)
+    holdings = find_holdings(model, plan, layout, find_usage(model, plan))
+    assert holdings.processes_of["bert.embeddings.word_embeddings.weight"] == {0, 3}
+    assert holdings.processes_of["cls.predictions.decoder.weight"] == {0, 3}
+    assert holdings.processes_of["bert.encoder.layer.2.output.dense.weight"] == {2}
+    assert holdings.processes_of["bert.embeddings.position_embeddings.weight"] == {0}
+    together = set().union(*(holdings.get_held(process) for process in range(4)))
+    assert together == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_what_leaves_keeps_its_place_and_is_not_a_number() -> None:
+    model: Any = build_model("gpt2", 4)
+    kept = {"transformer.h.1.ln_1.weight", "transformer.h.1.ln_1.bias"}
+    expected = model.transformer.h[1].ln_1.weight.detach().clone()
+    shape = model.transformer.wte.weight.shape
+    apply_cut(model, kept, torch.device("cpu"))
+    assert {name for name, _ in model.named_parameters()} == kept
+    assert torch.equal(model.transformer.h[1].ln_1.weight, expected)
+    assert model.transformer.wte.weight.shape == shape
+    assert model.transformer.wte.weight.isnan().all()
+    assert model.transformer.wte.weight.untyped_storage().nbytes() == 4

@@ -1,0 +1,128 @@
+"""A checkpoint made under DeepSpeed is one like any other: it goes on under any strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rapidformer.engine import RapidformerEngine
+from tests.parity.harness import build_data, build_model
+from tests.processes import run_in_processes
+
+pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
+
+SETTINGS: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 5}
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+STAGE_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        eps=1e-6,
+    )
+
+
+def train(
+    settings: dict[str, Any],
+    updates: int,
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    export: Path | None = None,
+) -> list[float]:
+    """The losses of this process; saved after the fourth update."""
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model = build_model("bert-mlm", dropout=0.1)
+    if load is not None:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 7.0)
+    loader = engine.build_data_loader(build_data("bert-mlm"), shuffle=True)
+    model, *_ = engine.compose(
+        model,
+        make_optimizer(model),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    )
+    if load is not None:
+        engine.load_checkpoint(load)
+    losses = []
+    model.train()
+    while engine.clock.updates < updates:
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            engine.backward(loss, loader.info.labels)
+            losses.append(float(loss) if loader.info.labels else 0.0)
+            if not loader.is_update_end:
+                continue
+            engine.step()
+            if save is not None and engine.clock.updates == 4:
+                engine.save_checkpoint(save)
+            if engine.clock.updates == updates:
+                break
+    if export is not None:
+        engine.export(export)
+    return losses
+
+
+def run_all(folder: Path) -> dict[str, list[float]]:
+    """Every continuation, in one group of processes."""
+    torch.set_num_threads(1)
+    files = {}
+    for name, content in (("2", STAGE_2), ("3", STAGE_3)):
+        files[name] = {"deepspeed": str(folder / f"stage{name}.json")}
+        (folder / f"stage{name}.json").write_text(json.dumps(content))
+    cut, plain = folder / "cut", folder / "plain"
+    return {
+        "stage 2": train(files["2"], 8, save=cut),
+        "again": train(files["2"], 8, load=cut),
+        "to stage 3": train(files["3"], 8, load=cut, export=folder / "exported"),
+        "to ours": train({"zero_3_memory_optimization": True}, 8, load=cut, export=folder / "ours"),
+        "ours": train({}, 8, save=plain),
+        "from ours": train(files["3"], 8, load=plain),
+    }
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    first: dict[str, list[float]] = run_in_processes(run_all, 2, folder)[0]
+    cls = type(build_model("bert-mlm"))
+    theirs, ours = (cls.from_pretrained(folder / name) for name in ("exported", "ours"))
+    pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
+    with torch.no_grad():
+        first["exported"] = [float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in pairs]
+    return first
+
+
+def test_the_same_layout_goes_on_bit_by_bit(losses: dict[str, list[float]]) -> None:
+    assert losses["again"] == losses["stage 2"][-len(losses["again"]) :]
+    assert len(losses["again"]) == len(losses["stage 2"]) // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("to stage 3", "stage 2"), ("to ours", "stage 2"), ("from ours", "ours")],
+)
+def test_another_strategy_goes_on_from_it(
+    name: str, whole: str, losses: dict[str, list[float]]
+) -> None:
+    expected = losses[whole][-len(losses[name]) :]
+    assert losses[name] == pytest.approx(expected, rel=1e-5)
+
+
+def test_both_strategies_train_alike(losses: dict[str, list[float]]) -> None:
+    """Dropout included: each process draws what it draws without DeepSpeed."""
+    assert losses["stage 2"] == pytest.approx(losses["ours"], rel=1e-5)
+
+
+def test_split_weights_are_exported_whole(losses: dict[str, list[float]]) -> None:
+    assert max(losses["exported"]) < 1e-5

@@ -1,0 +1,381 @@
+"""Sequences shared over processes == one process: losses, every gradient, updated weights, ties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import MistralConfig, MistralForCausalLM
+
+from rapidformer.accel.context_attention import get_repeats
+from rapidformer.config import arguments_from_mapping
+from rapidformer.config.validate import find_problems
+from rapidformer.data.batch import BatchInfo
+from rapidformer.dist.context_region import ContextRegion
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
+from rapidformer.training.meter import Meter
+from tests.parity import tensor_harness
+from tests.parity.tensor_harness import (
+    MODELS,
+    SETTINGS,
+    VOCABULARY,
+    CustomAttention,
+    build_model,
+    build_rows,
+    collate,
+    get_gradients,
+    make_adamw,
+    make_sgd,
+    train,
+)
+from tests.parity.test_tensor_parallel import _constant, _generate, check
+from tests.processes import run_in_processes
+
+UPDATES, ROWS = 3, 4
+CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "global_batch_size": ROWS}
+
+
+class OwnBlock(nn.Module):
+    """A user's block, in which tokens meet in torch's attention alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), CustomAttention()
+        self.wide = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> Any:
+        hidden = hidden + self.attention(self.norm(hidden), mask) * scale
+        return hidden + self.wide(hidden)
+
+
+class OwnModel(nn.Module):
+    """A user's model; its blocks are told something of every token besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.layers = nn.ModuleList([OwnBlock() for _ in range(2)])
+
+    def rapidformer_plan(self) -> dict[str, Any]:
+        return {"blocks": "layers", "has_split_attention": True}
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
+        hidden = self.embedding(input_ids)
+        scale = 0.5 + torch.arange(input_ids.shape[1])[None, :, None] / 20
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask[:, None, None, :].bool(), scale)
+        logits = self.head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class MixingModel(OwnModel):
+    """The same with another place where tokens meet, which its plan keeps quiet about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.wide = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+
+
+class AveragingBlock(OwnBlock):
+    """No attention at all."""
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> Any:
+        return self.wide(hidden - hidden.mean(dim=1, keepdim=True))
+
+
+class AveragingModel(OwnModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([AveragingBlock() for _ in range(2)])
+
+
+def _mistral(dropout: float) -> nn.Module:
+    """A window of 5 tokens, over shares that begin inside of it."""
+    return MistralForCausalLM(MistralConfig(**tensor_harness._llama(sliding_window=5)))
+
+
+def _leaky(dropout: float) -> nn.Module:
+    """A Hugging Face model whose feed-forward layers look at the neighbouring token."""
+    model = MODELS["llama"](dropout)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda m, given, output: output + output.roll(1, dims=1))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def more_models_and_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tensor_harness, "UPDATES", UPDATES)
+    monkeypatch.setattr(tensor_harness, "ROWS", ROWS)
+    more = {
+        "own": lambda p: OwnModel(),
+        "mixing": lambda p: MixingModel(),
+        "averaging": lambda p: AveragingModel(),
+        "mistral": _mistral,
+        "leaky": _leaky,
+    }
+    monkeypatch.setattr(tensor_harness, "MODELS", {**MODELS, **more})
+    yield
+
+
+def test_two_processes_that_share_sequences_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd lengths, padding, labels that meet at the cut, tied weights, accumulation."""
+    monkeypatch.setattr(tensor_harness, "UPDATES", 10)
+    lengths = [len(row["input_ids"]) for row in build_rows("llama")]
+    assert any(length % 2 for length in lengths)
+    names = ["bert", "bert-mlm", "gpt2", "llama", "qwen3", "gpt", "mistral", "own"]
+    check(2, names, CONTEXT)
+
+
+def test_shared_sequences_under_data_parallelism() -> None:
+    """Rows are counted once, though two processes have each: AdamW would show it by its size."""
+    check(4, ["qwen3"], {**CONTEXT, "micro_batch_size": 1}, make_adamw)
+
+
+def test_shared_sequences_under_sharding_with_recompute() -> None:
+    settings = {**CONTEXT, "zero_3_memory_optimization": True, "checkpoint_activations": True}
+    check(2, ["llama", "gpt"], settings)
+
+
+def test_more_processes_than_key_value_heads_share_sequences() -> None:
+    """Rows too short for four processes are computed whole by each."""
+    assert min(len(row["input_ids"]) for row in build_rows("llama")) < 8
+    check(4, ["llama"], {**CONTEXT, "context_parallel_size": 4, "micro_batch_size": 1})
+
+
+def test_shared_layers_and_shared_sequences() -> None:
+    settings = {**CONTEXT, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    check(4, ["llama"], settings)
+
+
+def test_key_value_heads_are_repeated_as_little_as_will_do() -> None:
+    assert get_repeats(8, 8, 4) == 1
+    assert get_repeats(8, 4, 4) == 1
+    assert get_repeats(8, 2, 4) == 2
+    assert get_repeats(6, 2, 3) == 3
+    assert get_repeats(12, 1, 2) == 2
+
+
+# ---- what each process works on ------------------------------------------------------------------
+
+
+def _look_inside() -> dict[str, Any]:
+    engine = RapidformerEngine(args={**SETTINGS, **CONTEXT})
+    model: Any = build_model("llama")
+    engine.compose(model, make_sgd(model), _constant)
+    seen: list[int] = []
+    model.model.layers[1].mlp.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
+    ids = torch.arange(1, 15).view(2, 7)
+    output = model.train()(input_ids=ids, labels=ids)
+    kind, own = type(output.logits), output.logits.to_local().shape[1]
+    joined = output.logits.full_tensor().detach().numpy()
+    with torch.no_grad():
+        whole = model.eval()(input_ids=ids, labels=ids)
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    return {
+        "tokens": seen, "kind": kind, "own": own, "joined": joined,
+        "whole": whole.logits.numpy(), "cache": whole.past_key_values,
+        "states": {state.shape[1] for state in states},
+    }  # fmt: skip
+
+
+def test_each_process_has_its_share_of_tokens_and_logits() -> None:
+    first, second = run_in_processes(_look_inside, 2)
+    assert (first["tokens"], second["tokens"]) == ([4, 4, 7], [3, 3, 7])
+    assert (first["own"], second["own"]) == (4, 3)
+    for mine in (first, second):
+        assert mine["kind"] is DTensor
+        assert np.allclose(mine["joined"], mine["whole"], rtol=1e-5, atol=1e-6)
+        assert mine["states"] == {7}  # what every layer gave: asked for, so whole
+        assert mine["cache"] is None  # a cache of shares would mislead
+
+
+def _run_packed(settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model: Any = build_model("llama")
+    apply_packed_attention(model, 16)
+    engine.compose(model, make_sgd(model), _constant)
+    ids = torch.arange(1, 31).view(2, 15)
+    positions = torch.tensor([[*range(5), *range(4), *range(6)], [*range(3), *range(12)]])
+    inputs = get_inputs(model, {"input_ids": ids, "position_ids": positions, "labels": ids})
+    loss = model.train()(**inputs).loss
+    with engine.accumulate(is_last=True):
+        engine.backward(loss)
+    gradients = get_gradients(model)
+    engine.close()
+    return loss.item(), gradients
+
+
+def test_examples_of_a_packed_row_stay_apart() -> None:
+    """One of them lies on both sides of the cut."""
+    loss, gradients = _run_packed({})
+    for mine in run_in_processes(_run_packed, 2, CONTEXT):
+        assert mine[0] == pytest.approx(loss, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert np.allclose(mine[1][name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def _run_twice_before_backward(settings: dict[str, Any]) -> dict[str, np.ndarray]:
+    engine = RapidformerEngine(args={**SETTINGS, **settings, "checkpoint_activations": True})
+    model: Any = build_model("llama")
+    engine.compose(model, make_sgd(model), _constant)
+    model.train()
+    ids = torch.arange(1, 31).view(2, 15)
+    first, second = ids[:, :9], ids
+    loss = model(input_ids=first, labels=first).loss + model(input_ids=second, labels=second).loss
+    with engine.accumulate(is_last=True):
+        engine.backward(loss)
+    gradients = get_gradients(model)
+    engine.close()
+    return gradients
+
+
+def test_recompute_does_not_meet_the_length_of_a_later_forward_pass() -> None:
+    expected = _run_twice_before_backward({})
+    for mine in run_in_processes(_run_twice_before_backward, 2, CONTEXT):
+        for name, gradient in expected.items():
+            assert np.allclose(mine[name], gradient, rtol=1e-4, atol=1e-7), name
+
+
+def test_a_share_of_one_token_is_no_step_of_generation() -> None:
+    """Three tokens on two processes: the second one's would look at those after it, were it one."""
+    region = ContextRegion.__new__(ContextRegion)
+    region.size, region.is_off = 2, False
+    assert [length for length in range(8) if region.can_share(length)] == [4, 5, 6, 7]
+    region.size = 4
+    assert [n for n in range(17) if region.can_share(n)] == [8, 11, 12, 14, 15, 16]
+
+
+def test_processes_that_share_sequences_generate_the_same_text() -> None:
+    names = ["llama", "gpt"]
+    expected = _generate(names, {})
+    for answers in run_in_processes(_generate, 2, names, CONTEXT):
+        for name in names:
+            assert answers[name][1] == expected[name][1], name
+            assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+def _drop_out() -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarray]]:
+    engine = RapidformerEngine(args={**SETTINGS, **CONTEXT, "checkpoint_activations": True})
+    if not engine.is_main:
+        torch.rand(3)  # a script that draws on one process only
+    model: Any = build_model("bert-mlm", dropout=0.3)
+    loader = engine.build_data_loader(build_rows("bert-mlm"), collate, shuffle=False)
+    engine.compose(model, make_sgd(model), _constant)
+    outside: list[np.ndarray] = []
+    inside: list[np.ndarray] = []
+    for module, kept in ((model.bert.embeddings, outside), (model.bert.encoder.layer[0], inside)):
+        module.dropout = module.dropout if module is model.bert.embeddings else None
+        layer = module.dropout or module.output.dropout
+        layer.register_forward_hook(
+            lambda m, x, y, kept=kept: kept.append((y == 0).float().numpy())
+        )
+    train(engine, model, loader)
+    weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    engine.close()
+    return outside, inside, weights
+
+
+def test_dropout_is_the_same_outside_of_the_blocks_and_another_inside() -> None:
+    """Other masks outside would be wrong gradients, unseen by any loss; equal ones inside would
+    drop the same units of neighbouring stretches; the same ones in every step, no noise at all."""
+    (outside, inside, weights), (others_outside, others_inside, others) = run_in_processes(
+        _drop_out, 2
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(outside, others_outside, strict=True))
+    pairs = [(a, b) for a, b in zip(inside, others_inside, strict=True) if a.shape == b.shape]
+    assert pairs
+    assert not any(np.array_equal(a, b) for a, b in pairs)
+    assert len({mask[:1, :1].tobytes() for mask in inside}) > len(inside) / 4
+    assert all(np.array_equal(value, others[name]) for name, value in weights.items())
+
+
+# ---- counting ------------------------------------------------------------------------------------
+
+
+def _count() -> int:
+    engine = RapidformerEngine(args={**SETTINGS, **CONTEXT})
+    meter = Meter(engine.device)
+    meter.add_micro_batch({"loss": (torch.tensor(1.0), 3.0)}, BatchInfo(3, 3, 3, 20, 24))
+    meter.add_update(6.0, None)
+    measured = meter.read(1, tolerates_infinity=False)
+    assert measured.losses == [1.0]
+    return measured.tokens
+
+
+def test_tokens_of_a_shared_sequence_are_counted_once() -> None:
+    assert run_in_processes(_count, 2) == [20, 20]
+
+
+# ---- what cannot work ----------------------------------------------------------------------------
+
+
+def _compose_and_run(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    messages = []
+    for name, settings in cases:
+        try:
+            engine = RapidformerEngine(args={**SETTINGS, **settings, "train_iters": 3})
+            model = build_model(name)
+            engine.compose(model)
+            model(**collate(build_rows(name)[:2]))
+            messages.append("composed")
+        except RapidformerError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
+    three = run_in_processes(
+        _compose_and_run, 3, [("bert", {"context_parallel_size": 3, "global_batch_size": 2})]
+    )[0]
+    assert three[0] == (
+        "--context-parallel-size 3 does not divide the 4 attention heads of "
+        "BertForSequenceClassification: use 1, 2 or 4."
+    )
+    cases = [(name, CONTEXT) for name in ("t5", "custom", "mixing", "averaging", "leaky")]
+    two = run_in_processes(_compose_and_run, 2, cases)[0]
+    for message, reason in zip(
+        two,
+        (
+            "its decoder looks at an encoder's output, which has tokens of its own",
+            "let rapidformer_plan() say 'has_split_attention': True",
+            "a block calls multi_head_attention_forward, in which tokens meet as well",
+            "layers.0 has not called the attention that shares tokens",
+            "LlamaForCausalLM: something besides its attention looks at all tokens",
+        ),
+        strict=True,
+    ):
+        assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            "--context-parallel-size and --pipeline-model-parallel-size exclude each other",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            "--expert-model-parallel-size and --pipeline-model-parallel-size exclude each other",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "--expert-model-parallel-size and --tensor-model-parallel-size exclude each other",
+        ),
+    ],
+)
+def test_ways_of_sharing_that_do_not_go_together(settings: dict[str, Any], reason: str) -> None:
+    args = arguments_from_mapping(settings).replace("test", world_size=4)
+    assert any(reason in problem for problem in find_problems(args))

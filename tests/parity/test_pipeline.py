@@ -1,0 +1,424 @@
+"""A model cut into stages == one process: losses, every gradient, updated weights, ties.
+
+The whole matrix runs by ``python tests/parity/matrix.py``; here stands what each row of it guards.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ModelError, RapidformerError
+from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
+from tests.parity.harness import build_data
+from tests.parity.pipeline_harness import (
+    PIPELINE,
+    build_model,
+    constant,
+    join,
+    make_forward,
+    run_one,
+    run_staged,
+    train,
+)
+from tests.parity.tensor_harness import (
+    SETTINGS,
+    Trace,
+    collate,
+    compare,
+    get_weights,
+    make_sgd,
+)
+from tests.parity.tensor_harness import build_model as build_other_model
+from tests.processes import run_in_processes
+
+TOLERANCE = {"loss": 1e-6, "norm": 1e-6, "gradient": 5e-6, "weight": 5e-6}
+TENSOR = "tensor_model_parallel_size"
+
+Case = tuple[str, int, dict[str, Any]]
+
+
+def check(world_size: int, cases: list[Case], epochs: int = 1) -> list[Trace]:
+    """Compare what all processes hold together with one process; returns it for each case."""
+    traces = run_in_processes(run_staged, world_size, cases, epochs)
+    joined = []
+    for number, (name, layers, settings) in enumerate(cases):
+        reference = run_one(name, layers, epochs)
+        mine = join([each[number] for each in traces], is_bit_equal=TENSOR not in settings)
+        worst = compare(mine, reference)
+        too_far = {k: v for k, v in worst.items() if v[0] > TOLERANCE[k]}
+        assert not too_far, (name, settings, too_far)
+        assert mine.weights.keys() == reference.weights.keys()
+        assert mine.ties == reference.ties, name
+        joined.append(mine)
+    return joined
+
+
+def _stage(schedule: str, size: int = 2, **more: Any) -> dict[str, Any]:
+    return {PIPELINE: size, "pipeline_schedule": schedule, **more}
+
+
+def test_two_processes_that_share_the_stack_equal_one() -> None:
+    """Ten updates and more; rows of any length, tied embeddings on both ends, every schedule.
+
+    Some micro-batches have no label at all, and an update of each epoch is a smaller one.
+    """
+    cases = [
+        ("llama", 4, _stage("1f1b")),
+        ("qwen3", 4, _stage("interleaved")),
+        ("gpt2", 4, _stage("zero-bubble", micro_batch_size=1)),
+        ("bert-mlm", 3, _stage("1f1b")),
+        ("bert", 4, _stage("gpipe")),
+        ("gpt", 4, _stage("zero-bubble")),
+        ("shared-bias", 8, {PIPELINE: 2, "num_layers_per_virtual_pipeline_stage": 2}),
+    ]
+    joined = check(2, cases, epochs=2)
+    assert len(joined[0].losses) >= 10
+    whole = run_one("llama", 4, 1).parameter_bytes
+    assert joined[0].parameter_bytes < 0.55 * whole
+
+
+def test_four_processes_that_share_the_stack() -> None:
+    """Ends that hold a tied weight are no neighbours, and pass its gradient past the others."""
+    check(4, [("qwen3", 4, _stage("1f1b", 4)), ("bert-mlm", 8, _stage("zero-bubble", 4))])
+
+
+def test_stages_whose_layers_are_shared_too() -> None:
+    """With recompute, and with split tokens, whose shares differ between micro-batches."""
+    cases = [
+        ("qwen3", 4, _stage("zero-bubble", **{TENSOR: 2})),
+        ("gpt2", 4, _stage("1f1b", checkpoint_activations=True, micro_batch_size=1, **{TENSOR: 2})),
+        ("gpt", 4, _stage("interleaved", sequence_parallel=True, **{TENSOR: 2})),
+    ]
+    check(4, cases)
+
+
+def test_stages_under_data_parallelism_and_sharding() -> None:
+    """Zero-bubble assigns gradients, which no hook sees: they must be summed all the same."""
+    cases = [
+        ("qwen3", 4, _stage("zero-bubble")),
+        ("gpt2", 4, _stage("interleaved", zero_1_memory_optimization=True)),
+        ("bert-mlm", 4, _stage("1f1b", zero_2_memory_optimization=True)),
+        ("qwen3", 4, _stage("zero-bubble", zero_3_memory_optimization=True)),
+        (
+            "llama",
+            4,
+            _stage("1f1b", fsdp_memory_optimization=True, checkpoint_activations=True),
+        ),
+    ]
+    joined = check(4, cases)
+    assert joined[-1].parameter_bytes < 0.28 * run_one("llama", 4, 1).parameter_bytes
+
+
+# ---- precision -----------------------------------------------------------------------------------
+
+
+def _train_in(
+    kinds: list[tuple[str, float]], settings: dict[str, Any]
+) -> list[tuple[list[float], list[float], int]]:
+    found = []
+    for precision, scale in kinds:
+        given = {"mixed_precision": precision, "initial_loss_scale": scale}
+        engine = RapidformerEngine(args={**SETTINGS, **settings, **given})
+        model = build_model("bert-mlm", 4)
+        rows = build_data("bert-mlm")[:16]
+        loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+        engine.compose(model, make_sgd(model), constant)
+        trace = train(engine, model, loader, 1)
+        found.append((trace.losses, trace.norms, engine.clock.skipped))
+    engine.close()
+    return found
+
+
+def test_sixteen_bits_pass_between_stages() -> None:
+    """The first update is as in one process; an overflow of fp16 is agreed on by all stages."""
+    kinds = [("bf16", 1.0), ("fp16", 1024.0), ("fp16", 2.0**40)]
+    expected = _train_in(kinds, {})
+    first, second = run_in_processes(_train_in, 2, kinds, {PIPELINE: 2})
+    np.testing.assert_equal(first, second)
+    for mine, one in zip(first, expected, strict=True):
+        assert mine[0][0] == pytest.approx(one[0][0], rel=1e-5)
+        assert mine[2] == one[2]
+        if not one[2]:
+            assert np.allclose(mine[1], one[1], rtol=2e-2)
+    assert [result[2] for result in first] == [0, 0, 2]
+
+
+# ---- checkpoints and exports ---------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pipeline 2": (2, _stage("interleaved")),
+    "pipeline 2, tensor 2": (4, _stage("1f1b", **{TENSOR: 2})),
+    "pipeline 2, fsdp 2": (4, _stage("zero-bubble", fsdp_memory_optimization=True)),
+}
+
+
+def _continue_run(
+    settings: dict[str, Any], load: str | None, save: str
+) -> tuple[dict[str, np.ndarray], Trace]:
+    more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
+    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
+    model = build_model("gpt2", 4)
+    rows = build_data("gpt2")[:16]
+    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    engine.compose(model)
+    if load is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # nothing may be right by luck
+        engine.load_checkpoint(load)
+    loaded = get_weights(model)
+    trace = train(engine, model, loader, 1)
+    engine.save_checkpoint(save)
+    engine.export(f"{save}/model")
+    engine.close()
+    return loaded, trace
+
+
+def _run_layout(layout: str, *args: Any) -> tuple[dict[str, np.ndarray], Trace]:
+    world_size, settings = LAYOUTS[layout]
+    if world_size == 1:
+        return _continue_run(settings, *args)
+    results = run_in_processes(_continue_run, world_size, settings, *args)
+    loaded: dict[str, np.ndarray] = {}
+    for weights, _ in results:
+        loaded |= weights
+    return loaded, join([trace for _, trace in results], is_bit_equal=TENSOR not in settings)
+
+
+def test_any_layout_of_stages_goes_on_from_any_other(tmp_path: Path) -> None:
+    """Weights come back bit for bit, moments too (the losses go on alike), exports whole."""
+    from transformers import GPT2LMHeadModel
+
+    route = ["pipeline 2, tensor 2", "one", "pipeline 2, fsdp 2", "pipeline 2", "one"]
+    load, before = None, None
+    for number, layout in enumerate(route):
+        save = str(tmp_path / str(number))
+        loaded, trace = _run_layout(layout, load, save)
+        if layout != "one":
+            reference = _run_layout("one", load, str(tmp_path / f"{number}-one"))[1]
+            assert compare(trace, reference)["loss"][0] < 1e-6
+            assert compare(trace, reference)["weight"][0] < 1e-5
+        if before is not None:
+            assert loaded.keys() == before.keys()
+            for key, value in before.items():
+                assert np.array_equal(loaded[key], value), (layout, key)
+        exported = get_weights(GPT2LMHeadModel.from_pretrained(f"{save}/model"))
+        assert exported.keys() == trace.weights.keys()
+        for key, value in trace.weights.items():
+            assert np.array_equal(exported[key], value), (layout, key)
+        load, before = save, trace.weights
+
+
+# ---- outside of a schedule -----------------------------------------------------------------------
+
+
+def _call(settings: dict[str, Any]) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for name in ("gpt2", "qwen3", "bert"):
+        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        model: Any = build_model(name, 4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
+        engine.compose(model)
+        model.eval()
+        ids = torch.tensor([[5, 6, 7], [9, 10, 11]])
+        labels = torch.tensor([0, 1]) if name == "bert" else ids
+        with torch.no_grad():
+            output = model(input_ids=ids, labels=labels)
+        answers[name] = [type(output).__name__, float(output.loss), output.logits.numpy().copy()]
+        if name != "bert":
+            options = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
+            answers[name] += [model.generate(ids, **options).tolist()]
+            torch.manual_seed(3)
+            answers[name] += [model.generate(ids, do_sample=True, **options).tolist()]
+    engine.close()
+    return answers
+
+
+def test_a_call_without_gradients_gives_every_process_the_output() -> None:
+    expected = _call({})
+    layouts = [(2, _stage("zero-bubble")), (4, _stage("1f1b", zero_3_memory_optimization=True))]
+    for world_size, settings in layouts:
+        for answers in run_in_processes(_call, world_size, settings):
+            for name, (kind, loss, logits, *texts) in expected.items():
+                assert answers[name][0] == kind
+                assert answers[name][1] == pytest.approx(loss, rel=1e-5)
+                assert np.allclose(answers[name][2], logits, atol=1e-4), name
+                assert answers[name][3:] == texts, name
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+def _train_with_dropout() -> tuple[list[float], bool]:
+    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    model = build_model("gpt2", 4, dropout=0.3)
+    rows = build_data("gpt2")[:8]
+    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.0), constant)
+    torch.rand(engine.topology.get_rank("pipeline") + 1)  # a script that draws unequally
+    losses: list[float] = []
+    masks: list[torch.Tensor] = []
+    own = engine.parallelized.pipeline.local_plan.get_blocks(model)[0]
+    own.mlp.dropout.register_forward_hook(lambda module, given, out: masks.append(out == 0))
+    for _ in range(2):
+        for update in engine.iterate_updates(loader):
+            losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]
+            engine.step()
+    drawn = [bool((a.shape != b.shape) or (a != b).any()) for a, b in pairwise(masks)]
+    first = torch.rand(1)
+    everyone = [torch.zeros(1) for _ in range(2)]
+    torch.distributed.all_gather(everyone, first)
+    engine.close()
+    return losses, all(drawn) and bool(everyone[0] == everyone[1])
+
+
+def test_stages_draw_anew_in_every_update_and_agree_afterwards() -> None:
+    (losses, is_fine), (others, is_fine_too) = run_in_processes(_train_with_dropout, 2)
+    assert losses == others
+    assert losses[:4] != losses[4:]
+    assert is_fine and is_fine_too
+
+
+# ---- what cannot work ----------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """A model whose last part looks back at an early block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        outputs = []
+        for layer in self.layers:
+            hidden = layer(hidden)
+            outputs.append(hidden)
+        return hidden + outputs[0]
+
+
+def _build_refused(name: str) -> nn.Module:
+    if name == "skipping":
+        return Skipping()
+    if name == "moe":
+        return GPTForCausalLM(
+            GPTConfig(
+                num_layers=4, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
+                vocab_size=68, num_experts=4, moe_layer_freq=2,
+            )
+        )  # fmt: skip
+    if name == "albert":
+        from transformers import AlbertConfig, AlbertForMaskedLM
+
+        return AlbertForMaskedLM(
+            AlbertConfig(
+                vocab_size=64, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
+                intermediate_size=16, embedding_size=8,
+            )
+        )  # fmt: skip
+    return build_other_model(name) if name == "t5" else build_model(name, 4)
+
+
+def _refuse(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    messages = []
+    for name, settings in cases:
+        try:
+            given = {**SETTINGS, "lr": 0.1, "train_iters": 3, PIPELINE: 2, **settings}
+            engine = RapidformerEngine(args=given)
+            engine.compose(_build_refused(name))
+            messages.append("composed")
+        except RapidformerError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
+    expected = [
+        ("t5", {}, "has an encoder and a decoder, not one stack"),
+        ("albert", {}, "the layers of AlbertForMaskedLM are one and the same"),
+        ("skipping", {}, "its output is made from several blocks, not from the last alone"),
+        ("moe", {}, "adds a loss of its own in every mixture of experts"),
+        ("gpt2", {"num_layers_per_virtual_pipeline_stage": 3}, "of the 4 blocks of GPT2LMHeadMo"),
+        (
+            "gpt2",
+            {"pipeline_schedule": "zero-bubble", "num_layers_per_virtual_pipeline_stage": 1},
+            "zero-bubble has two stages on each process by itself",
+        ),
+        (
+            "gpt2",
+            {"pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1},
+            "use --pipeline-schedule interleaved",
+        ),
+        (
+            "gpt2",
+            {"pipeline_schedule": "zero-bubble", "compile": True},
+            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved",
+        ),
+        ("gpt2", {"pipeline_schedule": "zero-bubble"}, "composed"),
+    ]
+    messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]
+    for message, (name, _, reason) in zip(messages, expected, strict=True):
+        assert reason in message, (name, message)
+
+
+def _misuse() -> list[str]:
+    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    model: Any = build_model("gpt2", 4)
+    loader = engine.build_data_loader(
+        build_data("gpt2")[:8], collate, shuffle=False, is_training=True
+    )
+    engine.compose(model, make_sgd(model), constant)
+    model.train()
+    batch = collate(build_data("gpt2")[:2])
+    update = next(iter(engine.iterate_updates(loader)))
+
+    calls = [
+        lambda: model(**batch),
+        lambda: engine.backward(torch.zeros(())),
+        lambda: model.transformer(batch["input_ids"]),
+        lambda: engine.run_update(lambda batch: torch.zeros(()), update),
+        lambda: model(**batch, output_hidden_states=True),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(RapidformerError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_loop_that_cannot_be_pipelined_is_told_what_to_do() -> None:
+    for messages in run_in_processes(_misuse, 2):
+        assert "for update in engine.iterate_updates(loader):" in messages[0]
+        assert "use engine.run_update(), Finetuner or PreTrainer" in messages[1]
+        assert "call the whole model" in messages[2]
+        assert "returned without calling the model" in messages[3]
+        assert "output_hidden_states=True collects something from every block" in messages[4]
+
+
+def test_a_plan_may_say_what_stands_around_the_blocks() -> None:
+    from rapidformer.accel.pipeline.discovery import find_usage
+    from rapidformer.models.plan import find_plan
+
+    class Planned(Skipping):
+        def rapidformer_plan(self) -> dict[str, Any]:
+            return {"blocks": "layers", "before": "embedding", "after": []}
+
+    usage = find_usage(Planned(), find_plan(Planned()))
+    assert usage.blocks_of == {"embedding.weight": {0}}
+    with pytest.raises(ModelError, match="does not have: norm"):
+        Planned.rapidformer_plan = lambda self: {"blocks": "layers", "after": "norm"}  # type: ignore[method-assign]
+        find_plan(Planned())
