@@ -66,9 +66,7 @@ def main() -> None:
         found = []
         for recompute in (False, True):
             settings = {"context_parallel_size": size, "checkpoint_activations": recompute}
-            results = run_in_processes(
-                measure, size, options.length, options.vocabulary, settings
-            )
+            results = run_in_processes(measure, size, options.length, options.vocabulary, settings)
             found.append(max(results))
         first = first or found
         cells = [
