@@ -50,6 +50,17 @@ LAYOUTS |= {
     "EP2xDP2 ZeRO-3": (4, {EXPERT: 2, **ZERO_3}),
     "EP2 CP2": (2, {EXPERT: 2, CONTEXT: 2}),
 }
+COPIES = {"hybrid_sharding_size": 2, "micro_batch_size": 1}
+for _stage_number in (1, 2, 3):
+    _zero = {f"zero_{_stage_number}_memory_optimization": True}
+    LAYOUTS[f"ZeRO-{_stage_number} copies 2x2"] = (4, {**_zero, **COPIES})
+    LAYOUTS[f"ZeRO-{_stage_number} offload"] = (2, {**_zero, "cpu_offload": True})
+LAYOUTS |= {
+    "ZeRO-3 copies 2x2xTP2": (8, {**ZERO_3, **COPIES, TENSOR: 2}),
+    "ZeRO-3 2xTP2 offload": (4, {**ZERO_3, TENSOR: 2, "cpu_offload": True}),
+    "CP2 ZeRO-3 copies 2x2": (4, {**ZERO_3, CONTEXT: 2, "hybrid_sharding_size": 2}),
+    "EP2xDP2 ZeRO-3 offload": (4, {EXPERT: 2, **ZERO_3, "cpu_offload": True}),
+}
 WITH_EXPERTS = ("gpt-moe", "mixtral")
 LIMIT = 1e-5
 EPOCHS = 4

@@ -295,7 +295,7 @@ def build_model(name: str, dropout: float = 0.0) -> nn.Module:
 
 def build_rows(name: str) -> list[dict[str, Any]]:
     if name != "vit":
-        return (build_data(name) * 2)[: UPDATES * ROWS]
+        return build_data(name)[: UPDATES * ROWS]
     random = np.random.default_rng(3)
     return [
         {

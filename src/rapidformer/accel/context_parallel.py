@@ -36,7 +36,8 @@ from rapidformer.accel.context_attention import (
 from rapidformer.accel.context_draws import OwnDraws
 from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
 from rapidformer.accel.context_proof import prove_context
-from rapidformer.accel.tensor_parallel import has_dropout, list_choices
+from rapidformer.accel.dropout import has_dropout
+from rapidformer.accel.tensor_parallel import list_choices
 from rapidformer.accel.tensor_styles import extend_module, replace_first
 from rapidformer.accel.vocabulary_loss import has_labels
 from rapidformer.dist.context_region import TOKENS, ContextRegion

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.sharding import get_sharding_options
 from rapidformer.accel.tensor_parallel import distribute, list_choices
 from rapidformer.accel.tensor_styles import Split, Style, extend_class
 from rapidformer.dist.row_exchange import plan_route
@@ -70,10 +71,12 @@ def _get_generating_class(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
 
 
-def shard_experts(experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int) -> None:
+def shard_experts(
+    experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int, *, offloads: bool = False
+) -> None:
     """Split what each process holds of the experts over those that hold the same (ZeRO)."""
     for module in experts:
-        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+        fully_shard(module, **get_sharding_options(mesh, stage, offloads=offloads))
 
 
 class ExpertGradients:

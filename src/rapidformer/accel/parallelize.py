@@ -147,7 +147,7 @@ def parallelize(
     mesh = _find_sharding_mesh(args, topology, device)
     if mesh is not None and args.zero_stage:
         if same_experts is not None:
-            shard_experts(experts, same_experts, args.zero_stage)
+            shard_experts(experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
         # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
         is_late = pipeline is not None and args.pipeline_schedule == "zero-bubble"
         synchronizer = apply_sharding(

@@ -56,11 +56,7 @@ def apply_sharding(
 
     With ``offloads`` the shares stay in the host's memory and visit the device for their block.
     """
-    policy = OffloadPolicy()
-    if offloads:
-        # Pinned memory needs an accelerator; asking for it without one is an error.
-        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    options: Any = {"mesh": mesh, "reshard_after_forward": stage == 3, "offload_policy": policy}
+    options = get_sharding_options(mesh, stage, offloads=offloads)
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         block = model.get_submodule(name)
@@ -76,6 +72,15 @@ def apply_sharding(
     if hasattr(model, "generate"):
         model.__class__ = _get_generating_class(type(model), is_synced=stage == 3)
     return ShardedGradients(model, stage)
+
+
+def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
+    """What ``fully_shard`` is told, for every module of a model."""
+    policy = OffloadPolicy()
+    if offloads:
+        # Pinned memory needs an accelerator; asking for it without one is an error.
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    return {"mesh": mesh, "reshard_after_forward": stage == 3, "offload_policy": policy}
 
 
 def _get_generating_class(cls: Any, *, is_synced: bool) -> Any:

@@ -77,7 +77,7 @@ def _derive_switches(args: TrainingArguments) -> TrainingArguments:
         args = args.replace("derived: --bf16", mixed_precision="bf16")
     if args.onnx_runtime_training and not args.compile:
         args = args.replace("derived: --onnx-runtime-training", compile=True)
-    if args.cpu_offload and not args.zero_stage:
+    if args.cpu_offload and not args.zero_stage and args.deepspeed is None:
         # Weights that live elsewhere must come block by block, as ZeRO-3's do.
         args = args.replace("derived: --cpu-offload", zero_3_memory_optimization=True)
     if args.recompute_granularity is not None and not args.checkpoint_activations:

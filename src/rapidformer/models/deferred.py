@@ -48,8 +48,12 @@ def splits_weights(args: Any) -> bool:
     """Whether the settings leave each process a part of the weights only."""
     if args.world_size == 1 or args.deepspeed is not None:
         return False
-    is_shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size > 1
-    return bool(args.zero_stage) or is_shared
+    shares = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+    )
+    return bool(args.zero_stage) or max(shares) > 1
 
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:

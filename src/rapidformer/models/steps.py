@@ -54,7 +54,7 @@ class Blank:
 
 @dataclass(kw_only=True, eq=False)
 class Step:
-    """An operation with the arguments it had; tensors that were recorded are told by their place."""
+    """An operation with the arguments it had; recorded tensors are told by their place."""
 
     function: Any
     args: Any
