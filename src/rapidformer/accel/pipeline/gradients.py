@@ -44,9 +44,9 @@ class SharedGradients:
             return
         parameters = dict(model.named_parameters())
         for holders in sorted(self._names, key=sorted):
-            for name in self._names[holders]:
-                if parameters[name].requires_grad:
-                    _sum_gradient(parameters[name], self._groups[holders])
+            trained = [parameters[n] for n in self._names[holders] if parameters[n].requires_grad]
+            if trained:
+                _sum_gradients(trained, self._groups[holders])
 
     def measure(
         self,
@@ -87,12 +87,21 @@ def _get_axis(mesh: DeviceMesh) -> int:
     return mesh.mesh_dim_names.index("pipeline")
 
 
-def _sum_gradient(parameter: nn.Parameter, group: Group) -> None:
-    gradient = parameter.grad
-    local = torch.zeros_like(get_local(parameter)) if gradient is None else get_local(gradient)
-    # The number of those who have one comes along: where nobody does, there is none afterwards.
-    has_one = local.new_full((1,), float(gradient is not None))
-    flat = torch.cat([local.reshape(-1), has_one])
-    dist.all_reduce(flat, group=group)
-    if gradient is not None or float(flat[-1]) > 0:
-        parameter.grad = shape_like(flat[:-1], parameter)
+def _sum_gradients(parameters: list[nn.Parameter], group: Group) -> None:
+    """Sum in place; a holder that has no gradient takes part with zeros."""
+    users = torch.ones(len(parameters), device=get_local(parameters[0]).device)
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            users[index] = 0
+    dist.all_reduce(users, group=group)
+    for index, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        local = torch.zeros_like(get_local(parameter)) if gradient is None else get_local(gradient)
+        part = local.contiguous()
+        dist.all_reduce(part, group=group)
+        if gradient is not None:
+            if part is not local:
+                local.copy_(part)
+        # Only a process that lacks it has to ask (and wait) whether another one had it.
+        elif float(users[index]) > 0:
+            parameter.grad = shape_like(part.reshape(-1), parameter)

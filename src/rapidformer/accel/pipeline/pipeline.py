@@ -222,13 +222,13 @@ class Pipeline:
         nothing = (torch.zeros(()), 0.0)
         pairs = [(result.loss, result.weight)]
         pairs += [result.parts.get(name, nothing) for name in self._names]
-        return torch.stack(
-            [
-                torch.as_tensor(number, dtype=torch.float64, device=self._device).reshape(())
-                for pair in pairs
-                for number in pair
-            ]
-        )
+        return torch.stack([self._to_double(number) for pair in pairs for number in pair])
+
+    def _to_double(self, number: float | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.to(self._device, torch.float64).reshape(())
+        # Not as_tensor: a copy from the host would wait for the device.
+        return torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _unpack(self, row: Tensor) -> MicroBatchResult:
         assert self._names is not None
