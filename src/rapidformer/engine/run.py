@@ -1,0 +1,234 @@
+"""A run before it has a model: settings, processes, their places, data.
+
+What a reader would get wrong: the first loader that is built is the training data's, and the engine
+looks at *its* counters to know when an update ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.checkpoint.restart import continue_after_restart
+from rapidformer.config import (
+    TrainingArguments,
+    arguments_from_mapping,
+    parse_arguments,
+    resolve,
+)
+from rapidformer.config.batches import get_batch_schedule
+from rapidformer.config.dialects import WITHOUT_EFFECT
+from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.config.validate import find_idle_settings
+from rapidformer.context import set_context
+from rapidformer.data.adopt import adopt_loader
+from rapidformer.data.collate import PadCollator
+from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.run_tokenizer import load_tokenizer
+from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
+from rapidformer.dist.heartbeat import beat
+from rapidformer.dist.processes import start_processes
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.topology import build_topology
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import configure_logging, warn_once
+from rapidformer.optim.observer import get_observer
+from rapidformer.optim.update import UpdateClock
+from rapidformer.timers import Timers
+
+Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
+
+
+class Run:
+    """Settings, processes, device and loaders of a run."""
+
+    def __init__(
+        self,
+        extra_args_provider: ExtraArgumentsProvider | None = None,
+        *,
+        args: Arguments = None,
+    ) -> None:
+        given = get_observer().change_settings(_read_arguments(args, extra_args_provider))
+        configure_logging(given.log_level)
+        processes = start_processes(
+            device=given.device, timeout_minutes=given.distributed_timeout_minutes
+        )
+        given = continue_after_restart(given)
+        self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
+        self.device = processes.device
+        self.topology = build_topology(
+            self.device.type,
+            pipeline=self.args.pipeline_model_parallel_size,
+            data=self.args.data_parallel_size,
+            context=self.args.context_parallel_size,
+            tensor=self.args.tensor_model_parallel_size,
+            expert=self.args.expert_model_parallel_size,
+            sharding=self.args.hybrid_sharding_size,
+        )
+        self.is_main = processes.is_main
+        self.timers = Timers()
+        self.precision = choose_precision(self.args.mixed_precision, self.device)
+        self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
+        self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1)
+        self.batches = get_batch_schedule(self.args)
+        self._current_loader: DistributedLoader | None = None
+        self._train_loader: DistributedLoader | None = None
+        set_context(
+            args=self.args, timers=self.timers, build_tokenizer=lambda: load_tokenizer(self.args)
+        )
+        _warn_about_settings_without_effect(self.args)
+        seed_everything(self.args.seed, deterministic=self.args.deterministic)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the run; None in a run of one process."""
+        return self.topology.mesh
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def build_data_loader(
+        self,
+        dataset: Any,
+        collate_fn: Collate | None = None,
+        *,
+        shuffle: bool | None = None,
+        batch_size: int | None = None,
+        is_training: bool | None = None,
+        counts_ahead: bool = False,
+    ) -> DistributedLoader:
+        """A loader for this process's share of the data, with batches on the device.
+
+        The first one built is the training data's, unless ``is_training`` says otherwise.
+        ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
+        ``counts_ahead`` makes ``loader.update_info`` known from an update's first micro-batch on.
+        """
+        if is_training is None:
+            is_training = self._train_loader is None
+        if shuffle is None:
+            shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
+        workers = self.args.num_workers
+        loader = DistributedLoader(
+            dataset,
+            collate=collate_fn or PadCollator(),
+            micro_batch_size=batch_size or self.args.micro_batch_size or 1,
+            num_replicas=self.args.data_parallel_size,
+            replica=self.topology.get_rank("data"),
+            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            shuffle=shuffle,
+            seed=self.args.seed,
+            drop_last=is_training and not self.args.keep_last,
+            num_workers=workers if workers is not None else 2 * (self.device.type == "cuda"),
+            device=self.device,
+            get_batch_size=(
+                self.batches.get_size if is_training and not self.batches.is_constant else None
+            ),
+            counts_ahead=counts_ahead,
+        )
+        return self._watch(loader, is_training=is_training)
+
+    def adopt_loader(self, loader: Any, *, is_training: bool) -> DistributedLoader:
+        """The user's DataLoader, spread over the processes."""
+        if isinstance(loader, DistributedLoader):
+            return loader
+        if not isinstance(loader, DataLoader):
+            raise RapidformerError(
+                f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
+                "use engine.build_data_loader(dataset, collate_fn)."
+            )
+        if is_training and loader.batch_size is not None:
+            self._adopt_batch_size(loader.batch_size)
+        adopted = adopt_loader(
+            loader,
+            num_replicas=self.args.data_parallel_size,
+            replica=self.topology.get_rank("data"),
+            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            seed=self.args.seed,
+            device=self.device,
+        )
+        return self._watch(adopted, is_training=is_training)
+
+    def _adopt_batch_size(self, batch_size: int) -> None:
+        """Accumulate to ``--global-batch-size`` in micro-batches of the user's own size."""
+        total = self.args.global_batch_size
+        if not self.args.is_given("global_batch_size") or total is None:
+            return
+        share = batch_size * self.args.data_parallel_size
+        if total % share:
+            raise ConfigurationError(
+                f"--global-batch-size {total} is not a multiple of the DataLoader's batch_size "
+                f"{batch_size} x {self.args.data_parallel_size} data-parallel processes = {share}."
+            )
+        self.clock.rounds_per_update = total // share
+
+    def get_train_iters(self) -> int | None:
+        """Updates of the whole run, from the flags and the training data's length."""
+        args, loader = self.args, self._train_loader
+        if args.train_iters is not None:
+            return args.train_iters
+        if args.train_samples is not None:
+            return self.batches.count_updates(args.train_samples)
+        if args.epochs is not None and loader is not None and not loader.is_stream:
+            return args.epochs * loader.updates_per_epoch
+        return None
+
+    def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
+        loader.on_batch = self._note_loader
+        if is_training:
+            self._train_loader = loader
+        return loader
+
+    def _note_loader(self, loader: DistributedLoader) -> None:
+        self._current_loader = loader
+        is_training = loader is self._train_loader
+        beat("forward" if is_training else "evaluate", self.clock.updates + is_training)
+
+    # ---- between processes ---------------------------------------------------------------------
+
+    def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
+        """Every process's rows, each example once: fillers of the last batch are left out."""
+        rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        if self._current_loader is not None and self._current_loader.ends_with_filler(len(rows)):
+            rows = rows[:-1]
+        return gather_rows(rows, pad_value)
+
+    def gather_objects(self, values: list[Any]) -> list[Any]:
+        """Every process's list, joined in rank order."""
+        return [value for part in gather_objects(values) for value in part]
+
+    def wait_for_all(self) -> None:
+        """Return when every process has come here."""
+        wait_for_all()
+
+
+def _read_arguments(
+    args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
+) -> TrainingArguments:
+    if isinstance(args, TrainingArguments):
+        return args
+    if isinstance(args, Mapping):
+        return arguments_from_mapping(args)
+    return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
+
+
+def _build_scaler(args: TrainingArguments) -> LossScaler:
+    return LossScaler(
+        fixed=args.loss_scale,
+        initial=args.initial_loss_scale,
+        minimum=args.min_loss_scale,
+        window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+    )
+
+
+def _warn_about_settings_without_effect(args: TrainingArguments) -> None:
+    for name in args.extras:
+        if name in WITHOUT_EFFECT:
+            warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
+    for message in find_idle_settings(args):
+        warn_once(message)
