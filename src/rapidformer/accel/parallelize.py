@@ -10,6 +10,7 @@ gates stand outside of that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,16 +119,8 @@ def parallelize(
         share_weights(model, deferred)
     tensor_mesh = topology.get_submesh("tensor")
     if tensor_mesh is not None:
-        tensor_plan = apply_tensor_parallel(model, plan, tensor_mesh)
-        switches.append(
-            f"tensor parallel over {tensor_mesh.size()} processes (by {tensor_plan.source})"
-        )
-        if args.sequence_parallel:
-            stacks = pipeline.stacks if pipeline else ()
-            apply_sequence_parallel(model, plan, tensor_plan, tensor_mesh, stacks)
-            switches.append("sequence parallel between the layers of each block")
-        if apply_vocabulary_loss(model, plan, tensor_mesh):
-            switches.append("loss over the split vocabulary")
+        stacks = pipeline.stacks if pipeline else ()
+        switches += _share_layers(model, plan, args, tensor_mesh, stacks)
     if args.checkpoint_activations:
         switches.append(_recompute(model, plan, args, len(whole_plan.blocks)))
     if args.compile:
@@ -138,32 +131,23 @@ def parallelize(
         apply_context_parallel(model, plan, context_mesh)
         switches.append(f"context parallel: sequences over {context_mesh.size()} processes")
     experts: list[nn.Module] = []
-    expert_mesh, same_experts = (topology.get_expert_mesh(a) for a in ("expert", "expert_data"))
+    expert_mesh = topology.get_expert_mesh("expert")
     if expert_mesh is not None:
         is_sharded = bool(args.zero_stage)
         experts = apply_expert_parallel(model, plan, expert_mesh, is_sharded=is_sharded)
         switches.append(f"expert parallel: mixtures over {expert_mesh.size()} processes")
-    synchronizer: GradientSynchronizer = _Alone()
     mesh = _find_sharding_mesh(args, topology, device)
+    same_experts = topology.get_expert_mesh("expert_data")
+    synchronizer: GradientSynchronizer = _Alone()
     if mesh is not None and args.zero_stage:
-        if same_experts is not None:
-            shard_experts(experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
-        # Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end.
-        is_late = pipeline is not None and args.pipeline_schedule == "zero-bubble"
-        synchronizer = apply_sharding(
-            model, plan, mesh, 1 if is_late else args.zero_stage, offloads=args.cpu_offload
-        )
-        how = ", but weights and gradients are whole during an update" if is_late else ""
-        switches.append(_describe_sharding(args, mesh) + how)
+        synchronizer = _split_state(model, plan, args, mesh, experts, same_experts)
+        switches.append(_describe_sharding(args, mesh))
     if deferred is not None:
         make_weights(model, plan, deferred, torch.device("cpu") if args.cpu_offload else device)
     if mesh is not None and not args.zero_stage:
+        # Only now: hooks stand on parameters that stay.
+        synchronizer = _sum_gradients(model, mesh, experts, same_experts)
         what = "data parallel" if topology.context == 1 else "gradients summed"
-        if same_experts is not None:
-            synchronizer = ExpertGradients(model, experts, mesh, same_experts)
-            what += f" (of experts over {same_experts.size()})"
-        else:
-            synchronizer = apply_data_parallel(model, mesh.get_group())
         switches.append(f"{what} over {mesh.size()} processes")
     apply_mixed_precision(model, precision, device)
     if pipeline is not None:
@@ -175,6 +159,54 @@ def parallelize(
         switches=switches,
         pipeline=pipeline,
     )
+
+
+def _share_layers(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    mesh: DeviceMesh,
+    stacks: Sequence[tuple[str, ...]],
+) -> list[str]:
+    """Tensor parallelism and what only it makes possible; returns what was switched on."""
+    tensor_plan = apply_tensor_parallel(model, plan, mesh)
+    switches = [f"tensor parallel over {mesh.size()} processes (by {tensor_plan.source})"]
+    if args.sequence_parallel:
+        apply_sequence_parallel(model, plan, tensor_plan, mesh, stacks)
+        switches.append("sequence parallel between the layers of each block")
+    if apply_vocabulary_loss(model, plan, mesh):
+        switches.append("loss over the split vocabulary")
+    return switches
+
+
+def _split_state(
+    model: nn.Module,
+    plan: ModelPlan,
+    args: TrainingArguments,
+    mesh: DeviceMesh,
+    experts: list[nn.Module],
+    same_experts: DeviceMesh | None,
+) -> GradientSynchronizer:
+    if same_experts is not None:
+        shard_experts(experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
+    stage = 1 if _is_reduced_late(args) else args.zero_stage
+    return apply_sharding(model, plan, mesh, stage, offloads=args.cpu_offload)
+
+
+def _is_reduced_late(args: TrainingArguments) -> bool:
+    """Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end."""
+    return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
+
+
+def _sum_gradients(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    experts: list[nn.Module],
+    same_experts: DeviceMesh | None,
+) -> GradientSynchronizer:
+    if same_experts is not None:
+        return ExpertGradients(model, experts, mesh, same_experts)
+    return apply_data_parallel(model, mesh.get_group())
 
 
 def _find_sharding_mesh(
@@ -201,6 +233,8 @@ def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
     text = f"ZeRO-{args.zero_stage} over {count} process{'es' * (count > 1)}"
     if mesh.ndim > 1:
         text += f", {mesh.size(0)} copies"
+    if _is_reduced_late(args):
+        text += ", but weights and gradients are whole during an update"
     return text + (", kept in the host's memory" if args.cpu_offload else "")
 
 
