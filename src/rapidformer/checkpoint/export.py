@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.stages import gather_stages
 from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.topology import get_topology
+from rapidformer.dist.whole import join_whole
 from rapidformer.models.location import quiet_transformers
 
 
@@ -37,8 +38,7 @@ def export_model(
     if weights is None and get_topology().pipeline > 1:
         weights, ties = gather_stages(model)
     elif weights is None:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = dict(get_model_state_dict(model, options=options))
+        weights = _gather_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)
@@ -48,6 +48,18 @@ def export_model(
         publish(folder, with_manifest=False)
     wait_for_all()
     return folder
+
+
+def _gather_weights(model: nn.Module) -> dict[str, Any]:
+    """All weights, whole, in the first process's memory; the others only lend theirs."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    weights: dict[str, Any] = {}
+    parts: dict[str, Any] = get_model_state_dict(model)
+    for name, tensor in parts.items():
+        whole = join_whole(tensor)
+        if is_first:
+            weights[name] = whole.cpu()
+    return weights
 
 
 def _write_model(

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from rapidformer.dist.topology import get_topology
+from rapidformer.dist.whole import join_whole
 from rapidformer.models.plan import find_plan
 
 _Kinds = list[tuple[str, torch.Size, torch.dtype]]
@@ -60,7 +60,7 @@ def _send(
 ) -> None:
     for name, weight in own.items():
         # All who share the tensor must join it, whoever needs it.
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole = join_whole(weight)
         if is_speaker and is_first:
             weights[name] = whole.detach().cpu()
         elif is_speaker:

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from rapidformer.dist.whole import find_strided_axis
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class _Piece:
 
 def split_strided(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor by its pieces, which share its memory; any other tensor as it is."""
-    axis = _find_strided_axis(tensor)
+    axis = find_strided_axis(tensor)
     if axis is None:
         return tensor
     assert isinstance(tensor, DTensor)
@@ -47,22 +48,6 @@ def split_strided(tensor: torch.Tensor) -> torch.Tensor:
         offsets[dim] = part * width + mesh.get_local_rank(axis) * data.shape[dim]
         pieces.append(_Piece(torch.Size(offsets), data))
     return PiecewiseTensor(tensor.shape, pieces)
-
-
-def _find_strided_axis(tensor: torch.Tensor) -> int | None:
-    """The axis along which the pieces are apart.
-
-    FSDP uses the same mark where it splits a dimension that is already split: not apart.
-    """
-    if not isinstance(tensor, DTensor):
-        return None
-    for axis, placement in enumerate(tensor.placements):
-        later = tensor.placements[axis + 1 :]
-        if isinstance(placement, _StridedShard) and not any(
-            getattr(other, "dim", None) == placement.dim for other in later
-        ):
-            return axis
-    return None
 
 
 class PiecewiseTensor(torch.Tensor):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rapidformer.dist.collectives import is_alone
+from rapidformer.dist.whole import join_whole
 from rapidformer.optim.observer import RunObserver
 from rapidformer.verification.trace import AXES, Tensors, Trace
 
@@ -178,7 +179,5 @@ def _collect(tensors: dict[str, torch.Tensor]) -> Tensors:
 
 
 def _get_whole(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     # A copy: what is whole on every process shares its memory with the parameter.
-    return whole.float().cpu().numpy().copy()
+    return join_whole(tensor).float().cpu().numpy().copy()

@@ -1,0 +1,66 @@
+"""A split tensor, joined again.
+
+``full_tensor`` does it for most. What a reader would get wrong: a fused weight (query, key and value
+side by side) of which a process holds a piece of each part is not one stretch, and torch 2.11 does
+not join such a tensor at all; here its parts are joined as what they are, matrices of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def join_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every process; all that hold a part of it must come here."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    split: Any = tensor
+    device_type = split.device_mesh.device_type
+    if split.device.type != device_type:  # it lives in the host's memory: groups may not reach it
+        split = split.to(device_type)
+    axis = find_strided_axis(split)
+    return split.full_tensor() if axis is None else _join_parts(split, axis)  # type: ignore[no-any-return]
+
+
+def _join_parts(tensor: DTensor, axis: int) -> torch.Tensor:
+    placement: Any = tensor.placements[axis]
+    dim, parts = placement.dim, placement.split_factor
+    placements: list[Any] = [
+        Shard(p.dim + (p.dim > dim)) if isinstance(p, Shard) else p for p in tensor.placements
+    ]
+    placements[axis] = Shard(dim + 1)
+    shape = _unflatten(tensor.shape, dim, parts)
+    by_parts = DTensor.from_local(
+        tensor.to_local().unflatten(dim, (parts, -1)).contiguous(),
+        tensor.device_mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return by_parts.full_tensor().flatten(dim, dim + 1)
+
+
+def find_strided_axis(tensor: torch.Tensor) -> int | None:
+    """The axis along which a process's pieces are apart; None where it has one.
+
+    FSDP uses the same mark where it splits a dimension that is already split: not apart.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    for axis, placement in enumerate(tensor.placements):
+        later = tensor.placements[axis + 1 :]
+        if isinstance(placement, _StridedShard) and not any(
+            getattr(other, "dim", None) == placement.dim for other in later
+        ):
+            return axis
+    return None
+
+
+def _unflatten(shape: torch.Size, dim: int, parts: int) -> torch.Size:
+    return torch.Size((*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]))
