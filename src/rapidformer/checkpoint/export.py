@@ -23,6 +23,7 @@ from rapidformer.models.location import quiet_transformers
 
 def export_model(model: nn.Module, folder: Path, *, processor: Any = None) -> Path:
     """Save weights, configuration and tokenizer; every process must call this."""
+    weights: dict[str, Any]
     ties: list[tuple[str, ...]] = []
     if get_topology().pipeline > 1:
         weights, ties = gather_stages(model)
