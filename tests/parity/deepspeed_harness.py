@@ -20,7 +20,6 @@ SETTINGS: dict[str, Any] = {
     "seed": 5,
     "clip_grad": 0.5,
 }
-EPOCHS = 2
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +34,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def run_cases(folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Trace]:
+def run_cases(
+    folder: Path, cases: dict[str, tuple[str, dict[str, Any]]], epochs: int
+) -> dict[str, Trace]:
     """Each case's trace; called in every process."""
     torch.set_num_threads(1)
     traces = {}
@@ -43,11 +44,11 @@ def run_cases(folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dic
         path = folder / f"{name.replace(' ', '-')}.json"
         path.write_text(json.dumps(content), encoding="utf-8")
         engine = RapidformerEngine(args={**SETTINGS, "deepspeed": str(path)})
-        traces[name] = run_case(engine, model_name)
+        traces[name] = run_case(engine, model_name, epochs)
     return traces
 
 
-def run_case(engine: RapidformerEngine, model_name: str) -> Trace:
+def run_case(engine: RapidformerEngine, model_name: str, epochs: int) -> Trace:
     model = build_model(model_name)
     loader = engine.build_data_loader(build_data(model_name), shuffle=True)
     model, *_ = engine.compose(
@@ -59,7 +60,7 @@ def run_case(engine: RapidformerEngine, model_name: str) -> Trace:
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     model.train()
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         loss_sum = torch.zeros(1)
         for batch in loader:
             loss = model(**batch)["loss"]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.parity.deepspeed_harness import EPOCHS, SETTINGS, make_optimizer, run_cases
+from tests.parity.deepspeed_harness import SETTINGS, make_optimizer, run_cases
 from tests.parity.harness import get_difference, get_order, run_reference
 from tests.processes import run_in_processes
 
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 LIMIT = 1e-5
+EPOCHS = 2
 
 
 def main(names: list[str]) -> int:
@@ -59,7 +60,9 @@ def main(names: list[str]) -> int:
             case = {layout: (name, content)}
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    trace = run_in_processes(run_cases, world_size, Path(folder), case)[0][layout]
+                    trace = run_in_processes(run_cases, world_size, Path(folder), case, EPOCHS)[0][
+                        layout
+                    ]
             except AssertionError as error:
                 reasons[f"{name}, {layout}"] = str(error).strip().splitlines()[-1]
                 cells.append("-")
