@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.parity.deepspeed_harness import SETTINGS, make_optimizer, run_cases
-from tests.parity.harness import get_difference, get_order, run_reference
+from tests.parity.deepspeed_harness import get_difference, run_bare, run_cases
 from tests.processes import run_in_processes
 
 MODELS = ("bert", "bert-mlm", "gpt2", "t5", "llama", "custom")
@@ -50,11 +49,8 @@ def main(names: list[str]) -> int:
     print("|---" * (len(LAYOUTS) + 1) + "|")
     reasons: dict[str, str] = {}
     is_exact = True
-    order = get_order(SETTINGS, EPOCHS)
     for name in names:
-        reference = run_reference(
-            name, order=order, make_optimizer=make_optimizer, clip=SETTINGS["clip_grad"]
-        )
+        reference = run_bare(name, EPOCHS)
         cells = []
         for layout, (world_size, content) in LAYOUTS.items():
             case = {layout: (name, content)}
