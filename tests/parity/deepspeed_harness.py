@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from rapidformer.data.collate import PadCollator
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
-from tests.parity.harness import Trace, build_data, build_model
+from tests.parity.harness import build_data, build_model, get_order
 
 SETTINGS: dict[str, Any] = {
     "micro_batch_size": 2,
@@ -20,7 +23,15 @@ SETTINGS: dict[str, Any] = {
     "seed": 5,
     "clip_grad": 0.5,
 }
-EPOCHS = 2
+
+
+@dataclass
+class Trace:
+    """What a run leaves behind: losses, the first update's gradients, the last weights."""
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +46,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def run_cases(folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Trace]:
+def run_cases(
+    folder: Path, cases: dict[str, tuple[str, dict[str, Any]]], epochs: int
+) -> dict[str, Trace]:
     """Each case's trace; called in every process."""
     torch.set_num_threads(1)
     traces = {}
@@ -43,11 +56,11 @@ def run_cases(folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dic
         path = folder / f"{name.replace(' ', '-')}.json"
         path.write_text(json.dumps(content), encoding="utf-8")
         engine = RapidformerEngine(args={**SETTINGS, "deepspeed": str(path)})
-        traces[name] = run_case(engine, model_name)
+        traces[name] = run_case(engine, model_name, epochs)
     return traces
 
 
-def run_case(engine: RapidformerEngine, model_name: str) -> Trace:
+def run_case(engine: RapidformerEngine, model_name: str, epochs: int) -> Trace:
     model = build_model(model_name)
     loader = engine.build_data_loader(build_data(model_name), shuffle=True)
     model, *_ = engine.compose(
@@ -59,7 +72,7 @@ def run_case(engine: RapidformerEngine, model_name: str) -> Trace:
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     model.train()
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         loss_sum = torch.zeros(1)
         for batch in loader:
             loss = model(**batch)["loss"]
@@ -103,3 +116,41 @@ def get_weights(engine: RapidformerEngine) -> dict[str, Any]:
     else:
         weights = dict(strategy.model.named_parameters())
     return {name: weight.detach().numpy().copy() for name, weight in weights.items()}
+
+
+def run_bare(model_name: str, epochs: int) -> Trace:
+    """One process, each global batch in one piece, nothing of the library."""
+    model, rows = build_model(model_name), build_data(model_name)
+    optimizer, collate = make_optimizer(model), PadCollator()
+    losses: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
+    model.train()
+    for indices in get_order(SETTINGS, epochs):
+        loss = model(**collate([rows[i] for i in indices]))["loss"]
+        loss.backward()
+        gradients = gradients or {
+            n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None
+        }
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip_grad"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    return Trace(losses, gradients, weights)
+
+
+def get_difference(mine: Trace, bare: Trace) -> dict[str, float]:
+    """The worst relative differences; a gradient that is zero in theory counts against the norm."""
+    norm = np.sqrt(sum(float((g**2).sum()) for g in bare.gradients.values()))
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(mine.losses, bare.losses, strict=True)),
+        "gradient": _get_worst(mine.gradients, bare.gradients, floor=1e-6 * norm),
+        "weight": _get_worst(mine.weights, bare.weights, floor=1e-3),
+    }
+
+
+def _get_worst(mine: dict[str, np.ndarray], bare: dict[str, np.ndarray], *, floor: float) -> float:
+    return max(
+        float(np.linalg.norm(mine[name] - value)) / max(float(np.linalg.norm(value)), floor)
+        for name, value in bare.items()
+    )

@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.parity.deepspeed_harness import EPOCHS, SETTINGS, make_optimizer, run_cases
-from tests.parity.harness import get_difference, get_order, run_reference
+from tests.parity.deepspeed_harness import get_difference, run_bare, run_cases
 from tests.processes import run_in_processes
 
 MODELS = ("bert", "bert-mlm", "gpt2", "t5", "llama", "custom")
@@ -41,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 LIMIT = 1e-5
+EPOCHS = 2
 
 
 def main(names: list[str]) -> int:
@@ -49,17 +49,16 @@ def main(names: list[str]) -> int:
     print("|---" * (len(LAYOUTS) + 1) + "|")
     reasons: dict[str, str] = {}
     is_exact = True
-    order = get_order(SETTINGS, EPOCHS)
     for name in names:
-        reference = run_reference(
-            name, order=order, make_optimizer=make_optimizer, clip=SETTINGS["clip_grad"]
-        )
+        reference = run_bare(name, EPOCHS)
         cells = []
         for layout, (world_size, content) in LAYOUTS.items():
             case = {layout: (name, content)}
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    trace = run_in_processes(run_cases, world_size, Path(folder), case)[0][layout]
+                    trace = run_in_processes(run_cases, world_size, Path(folder), case, EPOCHS)[0][
+                        layout
+                    ]
             except AssertionError as error:
                 reasons[f"{name}, {layout}"] = str(error).strip().splitlines()[-1]
                 cells.append("-")

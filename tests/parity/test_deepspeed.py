@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import Trace, get_difference, get_order, run_reference
 from tests.processes import run_in_processes
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
 
-from tests.parity.deepspeed_harness import EPOCHS, SETTINGS, make_optimizer, run_cases
+from tests.parity.deepspeed_harness import Trace, get_difference, run_bare, run_cases
 
 CPU = {"device": "cpu"}
 # Every stage, and every family of models once.
@@ -40,18 +39,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     folder: Path = tmp_path_factory.mktemp("deepspeed")
-    first: dict[str, Trace] = run_in_processes(run_cases, 2, folder, CASES)[0]
+    first: dict[str, Trace] = run_in_processes(run_cases, 2, folder, CASES, 1)[0]
     return first
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_gives_the_result_of_one_process(case: str, traces: dict[str, Trace]) -> None:
-    reference = run_reference(
-        CASES[case][0],
-        order=get_order(SETTINGS, EPOCHS),
-        make_optimizer=make_optimizer,
-        clip=SETTINGS["clip_grad"],
-    )
+    reference = run_bare(CASES[case][0], 1)
     difference = get_difference(traces[case], reference)
     assert set(traces[case].gradients) == set(reference.gradients)
     assert max(difference.values()) < 1e-5, difference
