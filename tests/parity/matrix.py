@@ -84,7 +84,7 @@ def main(names: list[str]) -> int:
             if name == "gpt-moe":
                 # A mixture's loss is a mean over the micro-batch: the same ones must be added up.
                 settings = {**settings, "micro_batch_size": 1}
-                expected = run_micro_batches(name, make_sgd)
+                expected = run_micro_batches(name, make_sgd, EPOCHS)
             try:
                 traces = run_in_processes(run_split, world_size, [name], settings, make_sgd, EPOCHS)
             except AssertionError as error:

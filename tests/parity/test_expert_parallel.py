@@ -54,14 +54,14 @@ def more_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def run_micro_batches(name: str, make_optimizer: Any) -> Trace:
+def run_micro_batches(name: str, make_optimizer: Any, epochs: int = 1) -> Trace:
     """A bare loop of torch over single rows, without the library."""
     model, rows = build_model(name), build_rows(name)
     optimizer = make_optimizer(model)
     trace = start_bare_trace(model)
     trace.facts["parameter_bytes"] = count_bytes(model)
     model.train()
-    for update in _cut(rows):
+    for update in _cut(rows) * epochs:
         loss_sum, count = torch.zeros(()), 0
         for row in update:
             batch = collate([row])
