@@ -32,7 +32,7 @@ types: install
 	$(BIN)/mypy
 
 tests: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -40,6 +40,8 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/parallel_overhead.py
+	$(BIN)/python benchmarks/memory_per_rank.py
 	$(BIN)/python benchmarks/preprocess_rate.py
 	$(BIN)/python benchmarks/index_maps.py
 	$(BIN)/python benchmarks/loader_rate.py
