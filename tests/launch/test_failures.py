@@ -14,6 +14,12 @@ def make(rank: int, **values: Any) -> Failure:
     return Failure(rank=rank, **(base | values))
 
 
+def test_what_failed_by_itself_has_not_been_ended() -> None:
+    """It was about to leave when the launcher ended it with the others."""
+    assert make(1, status=-15, message="the loss is nan").exit_code == 1
+    assert make(1, status=-15).exit_code == 143
+
+
 LOST = "Traceback\nRuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:35"
 
 

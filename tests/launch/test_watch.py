@@ -134,8 +134,9 @@ def test_beats_are_read_as_they_were_written(beating: Path) -> None:
 def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each phase of an update, in its order, with the number of the update in progress."""
     from rapidformer import RapidformerEngine
-    from rapidformer import engine as engine_module
     from rapidformer.data import loader as loader_module
+    from rapidformer.engine import engine as engine_module
+    from rapidformer.engine import run as run_module
     from tests.launch.training import LineTrainer
 
     seen: list[tuple[str, int]] = []
@@ -145,7 +146,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append((phase, heartbeat._own.step))
 
     original = heartbeat.beat
-    for module in (heartbeat, engine_module, loader_module):
+    for module in (heartbeat, engine_module, run_module, loader_module):
         monkeypatch.setattr(module, "beat", note)
     settings = {"micro_batch_size": 4, "train_iters": 2, "lr": 0.1, "save": str(beating / "run")}
     settings |= {"device": "cpu", "log_level": "error", "optimizer": "sgd", "save_interval": 2}

@@ -76,7 +76,9 @@ def test_a_model_without_a_plan_is_told_what_to_write() -> None:
 def test_styles_and_keys_that_are_not_known_are_named() -> None:
     with pytest.raises(ModelError, match=r"columns \(layers.0\)"):
         plan_of(Own({"tensor": {"layers.0": "columns"}}))
-    with pytest.raises(ModelError, match=r"unknown keys: tensors\. Known are blocks, divided"):
+    with pytest.raises(
+        ModelError, match=r"unknown keys: tensors\. Known are after, before, blocks, divided"
+    ):
         plan_of(Own({"tensors": {}}))
 
 

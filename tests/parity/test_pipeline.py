@@ -493,6 +493,6 @@ def test_a_plan_may_say_what_stands_around_the_blocks() -> None:
 
     usage = find_usage(Planned(), find_plan(Planned()))
     assert usage.blocks_of == {"embedding.weight": {0}}
-    with pytest.raises(ModelError, match="does not have: norm"):
+    with pytest.raises(ModelError, match="nothing in Planned has the name norm"):
         Planned.rapidformer_plan = lambda self: {"blocks": "layers", "after": "norm"}  # type: ignore[method-assign]
         find_plan(Planned())

@@ -79,7 +79,6 @@ BARE_BESIDE: dict[str, str] = {
 
 # Accepted so that existing scripts run, said once to have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
-    "data_parallel": "processes that other axes leave are data parallel",
     "DDP_impl": "gradients are always reduced by torch.distributed",
     "no_contiguous_buffers_in_local_ddp": "gradients are always reduced by torch.distributed",
     "distributed_backend": "NCCL is used on GPUs and gloo on CPUs",

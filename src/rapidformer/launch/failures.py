@@ -55,6 +55,8 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
+        if self.message is not None and self.status == -signal.SIGTERM:
+            return 1  # it had failed by itself when the launcher ended it with the others
         return self.status if self.status > 0 else 128 - self.status
 
     @property

@@ -116,7 +116,8 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
 def _read_plan(model: nn.Module, plan: GivenPlan, author: str, other: ModelPlan) -> ModelPlan:
     """The plan that somebody wrote; what it leaves out is taken from the other one."""
     if isinstance(plan, ModelPlan):
-        given = {name: getattr(plan, name) for name in _KEYS if getattr(plan, name)}
+        fields = (*_KEYS, "pipeline_problem")
+        given = {name: getattr(plan, name) for name in fields if getattr(plan, name)}
     else:
         given = _check_mapping(model, plan, author)
     if "blocks" in given:
