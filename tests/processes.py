@@ -19,7 +19,7 @@ _TIMEOUT = 120
 def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """``function(*args)`` in every process; results in rank order. One failure fails the call."""
     context = multiprocessing.get_context("fork")
-    port = _find_free_port()
+    port = find_free_port()
     pipes, workers = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
@@ -67,7 +67,8 @@ def _work(
         os._exit(0)
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
+    """One that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

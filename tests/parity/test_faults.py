@@ -119,7 +119,7 @@ def run_alike(model: str) -> Any:
 def run_with_faults() -> dict[str, Any]:
     traces = {}
     for fault, (put_in, model, settings) in FAULTS.items():
-        # The engine's own check of the first update would end the run: here the comparison must see.
+        # The engine's own check of the first update would end the run: the comparison is asked.
         with put_in(), mock.patch.object(engine, "check_whole_gradients", lambda *given: None):
             traces[fault] = run_next(model, settings).to_recorded()
     return traces
