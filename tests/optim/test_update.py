@@ -11,7 +11,7 @@ from torch import nn
 from rapidformer.accel.precision import LossScaler
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
-from rapidformer.optim.update import UpdateClock
+from rapidformer.optim.update import UpdateClock, get_norm
 
 from .rig import Rig
 
@@ -348,3 +348,12 @@ def test_optimizer_with_state_is_refused_only_where_parameters_were_replaced() -
     model.weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(RapidformerError, match=r"Compose first.*\n.*engine.compose"):
         repoint_optimizer(optimizer, model, names)
+
+
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    """torch's own, on a CPU, adds millions of squares up in fp32 and loses a part."""
+    gradient = torch.randn(4000, 1000, generator=torch.Generator().manual_seed(1))
+    small = torch.ones(3)
+    expected = (gradient.double().square().sum() + 3.0).sqrt()
+    assert abs(float(get_norm([gradient, small])) / float(expected) - 1) < 1e-7
+    assert float(get_norm([small])) == float(torch.nn.utils.get_total_norm([small]))
