@@ -115,8 +115,8 @@ def test_engine_loop_under_torchs_own_launchers(
     """``torchrun`` and the older launcher, which adds ``--local-rank`` to the command line."""
     done = subprocess.run(
         [sys.executable, "-m", launcher, "--nproc_per_node", "2",
-         "--master_port", str(find_free_port()), str(EXAMPLES / "engine_loop.py"), *map(str, _common(small_model, small_data, 2)),
-         "--local_rank=0"],
+         "--master_port", str(find_free_port()), str(EXAMPLES / "engine_loop.py"),
+         *map(str, _common(small_model, small_data, 2)), "--local_rank=0"],
         capture_output=True, text=True, timeout=200, check=False, env={**os.environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
