@@ -103,7 +103,7 @@ def _build_custom(layers: int) -> nn.Module:
     model.layers = nn.ModuleList([block() for _ in range(layers)])
     for layer in model.layers:
         for linear in (layer.attention.query, layer.attention.key):
-            nn.init.normal_(linear.weight, std=0.5)  # or their gradients are mostly round-off
+            nn.init.normal_(linear.weight, std=0.2)  # or their gradients are mostly round-off
     return model
 
 

@@ -442,6 +442,11 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
             "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved",
         ),
         ("gpt2", {"pipeline_schedule": "zero-bubble"}, "composed"),
+        (
+            "shared-bias",
+            {"pipeline_schedule": "zero-bubble"},
+            "of SharedBias is handed to several blocks",
+        ),
     ]
     messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]
     for message, (name, _, reason) in zip(messages, expected, strict=True):

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from rapidformer.accel.pipeline.cut import Holdings, apply_cut, find_holdings
-from rapidformer.accel.pipeline.discovery import find_usage
+from rapidformer.accel.pipeline.discovery import Usage, find_usage
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
 from rapidformer.accel.pipeline.gradients import SharedGradients
 from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
@@ -293,6 +293,9 @@ def build_pipeline(
         layers_per_stage=args.num_layers_per_virtual_pipeline_stage,
         model=type(model).__name__,
     )
+    problem = _find_schedule_problem(model, layout, usage)
+    if problem:
+        raise ConfigurationError(problem)
     holdings = find_holdings(model, plan, layout, usage)
     context = StageContext(
         dtype=_choose_dtype(model, is_mixed=is_mixed), returns_tuple=usage.returns_tuple
@@ -312,6 +315,22 @@ def build_pipeline(
     # Kept: the blocks can no longer be found by their parameters.
     model.__dict__["rapidformer_known_plan"] = pipeline.local_plan
     return pipeline
+
+
+def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> str:
+    """Zero-bubble takes a stage's gradients apart into those of inputs and those of weights.
+
+    torch loses, or counts wrongly, what comes to a weight from several blocks of a stage.
+    """
+    ends = {0, layout.stages[-1].end - 1}
+    shared = [name for name, blocks in usage.blocks_of.items() if blocks - ends]
+    if layout.schedule != "zero-bubble" or not shared:
+        return ""
+    return (
+        f"--pipeline-schedule zero-bubble: {shared[0]} of {type(model).__name__} is handed to "
+        "several blocks, and this order of work cannot tell what each adds to its gradient: use "
+        "--pipeline-schedule 1f1b or interleaved."
+    )
 
 
 def _find_problems(model: Any, plan: ModelPlan) -> list[str]:
