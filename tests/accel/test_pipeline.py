@@ -14,7 +14,14 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 from rapidformer.accel.pipeline.cut import apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import find_usage
@@ -139,6 +146,21 @@ def test_a_model_of_unknown_inputs_is_told_of_the_plan() -> None:
 
     with pytest.raises(ModelError, match=r"'before': \['embedding'\], 'after'"):
         _find(Strange())
+
+
+def test_a_model_of_multiple_choices_is_tried_with_as_many_rows() -> None:
+    model = BertForMultipleChoice(
+        BertConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=32)
+    )
+    assert find_usage(model, find_plan(model)).blocks_of["classifier.weight"] == {2}
+
+
+def test_a_model_that_refuses_the_trial_run_gives_its_own_reason() -> None:
+    model = GPT2ForSequenceClassification(
+        GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+    )
+    with pytest.raises(ModelError, match=r"if no padding token is defined\. Give it"):
+        find_usage(model, find_plan(model))
 
 
 # ---- what stays ----------------------------------------------------------------------------------

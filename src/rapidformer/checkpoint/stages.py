@@ -28,7 +28,9 @@ def gather_stages(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, 
     topology = get_topology()
     own: dict[str, Any] = get_model_state_dict(model)
     group = topology.get_group("pipeline")
-    assert group is not None
+    assert group is not None and topology.mesh is not None
+    # Weights in the host's memory travel as those on the device: both ends must use one network.
+    device = torch.device(topology.mesh.device_type)
     weights: dict[str, Tensor] = {}
     ties: list[tuple[str, ...]] = []
     # One process of each stage speaks for those that share it.
@@ -40,9 +42,8 @@ def gather_stages(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, 
             dist.broadcast_object_list(box, group=group, group_src=stage)
             ties += [tie for tie in box[0][1] if tie not in ties]
         if dist.get_rank(group) == stage:
-            _send(own, weights, group, is_speaker=is_speaker, is_first=stage == 0)
+            _send(own, weights, group, device, is_speaker=is_speaker, is_first=stage == 0)
         elif dist.get_rank() == 0:
-            device = next(iter(own.values())).device
             for name, shape, dtype in box[0][0]:
                 received = torch.empty(shape, dtype=dtype, device=device)
                 dist.recv(received, group=group, group_src=stage)
@@ -54,6 +55,7 @@ def _send(
     own: dict[str, Any],
     weights: dict[str, Tensor],
     group: dist.ProcessGroup,
+    device: torch.device,
     *,
     is_speaker: bool,
     is_first: bool,
@@ -64,4 +66,4 @@ def _send(
         if is_speaker and is_first:
             weights[name] = whole.detach().cpu()
         elif is_speaker:
-            dist.send(whole.detach().contiguous(), group=group, group_dst=0)
+            dist.send(whole.detach().to(device).contiguous(), group=group, group_dst=0)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -255,7 +256,8 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
     model_part: dict[str, Any] = {
         name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
     }
-    set_model_state_dict(state.model, model_part)
+    # Names were compared above. Batch norms of other stages look for counters and add their own.
+    set_model_state_dict(state.model, model_part, options=StateDictOptions(strict=False))
     if not with_optimizer:
         return
     with state.bypass():

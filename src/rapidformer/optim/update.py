@@ -146,7 +146,8 @@ class UpdateClock:
             self.keeper.set_clip(max_norm, self.grad_norm)
         elif max_norm > 0 and self._gradients:
             coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(self._gradients, coefficient)
+            # Of a pipeline's offloaded gradients the norm is known on the device.
+            torch._foreach_mul_(self._gradients, coefficient.to(self._gradients[0].device))
         return self.grad_norm
 
     def use_gradients(

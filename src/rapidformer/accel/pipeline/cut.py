@@ -56,6 +56,7 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
 
     All processes get the first one's weights on the way, as in any run of several.
     """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
@@ -67,15 +68,46 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
                 _take_first_weights(parameter, device, is_held=full_name in held)
             if full_name not in held:
                 _replace(module, name, parameter, device)
+    _cut_buffers(model, names, held, device)
     return model
 
 
+def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
+    """Give every process the first one's buffers; only the owner of a layer speaks for its own.
+
+    They stay everywhere, since masks are needed where no weight is. But what a layer counts in them
+    (running means) is true only where its weights are, so no other process may save it.
+    """
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if id(buffer) not in done:
+                done[id(buffer)] = buffer, _broadcast(buffer.to(device))
+            module._buffers[name] = done[id(buffer)][1]
+            if not _is_here(prefix, names, held):
+                module._non_persistent_buffers_set.add(name)
+
+
+def _is_here(module: str, names: Set[str], held: Set[str]) -> bool:
+    """Whether this process holds parameters of a module; of what surrounds one without any."""
+    inside = {name for name in names if not module or name.startswith(f"{module}.")}
+    if module and not inside:
+        return _is_here(module.rpartition(".")[0], names, held)
+    return not inside or not inside.isdisjoint(held)
+
+
 def _take_first_weights(parameter: nn.Parameter, device: torch.device, *, is_held: bool) -> None:
-    weights = parameter.data.to(device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(weights, src=0)
+    weights = _broadcast(parameter.data.to(device))
     if is_held:
         parameter.data = weights
+
+
+def _broadcast(values: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(values, src=0)
+    return values
 
 
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:

@@ -24,7 +24,9 @@ from rapidformer.accel.tensor_styles import replace_first
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 
-_ROWS, _TOKENS = 2, 4
+# As many rows as tokens: a model of multiple choices takes the second size for the choices, and
+# puts its rows together by that number.
+_ROWS, _TOKENS = 4, 4
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,8 @@ class _Recorder:
     def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = get_first(args, kwargs)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            if self.hidden:
+                raise _WrongFormError
             raise ModelError(f"block {index} is not given a hidden state as its first argument")
         if self.hidden and hidden.shape != self.hidden[0].shape:
             raise _WrongFormError
@@ -64,7 +68,10 @@ class _Recorder:
 
 
 class _WrongFormError(Exception):
-    """The model expects tuples of its blocks, and was given tensors."""
+    """The model expects tuples of its blocks and was given tensors, or the other way round."""
+
+    def __str__(self) -> str:
+        return "its blocks are not each given the output of the one before"
 
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
@@ -78,7 +85,9 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
         try:
             return _run_hollow(model, plan, outside, inputs, returns_tuple=returns_tuple)
         except Exception as reason:  # whatever the model's own code may raise
-            if problem is None or not isinstance(problem, ModelError):
+            # The other form's complaint is no reason; a model's own error is, and ours above all.
+            is_better = isinstance(reason, ModelError) and not isinstance(problem, ModelError)
+            if problem is None or isinstance(problem, _WrongFormError) or is_better:
                 problem = reason
     raise ModelError(_explain(model, problem)) from problem
 
@@ -260,6 +269,7 @@ def _build_inputs(model: nn.Module) -> dict[str, Any]:
 
 def _explain(model: nn.Module, problem: Exception | None) -> str:
     why = str(problem).strip().splitlines()[0] if problem and str(problem) else repr(problem)
+    why = why.rstrip(".")
     return (
         f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages: {why}. "
         "Give it a method rapidformer_plan() that returns {'blocks': 'name.of.list', 'before': "

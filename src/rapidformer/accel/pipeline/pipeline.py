@@ -165,10 +165,14 @@ class Pipeline:
     def _probe(self, stage: Stage, number: int) -> torch.Size:
         """The shape of a stage's input: what the model would have given its first block."""
         self._seed_all(number, 0)
+        # What stands before the blocks counts its running means where its weights are: once.
+        before = [b.clone() for b in self.model.buffers()] if stage.is_first else []
         with torch.no_grad(), self._context.at(stage, is_probing=True):
             try:
                 self._compute(number)
             except StageEnd as end:
+                for buffer, value in zip(self.model.buffers(), before, strict=False):
+                    buffer.copy_(value)
                 return end.hidden.shape
         raise _no_call()
 

@@ -34,7 +34,8 @@ def apply_staged_calls(model: nn.Module, context: StageContext, relay: Relay) ->
 
 def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
     accepted = inspect.signature(cls.forward).parameters
-    has_cache = "use_cache" in accepted
+    # An adapter's model hands what it does not know to the one inside.
+    is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +47,7 @@ def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_collecting(self, kwargs)
+        has_cache = "use_cache" in accepted or (is_open and _has_cache(self))
         if has_cache and kwargs.get("use_cache") is None and len(args) < 2:
             # A stage would fill a cache of its own blocks only.
             kwargs["use_cache"] = False
@@ -69,7 +71,7 @@ def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
 
     members = {"forward": forward, "__call__": call, "__module__": cls.__module__}
     if hasattr(cls, "generate"):
-        members["generate"] = _build_generate(cls)
+        members["generate"] = _build_generate(cls, context, relay)
     return type(cls.__name__, (cls,), members)
 
 
@@ -88,6 +90,10 @@ def _call_stage(
     return output
 
 
+def _has_cache(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+
 def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
     config = getattr(model, "config", None)
     for name in _COLLECTED:
@@ -98,10 +104,19 @@ def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _build_generate(cls: Any) -> Callable[..., Any]:
+def _build_generate(cls: Any, context: StageContext, relay: Relay) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Without a cache, which would hold the blocks of one process only.
         kwargs["use_cache"] = False
-        return cls.generate(self, *args, **kwargs)
+        if not hasattr(self, "get_base_model"):
+            return cls.generate(self, *args, **kwargs)
+        # An adapter's model lets the one inside generate: for so long, that one is called.
+        inner = self.get_base_model()
+        inner_class = type(inner)
+        apply_staged_calls(inner, context, relay)
+        try:
+            return cls.generate(self, *args, **kwargs)
+        finally:
+            inner.__class__ = inner_class
 
     return generate

@@ -1,0 +1,113 @@
+"""What a model in stages has beside its weights: buffers that count, adapters around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from rapidformer.engine import RapidformerEngine
+from tests.parity.harness import build_data
+from tests.parity.pipeline_harness import PIPELINE, build_model, constant, train
+from tests.parity.tensor_harness import SETTINGS, VOCABULARY, collate, make_sgd
+from tests.processes import run_in_processes
+
+
+class _CountingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.norm(torch.tanh(self.inner(hidden)).transpose(1, 2)).transpose(1, 2)
+
+
+class _Counting(nn.Module):
+    """Running means before the blocks and in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("drawn", torch.rand(16))
+        self.layers = nn.ModuleList([_CountingBlock() for _ in range(4)])
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, Any]:
+        hidden = self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2) + self.drawn
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def _train_counting(folder: Path, settings: dict[str, Any]) -> float:
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    torch.manual_seed(3 + engine.topology.get_rank("pipeline"))  # the first process's count
+    model = _Counting()
+    rows = build_data("llama")[:16]
+    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    engine.compose(model, make_sgd(model), constant)
+    train(engine, model, loader, 1)
+    engine.export(folder / "model")
+    engine.save_checkpoint(folder / "saved")
+    for buffer in model.buffers():
+        buffer.zero_()
+    engine.load_checkpoint(folder / "saved")
+    model.eval()
+    with torch.no_grad():
+        loss = float(model(**collate(rows[:2]))["loss"])
+    engine.close()
+    return loss
+
+
+def test_running_means_are_those_of_the_stage_that_has_the_layer(tmp_path: Path) -> None:
+    expected = run_in_processes(_train_counting, 1, tmp_path / "one", {})
+    losses = run_in_processes(_train_counting, 2, tmp_path / "two", {PIPELINE: 2})
+    assert losses == pytest.approx(expected * 2, rel=1e-6)
+    one, two = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6), name
+
+
+class _Adapted(nn.Module):
+    """As adapters do it: another model inside, which generates by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = build_model("llama", 4)
+        self.config = self.inner.config
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner  # type: ignore[no-any-return]
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return self.inner(input_ids=input_ids, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.generate(*args, **kwargs)
+
+
+def _call_adapted(settings: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    model = _Adapted()
+    engine.compose(model)
+    model.eval()
+    ids = torch.tensor([[5, 6, 7], [9, 10, 11]])
+    with torch.no_grad():
+        output = model(ids)
+    options = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    texts = model.generate(ids, **options).tolist()
+    engine.close()
+    return list(output), texts
+
+
+def test_a_model_around_another_generates_and_sends_no_cache() -> None:
+    _, texts = _call_adapted({})
+    assert run_in_processes(_call_adapted, 2, {PIPELINE: 2}) == [(["logits"], texts)] * 2
