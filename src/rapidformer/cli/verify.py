@@ -25,6 +25,7 @@ from rapidformer.verification.settings import (
     Job,
     Kind,
     count_processes,
+    has_own_count,
     list_left_out,
     list_switches,
 )
@@ -127,7 +128,10 @@ def _check(args: TrainingArguments, words: list[str], processes: int, updates: i
             "--deepspeed keeps gradients to itself, where verify cannot look: leave it out, and "
             "verify the same stage by --zero-1-, --zero-2- or --zero-3-memory-optimization."
         )
-    problems += find_problems(args.replace("the processes to start", world_size=processes))
+    data_parallel = args.data_parallel if has_own_count(args) else None
+    problems += find_problems(
+        args.replace("the processes to start", world_size=processes, data_parallel=data_parallel)
+    )
     if not problems and not list_switches(args, processes):
         problems.append(
             "nothing to verify: these flags split nothing and switch nothing on that could change "

@@ -1,0 +1,42 @@
+"""How many processes a verification starts, and that both of its runs accept their settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from rapidformer.config import parse_arguments
+from rapidformer.config.derive import resolve
+from rapidformer.verification.settings import Job, change_settings, count_processes
+
+ZERO = "--zero-1-memory-optimization"
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--cpu-offload", 2),
+        ("--cpu-offload --hybrid-sharding-size 2", 4),
+        (ZERO, 2),
+        (f"{ZERO} --context-parallel-size 3", 3),
+        (f"{ZERO} --context-parallel-size 2 --hybrid-sharding-size 2", 4),
+        (f"{ZERO} --expert-model-parallel-size 4 --hybrid-sharding-size 3", 12),
+        ("--context-parallel-size 4 --expert-model-parallel-size 6", 12),
+        ("--data-parallel 4", 2),
+        ("--data-parallel 4 --tensor-model-parallel-size 2 --nnodes 2 --nproc-per-node 4", 4),
+        ("--data-parallel 4 --expert-model-parallel-size 4", 4),
+        ("--data-parallel 3 --context-parallel-size 2", 4),
+        ("--nproc-per-node 3 --data-parallel 3", 3),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
+    ],
+)
+def test_the_fewest_processes_under_which_every_switch_has_something_to_do(
+    flags: str, processes: int
+) -> None:
+    args = parse_arguments(["--task", "causal_lm", *flags.split()])
+    assert count_processes(args) == processes
+    for kind, world_size in (("switched", processes), ("whole", 1)):
+        job = Job(
+            folder="/nowhere", kind=kind, updates=1, processes=processes, is_full_size=True,
+            global_batch_size=4, micro_batch_size=4,
+        )  # fmt: skip
+        assert resolve(change_settings(args, job), world_size=world_size).train_iters == 1
