@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
-from rapidformer.verification.settings import Job, change_settings, count_processes
+from rapidformer.verification.settings import (
+    Job,
+    change_settings,
+    count_processes,
+    list_switches,
+)
+from rapidformer.verification.trace import Trace, count_parameters
 
 ZERO = "--zero-1-memory-optimization"
 
@@ -40,3 +47,16 @@ def test_the_fewest_processes_under_which_every_switch_has_something_to_do(
             global_batch_size=4, micro_batch_size=4,
         )  # fmt: skip
         assert resolve(change_settings(args, job), world_size=world_size).train_iters == 1
+
+
+def test_what_is_verified_of_a_pipeline_is_told() -> None:
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+    args = parse_arguments(["--task", "causal_lm", *flags.split()])
+    assert list_switches(args, 2) == flags.replace(" --", "\n--").split("\n")
+
+
+def test_parameters_of_all_stages_are_counted_and_tied_ones_once() -> None:
+    matrix, bias = np.zeros((2, 3)), np.zeros(3)
+    facts = {"tied": [["a", "b"]]}
+    stages = [Trace(start={"a": matrix}, facts=facts), Trace(start={"b": matrix, "c": bias})]
+    assert count_parameters(stages) == 9

@@ -29,7 +29,7 @@ from rapidformer.verification.settings import (
     list_left_out,
     list_switches,
 )
-from rapidformer.verification.trace import Trace, count_samples
+from rapidformer.verification.trace import Trace, count_parameters, count_samples
 
 # Set for the processes that this command starts: which run they are.
 JOB_VARIABLE = "RAPIDFORMER_VERIFICATION"
@@ -169,7 +169,7 @@ class _Verification:
         switched = self._start("switched", _count(processes, "process", "processes"))
         self._batch = max(rows for rows, _ in count_samples(switched))
         self._micro_batch = switched[0].facts["micro_batch_size"]
-        _say(_describe(switched[0], self._batch))
+        _say(_describe(switched, self._batch))
         is_cut = self._own.same_micro_batches
         reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
         self._comparison = compare(reference, switched)
@@ -270,11 +270,11 @@ def _write_to(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _describe(trace: Trace, batch: int) -> str:
-    facts = trace.facts
-    updates = _count(len(trace.norms), "update", "updates")
+def _describe(traces: list[Trace], batch: int) -> str:
+    facts = traces[0].facts
+    updates = _count(len(traces[0].norms), "update", "updates")
     return (
-        f"model    {facts['model']}, {facts['parameters']:,} parameters, fp32 on "
+        f"model    {facts['model']}, {count_parameters(traces):,} parameters, fp32 on "
         f"{facts['device']}; {updates} of {_count(batch, 'row', 'rows')}"
     )
 

@@ -94,6 +94,12 @@ def list_switches(args: TrainingArguments, processes: int) -> list[str]:
         found.append(f"--recompute-granularity {args.recompute_granularity}")
     if args.hybrid_sharding_size is not None:
         found.append(f"--hybrid-sharding-size {args.hybrid_sharding_size}")
+    if args.pipeline_model_parallel_size > 1:
+        found += [
+            f"{_flag(name)} {getattr(args, name)}"
+            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
+            if getattr(args, name) is not None
+        ]
     if args.deepspeed is not None:
         found.append(f"--deepspeed {args.deepspeed}")
     if _count_accumulation(args, processes) > 1:
