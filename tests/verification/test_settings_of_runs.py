@@ -1,4 +1,4 @@
-"""How many processes a verification starts, and that both of its runs accept their settings."""
+"""What a verification starts and tells, of runs that are not made here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
+from rapidformer.verification.blocks import find_first_block
 from rapidformer.verification.settings import (
     Job,
     change_settings,
@@ -60,3 +61,17 @@ def test_parameters_of_all_stages_are_counted_and_tied_ones_once() -> None:
     facts = {"tied": [["a", "b"]]}
     stages = [Trace(start={"a": matrix}, facts=facts), Trace(start={"b": matrix, "c": bias})]
     assert count_parameters(stages) == 9
+
+
+def test_a_block_that_every_process_computes_whole_is_not_blamed() -> None:
+    """Rows too short to share: both context-parallel processes have all tokens."""
+    alike = Trace(blocks={"layers.0": 4.0, "layers.1": 6.0})
+    whole, shares = [
+        [
+            Trace(place={"data": 0, "pipeline": 0, "tensor": 0, "context": rank}, blocks=blocks)
+            for rank in range(2)
+        ]
+        for blocks in ({"layers.0": 4.0, "layers.1": 6.0}, {"layers.0": 2.0, "layers.1": 2.0})
+    ]
+    assert find_first_block(alike, whole) == ""
+    assert find_first_block(alike, shares) == "layers.1"
