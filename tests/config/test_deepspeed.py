@@ -288,6 +288,7 @@ def test_a_missing_file_says_so() -> None:
         ({"zero_optimization": {"stage": 3}}, "--compile", "Use stage 2"),
         ({"zero_optimization": {"stage": 4}}, "", "must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "", "use cpu"),
+        ({}, "--cpu-offload", "needs a stage of ZeRO"),
         ({"optimizer": {"type": "OneBitAdam"}}, "", "use AdamW"),
         ({"elasticity": {"enabled": True}}, "", "--max-restarts"),
         ({"amp": {"enabled": True}}, "", "--mixed-precision"),

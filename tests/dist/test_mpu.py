@@ -70,6 +70,8 @@ def _look_at_groups() -> dict[str, Any]:
     build_topology("cpu", pipeline=2, data=2)
     own = torch.full((1,), float(processes.rank))
     dist.all_reduce(own, group=mpu.get_tensor_model_parallel_group())
+    # Nobody shares experts: a group of one as well.
+    dist.all_reduce(own, group=mpu.get_expert_model_parallel_group())
     together = torch.full((1,), float(processes.rank))
     dist.all_reduce(together, group=mpu.get_data_parallel_group())
     return {

@@ -25,10 +25,11 @@ from rapidformer.verification.settings import (
     Job,
     Kind,
     count_processes,
+    has_own_count,
     list_left_out,
     list_switches,
 )
-from rapidformer.verification.trace import Trace, count_samples
+from rapidformer.verification.trace import Trace, count_parameters, count_samples
 
 # Set for the processes that this command starts: which run they are.
 JOB_VARIABLE = "RAPIDFORMER_VERIFICATION"
@@ -127,7 +128,10 @@ def _check(args: TrainingArguments, words: list[str], processes: int, updates: i
             "--deepspeed keeps gradients to itself, where verify cannot look: leave it out, and "
             "verify the same stage by --zero-1-, --zero-2- or --zero-3-memory-optimization."
         )
-    problems += find_problems(args.replace("the processes to start", world_size=processes))
+    data_parallel = args.data_parallel if has_own_count(args) else None
+    problems += find_problems(
+        args.replace("the processes to start", world_size=processes, data_parallel=data_parallel)
+    )
     if not problems and not list_switches(args, processes):
         problems.append(
             "nothing to verify: these flags split nothing and switch nothing on that could change "
@@ -165,7 +169,7 @@ class _Verification:
         switched = self._start("switched", _count(processes, "process", "processes"))
         self._batch = max(rows for rows, _ in count_samples(switched))
         self._micro_batch = switched[0].facts["micro_batch_size"]
-        _say(_describe(switched[0], self._batch))
+        _say(_describe(switched, self._batch))
         is_cut = self._own.same_micro_batches
         reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
         self._comparison = compare(reference, switched)
@@ -266,11 +270,11 @@ def _write_to(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _describe(trace: Trace, batch: int) -> str:
-    facts = trace.facts
-    updates = _count(len(trace.norms), "update", "updates")
+def _describe(traces: list[Trace], batch: int) -> str:
+    facts = traces[0].facts
+    updates = _count(len(traces[0].norms), "update", "updates")
     return (
-        f"model    {facts['model']}, {facts['parameters']:,} parameters, fp32 on "
+        f"model    {facts['model']}, {count_parameters(traces):,} parameters, fp32 on "
         f"{facts['device']}; {updates} of {_count(batch, 'row', 'rows')}"
     )
 

@@ -253,6 +253,12 @@ def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
             f"--optimizer {args.optimizer} looks at whole matrices, and DeepSpeed's ZeRO-{stage} "
             "splits them: use adam or sgd, or stage 0."
         )
+    if args.cpu_offload and not stage:
+        yield (
+            f"{_describe(args, 'cpu_offload')} needs a stage of ZeRO: set zero_optimization.stage "
+            f"to 1, 2 or 3 in {file}, or leave it open there and add "
+            "--zero-1-memory-optimization, -2- or -3-."
+        )
     for part in ("offload_optimizer", "offload_param"):
         if find_value(content, f"zero_optimization.{part}.device") == "nvme":
             yield f"zero_optimization.{part}.device nvme in {file} is not supported: use cpu."

@@ -92,9 +92,9 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None where every process has all experts."""
+    """Their group; None only in a run of one process."""
     mesh = get_topology().get_expert_mesh("expert")
-    return None if mesh is None else mesh.get_group()
+    return _get_lone_group() if mesh is None else mesh.get_group()
 
 
 def get_model_parallel_world_size() -> int:
@@ -202,10 +202,14 @@ _alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
 def _get_group(axis: str) -> dist.ProcessGroup | None:
-    global _alone
     group = get_topology().get_group(axis)
-    if group is not None or not (dist.is_available() and dist.is_initialized()):
-        return group
+    return _get_lone_group() if group is None else group
+
+
+def _get_lone_group() -> dist.ProcessGroup | None:
+    global _alone
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     world = dist.group.WORLD
     assert world is not None
     if _alone is None or _alone[0] is not world:

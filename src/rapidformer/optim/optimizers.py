@@ -79,7 +79,8 @@ def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
     if _is_sharded(groups):
         raise ConfigurationError(
             f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
-            "ZeRO/FSDP and tensor parallelism: use adam or sgd, or leave those switches out."
+            "ZeRO/FSDP, tensor and expert parallelism: use adam or sgd, or leave those switches "
+            "out."
         )
 
 

@@ -54,7 +54,7 @@ class Recorder(RunObserver):
             "device": engine.device.type,
             "micro_batch_size": engine.args.micro_batch_size,
             "sizes": {name: getattr(engine.args, name) for name in ("num_layers", "hidden_size")},
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "tied": [list(group) for group in engine.parallelized.plan.tied],
             "parameter_bytes": count_bytes(model),
         }
 

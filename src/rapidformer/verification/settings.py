@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from math import gcd
+from math import lcm
 from pathlib import Path
 from typing import Literal
 
@@ -63,16 +63,24 @@ class Job:
 
 def count_processes(args: TrainingArguments) -> int:
     """Those asked for on one node; otherwise the fewest that the switches need."""
-    is_one_node = args.hostfile is None and args.nnodes in (None, 1)
-    if args.nproc_per_node is not None and is_one_node:
+    if has_own_count(args):
+        assert args.nproc_per_node is not None
         return args.nproc_per_node
-    context, experts = args.context_parallel_size, args.expert_model_parallel_size
-    replicas = experts // gcd(experts, context)
-    if args.zero_stage or args.deepspeed is not None:
-        replicas = max(replicas, 2 * (args.hybrid_sharding_size or 1) // context, 1)
-        replicas = 2 if replicas * context == 1 else replicas
-    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    return replicas * context * share
+    context, experts = max(args.context_parallel_size, 1), max(args.expert_model_parallel_size, 1)
+    replicas = lcm(context, experts)
+    if (args.data_parallel or 1) > 1:
+        replicas = lcm(replicas, 2 * context)
+    # --cpu-offload alone means ZeRO-3, which one process would have nothing to split for.
+    if args.zero_stage or args.cpu_offload or args.deepspeed is not None:
+        copies = 2 * (args.hybrid_sharding_size or 0)
+        replicas = lcm(replicas, copies) if copies > 0 else max(replicas, 2)
+    share = max(args.tensor_model_parallel_size, 1) * max(args.pipeline_model_parallel_size, 1)
+    return replicas * share
+
+
+def has_own_count(args: TrainingArguments) -> bool:
+    """Whether the run is verified with as many processes as it is to have."""
+    return args.nproc_per_node is not None and args.hostfile is None and args.nnodes in (None, 1)
 
 
 def list_switches(args: TrainingArguments, processes: int) -> list[str]:
@@ -86,6 +94,12 @@ def list_switches(args: TrainingArguments, processes: int) -> list[str]:
         found.append(f"--recompute-granularity {args.recompute_granularity}")
     if args.hybrid_sharding_size is not None:
         found.append(f"--hybrid-sharding-size {args.hybrid_sharding_size}")
+    if args.pipeline_model_parallel_size > 1:
+        found += [
+            f"{_flag(name)} {getattr(args, name)}"
+            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
+            if getattr(args, name) is not None
+        ]
     if args.deepspeed is not None:
         found.append(f"--deepspeed {args.deepspeed}")
     if _count_accumulation(args, processes) > 1:
@@ -133,6 +147,7 @@ def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
         adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
         rampup_batch_size=None,
+        data_parallel=None,  # it only checks the number of processes, which is not the run's here
         save=None, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",

@@ -112,5 +112,14 @@ def count_samples(traces: list[Trace]) -> list[tuple[int, int]]:
     return [(sum(r for r, _ in parts), sum(n for _, n in parts)) for parts in updates]
 
 
+def count_parameters(traces: list[Trace]) -> int:
+    """Numbers in the whole model, of which a stage of a pipeline has a part; a tied weight once."""
+    # As the whole model ties them: the names may stand on two stages, one on each.
+    tied = [group for trace in traces for group in trace.facts.get("tied", trace.ties)]
+    doubles = {name for group in tied for name in group[1:]}
+    sizes = {name: value.size for trace in traces for name, value in trace.start.items()}
+    return sum(size for name, size in sizes.items() if name not in doubles)
+
+
 def _divide(total: float, weight: float) -> float:
     return total / weight if weight else float("nan")

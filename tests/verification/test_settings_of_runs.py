@@ -1,0 +1,77 @@
+"""What a verification starts and tells, of runs that are not made here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rapidformer.config import parse_arguments
+from rapidformer.config.derive import resolve
+from rapidformer.verification.blocks import find_first_block
+from rapidformer.verification.settings import (
+    Job,
+    change_settings,
+    count_processes,
+    list_switches,
+)
+from rapidformer.verification.trace import Trace, count_parameters
+
+ZERO = "--zero-1-memory-optimization"
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--cpu-offload", 2),
+        ("--cpu-offload --hybrid-sharding-size 2", 4),
+        (ZERO, 2),
+        (f"{ZERO} --context-parallel-size 3", 3),
+        (f"{ZERO} --context-parallel-size 2 --hybrid-sharding-size 2", 4),
+        (f"{ZERO} --expert-model-parallel-size 4 --hybrid-sharding-size 3", 12),
+        ("--context-parallel-size 4 --expert-model-parallel-size 6", 12),
+        ("--data-parallel 4", 2),
+        ("--data-parallel 4 --tensor-model-parallel-size 2 --nnodes 2 --nproc-per-node 4", 4),
+        ("--data-parallel 4 --expert-model-parallel-size 4", 4),
+        ("--data-parallel 3 --context-parallel-size 2", 4),
+        ("--nproc-per-node 3 --data-parallel 3", 3),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
+    ],
+)
+def test_the_fewest_processes_under_which_every_switch_has_something_to_do(
+    flags: str, processes: int
+) -> None:
+    args = parse_arguments(["--task", "causal_lm", *flags.split()])
+    assert count_processes(args) == processes
+    for kind, world_size in (("switched", processes), ("whole", 1)):
+        job = Job(
+            folder="/nowhere", kind=kind, updates=1, processes=processes, is_full_size=True,
+            global_batch_size=4, micro_batch_size=4,
+        )  # fmt: skip
+        assert resolve(change_settings(args, job), world_size=world_size).train_iters == 1
+
+
+def test_what_is_verified_of_a_pipeline_is_told() -> None:
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+    args = parse_arguments(["--task", "causal_lm", *flags.split()])
+    assert list_switches(args, 2) == flags.replace(" --", "\n--").split("\n")
+
+
+def test_parameters_of_all_stages_are_counted_and_tied_ones_once() -> None:
+    matrix, bias = np.zeros((2, 3)), np.zeros(3)
+    facts = {"tied": [["a", "b"]]}
+    stages = [Trace(start={"a": matrix}, facts=facts), Trace(start={"b": matrix, "c": bias})]
+    assert count_parameters(stages) == 9
+
+
+def test_a_block_that_every_process_computes_whole_is_not_blamed() -> None:
+    """Rows too short to share: both context-parallel processes have all tokens."""
+    alike = Trace(blocks={"layers.0": 4.0, "layers.1": 6.0})
+    whole, shares = [
+        [
+            Trace(place={"data": 0, "pipeline": 0, "tensor": 0, "context": rank}, blocks=blocks)
+            for rank in range(2)
+        ]
+        for blocks in ({"layers.0": 4.0, "layers.1": 6.0}, {"layers.0": 2.0, "layers.1": 2.0})
+    ]
+    assert find_first_block(alike, whole) == ""
+    assert find_first_block(alike, shares) == "layers.1"
