@@ -266,7 +266,8 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu" or tensor.dim() < 2 or tensor.numel() < 2**16:
         return tensor
-    return torch.linalg.vector_norm(tensor, dim=-1)
+    rows: torch.Tensor = torch.linalg.vector_norm(tensor, dim=-1)
+    return rows
 
 
 def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> float | torch.Tensor:
