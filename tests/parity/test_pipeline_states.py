@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ModelError
 from tests.parity.harness import build_data
 from tests.parity.pipeline_harness import PIPELINE, build_model, constant, train
 from tests.parity.tensor_harness import SETTINGS, VOCABULARY, collate, make_sgd
@@ -111,3 +112,18 @@ def _call_adapted(settings: dict[str, Any]) -> tuple[list[str], list[list[int]]]
 def test_a_model_around_another_generates_and_sends_no_cache() -> None:
     _, texts = _call_adapted({})
     assert run_in_processes(_call_adapted, 2, {PIPELINE: 2}) == [(["logits"], texts)] * 2
+
+
+def _compose_changed() -> str:
+    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    inner = engine.build_model(lambda: build_model("llama", 4))
+    with pytest.raises(ModelError) as refused:
+        engine.compose(nn.Sequential(inner))
+    engine.close()
+    return str(refused.value)
+
+
+def test_a_model_that_was_wrapped_after_it_was_built_is_told_so() -> None:
+    for message in run_in_processes(_compose_changed, 2):
+        assert "of Sequential cannot be given values" in message
+        assert "Do all of it inside: engine.build_model(" in message

@@ -34,7 +34,7 @@ from rapidformer.accel.sequence_parallel import apply_sequence_parallel
 from rapidformer.accel.sharding import ShardedGradients, apply_sharding
 from rapidformer.accel.tensor_parallel import apply_tensor_parallel
 from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
-from rapidformer.accel.weights import make_weights, place_weights, share_weights
+from rapidformer.accel.weights import check_weights, make_weights, place_weights, share_weights
 from rapidformer.config import TrainingArguments
 from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
@@ -103,6 +103,7 @@ def parallelize(
     if args.deepspeed is not None and for_training:
         return _hand_to_deepspeed(model, plan, args, device, topology, precision)
     deferred = get_deferred(model)
+    check_weights(model, deferred)
     pipeline = None
     if topology.pipeline > 1:
         is_mixed = precision.dtype is not None

@@ -15,10 +15,26 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer.accel.data_parallel import broadcast_weights
+from rapidformer.errors import ModelError
 from rapidformer.models.deferred import DeferredWeights, forget_deferred
 from rapidformer.models.plan import ModelPlan
 
 Stretches = list[tuple[int, int]]
+
+
+def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
+    """Refuse a model that was changed after it had been built without memory."""
+    unknown = [
+        name
+        for name, parameter in model.named_parameters()
+        if (parameter.is_meta if deferred is None else not deferred.knows(name))
+    ]
+    if unknown:
+        raise ModelError(
+            f"{unknown[0]} (and {len(unknown) - 1} more) of {type(model).__name__} cannot be given "
+            "values: the model was changed or put into another one after engine.build_model(). Do "
+            "all of it inside: engine.build_model(lambda: get_peft_model(load(...), config))."
+        )
 
 
 def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> None:

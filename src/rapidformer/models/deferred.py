@@ -36,6 +36,10 @@ class DeferredWeights:
         self._recording = recording
         self._parameters = parameters
 
+    def knows(self, name: str) -> bool:
+        """Whether the parameter was there when the model was built."""
+        return name in self._parameters
+
     def read(self, name: str, spans: Spans) -> Tensor:
         """A part of a parameter, with the values that one process would have."""
         parameter = self._parameters[name]
