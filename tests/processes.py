@@ -21,10 +21,13 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
     context = multiprocessing.get_context("fork")
     port = find_free_port()
     pipes, workers = [], []
+    released = context.Event()
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         worker = context.Process(
-            target=_work, args=(sender, rank, world_size, port, function, args), daemon=True
+            target=_work,
+            args=(sender, released, rank, world_size, port, function, args),
+            daemon=True,
         )
         worker.start()
         sender.close()
@@ -33,6 +36,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
     try:
         return [_receive(pipe, rank) for rank, pipe in enumerate(pipes)]
     finally:
+        released.set()
         for worker in workers:
             worker.join(timeout=5)
             worker.kill()
@@ -48,7 +52,13 @@ def _receive(pipe: Any, rank: int) -> Any:
 
 
 def _work(
-    sender: Any, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any
+    sender: Any,
+    released: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -59,6 +69,8 @@ def _work(
     )
     try:
         sender.send((True, function(*args)))
+        # The first process has the store: whoever is still under way must not lose it.
+        released.wait(_TIMEOUT)
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:
