@@ -315,3 +315,11 @@ def test_the_launchers_bare_flag_may_stand_beside_the_file(tmp_path: Path) -> No
         assert resolve(parse_arguments(words)).clip_grad == 0.25
     with pytest.raises(ConfigurationError, match="deepspeed"):
         parse_arguments(["--deepspeed", "--lr", "1"])
+
+
+def test_what_must_be_a_number_is_told_by_its_key(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": "two"}, "fp16": {"enabled": True, "loss_scale": []}}
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(parse_arguments(["--deepspeed", write(tmp_path, content)]))
+    assert "zero_optimization.stage must be a number, got 'two'." in str(caught.value)
+    assert "fp16.loss_scale must be a number, got []." in str(caught.value)

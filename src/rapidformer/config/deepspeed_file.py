@@ -26,6 +26,17 @@ _OUR_PARAMETERS = {
 }
 
 
+_NUMBERS = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "gradient_clipping", "zero_optimization.stage", "tensor_parallel.autotp_size",
+    "fp16.loss_scale", "fp16.initial_scale_power", "fp16.min_loss_scale", "fp16.hysteresis",
+    "fp16.loss_scale_window", "optimizer.params.lr", "optimizer.params.eps",
+    "optimizer.params.weight_decay", "scheduler.params.warmup_num_steps",
+    "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
+    "scheduler.params.total_num_steps",
+)  # fmt: skip
+
+
 def load_deepspeed_file(path: str) -> Section:
     """The file's content; every way in which it cannot be read is a ConfigurationError."""
     try:
@@ -39,6 +50,13 @@ def load_deepspeed_file(path: str) -> Section:
         raise ConfigurationError(f"--deepspeed {path} is not valid JSON: {reason}.") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"--deepspeed {path} must hold a JSON object.")
+    problems = [
+        f"--deepspeed {path}: {key} must be a number, got {value!r}."
+        for key in _NUMBERS
+        if not isinstance(value := find_value(content, key), (int, float, type(None)))
+    ]
+    if problems:
+        raise ConfigurationError(problems)
     return content
 
 
