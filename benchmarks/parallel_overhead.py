@@ -122,7 +122,7 @@ def _split_layers(model: LlamaForCausalLM) -> Step:
 
 def _clip(split: list[Any], whole: list[Any]) -> None:
     norms = [nn.utils.get_total_norm([p.grad for p in part]) for part in (split, whole)]
-    norm = torch.stack([norms[0].full_tensor(), norms[1]]).norm()  # type: ignore[operator]
+    norm = torch.stack([norms[0].full_tensor(), norms[1]]).norm()
     coefficient = (1.0 / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([p.grad.to_local() for p in split], coefficient)
     torch._foreach_mul_([p.grad for p in whole], coefficient)

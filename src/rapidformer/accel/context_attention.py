@@ -131,9 +131,10 @@ class _Groups:
 def _find_eager(module: nn.Module) -> Callable[..., Any]:
     """The attention that stands in the model's own file."""
     for cls in type(module).__mro__:
-        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        module_of = sys.modules.get(cls.__module__)
+        found: Callable[..., Any] | None = getattr(module_of, "eager_attention_forward", None)
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     raise AssertionError(f"{type(module).__name__} has no attention of its own")
 
 

@@ -9,7 +9,6 @@ operation on it is still right, and ``.full_tensor()`` joins it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional
 
+from rapidformer.accel.known_loss import build_split_loss, find_known_loss
 from rapidformer.accel.tensor_styles import extend_module
-from rapidformer.accel.vocabulary_loss import find_known_loss
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.shared_losses import is_split_over_tokens, sum_shared_losses
 from rapidformer.models.plan import ModelPlan
-
-_IGNORED = -100
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,7 +45,12 @@ def apply_shared_loss(
         shifts = find_known_loss(model)
         if shifts is None:
             return None
-        model.loss_function = _build_loss(model.loss_function, shifts=shifts)
+        model.loss_function = build_split_loss(
+            model.loss_function,
+            shifts=shifts,
+            is_split=is_split_over_tokens,
+            sum_losses=sum_shared_losses,
+        )
     place = SharedHeadPlace(region=region, mesh=mesh)
     extend_module(head, SharedHead, place)
     return place
@@ -72,34 +73,3 @@ class SharedHead:
         return DTensor.from_local(
             part, place.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride
         )
-
-
-def _build_loss(original: Callable[..., Tensor], *, shifts: bool) -> Callable[..., Tensor]:
-    """Hugging Face's loss of the same name, for logits of a share of the tokens."""
-
-    def compute_loss(
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not is_split_over_tokens(logits):
-            known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            if shift_labels is not None:
-                known["shift_labels"] = shift_labels
-            return original(logits, labels, *args, **known, **kwargs)
-        if shift_labels is not None:
-            labels = shift_labels
-        elif shifts:
-            # Before they are shared out: the next token may be another process's.
-            labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        labels = labels.to(logits.device)
-        total = sum_shared_losses(logits, labels, ignore_index)
-        if num_items_in_batch is None:
-            return total / (labels != ignore_index).sum()
-        return total / num_items_in_batch
-
-    return compute_loss

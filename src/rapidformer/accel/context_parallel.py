@@ -37,9 +37,9 @@ from rapidformer.accel.context_draws import OwnDraws
 from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
 from rapidformer.accel.context_proof import prove_context
 from rapidformer.accel.dropout import has_dropout
+from rapidformer.accel.known_loss import has_labels
 from rapidformer.accel.tensor_parallel import list_choices
 from rapidformer.accel.tensor_styles import extend_module, replace_first
-from rapidformer.accel.vocabulary_loss import has_labels
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once

@@ -346,7 +346,8 @@ def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) 
     if placement.is_replicate():
         local = whole
     else:
-        dim: int = placement.dim  # type: ignore[attr-defined]
+        assert isinstance(placement, (Shard, _StridedShard))
+        dim = placement.dim
         parts = getattr(placement, "split_factor", 1)
         pieces = whole.chunk(parts, dim)
         start, end = get_share(pieces[0].shape[dim], mesh.get_group())

@@ -9,19 +9,15 @@ operation on it is still right, and ``.full_tensor()`` joins it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
+from rapidformer.accel.known_loss import build_split_loss, find_known_loss, has_labels
 from rapidformer.accel.tensor_styles import ColwiseGathered, Split, Style, extend_class
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
 from rapidformer.models.plan import ModelPlan
-
-_IGNORED = -100
 
 
 def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:
@@ -33,7 +29,12 @@ def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool
         shifts = find_known_loss(model)
         if shifts is None:
             return False
-        model.loss_function = _build_loss(model.loss_function, shifts=shifts)
+        model.loss_function = build_split_loss(
+            model.loss_function,
+            shifts=shifts,
+            is_split=is_split_over_vocabulary,
+            sum_losses=_sum_losses,
+        )
     split = model.__dict__.get("rapidformer_split") or Split(mesh=mesh)
     split.head = head.rapidformer_split
     extend_class(model, split, LossKeeper)
@@ -56,49 +57,5 @@ class LossKeeper(Style):
         return has_labels(super().forward, args, kwargs)  # type: ignore[misc]
 
 
-def has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a model is called with labels."""
-    if len(args) > 1 and "labels" not in kwargs:
-        names = inspect.signature(forward).bind_partial(*args)
-        return names.arguments.get("labels") is not None
-    return kwargs.get("labels") is not None
-
-
-def find_known_loss(model: Any) -> bool | None:
-    """Whether the model's own loss shifts its labels; None where it is not one that we know."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if code is None or "loss_function" not in code.co_names:
-        return None
-    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-
-    return {ForCausalLMLoss: True, ForMaskedLMLoss: False}.get(model.loss_function)
-
-
-def _build_loss(original: Callable[..., Tensor], *, shifts: bool) -> Callable[..., Tensor]:
-    """Hugging Face's loss of the same name, for logits that may be split."""
-
-    def compute_loss(
-        logits: Tensor,
-        labels: Tensor,
-        *args: Any,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not is_split_over_vocabulary(logits):
-            known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            if shift_labels is not None:
-                known["shift_labels"] = shift_labels
-            return original(logits, labels, *args, **known, **kwargs)
-        if shift_labels is not None:
-            labels = shift_labels
-        elif shifts:
-            labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        labels = labels.to(logits.device)
-        total = compute_split_losses(logits, labels, ignore_index).sum()
-        if num_items_in_batch is None:
-            return total / (labels != ignore_index).sum()
-        return total / num_items_in_batch
-
-    return compute_loss
+def _sum_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    return compute_split_losses(logits, labels, ignore_index).sum()

@@ -9,12 +9,14 @@ out, stretch by stretch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.data_parallel import broadcast_weights
+from rapidformer.dist.whole import find_strided_axis
 from rapidformer.errors import ModelError
 from rapidformer.models.deferred import DeferredWeights, forget_deferred
 from rapidformer.models.plan import ModelPlan
@@ -73,24 +75,16 @@ def find_spans(parameter: Tensor) -> list[Stretches]:
     spans: list[Stretches] = [[(0, length)] for length in parameter.shape]
     if not isinstance(parameter, DTensor):
         return spans
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements: Any = parameter.placements
+    strided = find_strided_axis(parameter)
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            parts = _count_parts(placements, axis)
+            # Matrices side by side are cut each by itself.
+            parts = placements[axis].split_factor if axis == strided else 1
             spans[dim] = _cut(spans[dim], parts, mesh.get_local_rank(axis), mesh.size(axis))
     return spans
-
-
-def _count_parts(placements: tuple[Placement, ...], axis: int) -> int:
-    """How many matrices side by side are cut each by itself.
-
-    FSDP uses the same mark where it cuts a dimension that was cut before: that is one piece.
-    """
-    placement = placements[axis]
-    dims = [getattr(other, "dim", None) for other in placements[axis + 1 :]]
-    is_apart = isinstance(placement, _StridedShard) and placement.dim not in dims
-    return int(placement.split_factor) if is_apart else 1  # type: ignore[attr-defined]
 
 
 def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:

@@ -121,14 +121,7 @@ class RapidformerEngine(Run):
         ]
         get_observer().before_compose(model)
         names = {id(p): name for name, p in model.named_parameters()}
-        self._parallelized = parallelize(
-            model,
-            self.args,
-            device=self.device,
-            topology=self.topology,
-            precision=self.precision,
-            given_plan=plan,
-        )
+        self._parallelized = self._switch_on(model, plan, for_training=True)
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
         self._trainable = [p for p in model.parameters() if p.requires_grad]
@@ -168,17 +161,22 @@ class RapidformerEngine(Run):
         self, model: nn.Module, *, plan: GivenPlan | None = None
     ) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
-        self._parallelized = parallelize(
+        self._parallelized = self._switch_on(model, plan, for_training=False)
+        self.model = model.eval()
+        return model
+
+    def _switch_on(
+        self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool
+    ) -> Parallelized:
+        return parallelize(
             model,
             self.args,
             device=self.device,
             topology=self.topology,
             precision=self.precision,
             given_plan=plan,
-            for_training=False,
+            for_training=for_training,
         )
-        self.model = model.eval()
-        return model
 
     @property
     def parallelized(self) -> Parallelized:

@@ -1,0 +1,74 @@
+"""Losses that models compute themselves and that may be computed from split logits instead.
+
+Tensor parallelism splits logits over the vocabulary, context parallelism over the tokens; both may
+leave them split only where the loss is one that is known here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+_IGNORED = -100
+
+SumLosses = Callable[[Tensor, Tensor, int], Tensor]
+"""Logits, labels and the label that does not count, to the sum of all losses."""
+
+
+def find_known_loss(model: Any) -> bool | None:
+    """Whether the model's own loss shifts its labels; None where it is not one that we know."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
+        return None
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+    return {ForCausalLMLoss: True, ForMaskedLMLoss: False}.get(model.loss_function)
+
+
+def has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model is called with labels."""
+    if len(args) > 1 and "labels" not in kwargs:
+        names = inspect.signature(forward).bind_partial(*args)
+        return names.arguments.get("labels") is not None
+    return kwargs.get("labels") is not None
+
+
+def build_split_loss(
+    original: Callable[..., Tensor],
+    *,
+    shifts: bool,
+    is_split: Callable[[Tensor], bool],
+    sum_losses: SumLosses,
+) -> Callable[..., Tensor]:
+    """Hugging Face's loss of the same name; logits that are split stay so."""
+
+    def compute_loss(
+        logits: Tensor,
+        labels: Tensor,
+        *args: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not is_split(logits):
+            known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            if shift_labels is not None:
+                known["shift_labels"] = shift_labels
+            return original(logits, labels, *args, **known, **kwargs)
+        if shift_labels is not None:
+            labels = shift_labels
+        elif shifts:
+            # Before tokens are shared out: the next one may be another process's.
+            labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        labels = labels.to(logits.device)
+        total = sum_losses(logits, labels, ignore_index)
+        if num_items_in_batch is None:
+            return total / (labels != ignore_index).sum()
+        return total / num_items_in_batch
+
+    return compute_loss
