@@ -75,7 +75,7 @@ def run_rapidformer(rows: list[dict[str, Any]], batch: int, more: dict[str, Any]
 
 
 def run_hugging_face(rows: list[dict[str, Any]], batch: int) -> Stopwatch:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Settings, Trainer, TrainerCallback
 
     from rapidformer.data.collate import PadCollator
 
@@ -90,7 +90,7 @@ def run_hugging_face(rows: list[dict[str, Any]], batch: int) -> Stopwatch:
             return torch.utils.data.SequentialSampler(rows)
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = Settings(
             output_dir=folder,
             per_device_train_batch_size=batch,
             num_train_epochs=1,

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rapidformer.config import TrainingArguments
+    from rapidformer.config import Settings as TrainingArguments
     from rapidformer.context import get_args, get_timers, get_tokenizer
     from rapidformer.data.pretraining import (
         build_pretrain_huggingface_bert_datasets,
@@ -58,7 +58,7 @@ _WHERE = {
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
-    "TrainingArguments": ("rapidformer.config", "TrainingArguments"),
+    "TrainingArguments": ("rapidformer.config", "Settings"),
     "build_pretrain_huggingface_bert_datasets": (
         _PRETRAINING,
         "build_pretrain_huggingface_bert_datasets",

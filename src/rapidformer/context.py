@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
-    from rapidformer.config import TrainingArguments
+    from rapidformer.config import Settings
     from rapidformer.timers import Timers
 
 
 @dataclass
 class _Context:
-    args: TrainingArguments | None = None
+    args: Settings | None = None
     timers: Timers | None = None
     tokenizer: Any = None
     build_tokenizer: Callable[[], Any] | None = None
@@ -30,7 +30,7 @@ _current = _Context()
 
 def set_context(
     *,
-    args: TrainingArguments,
+    args: Settings,
     timers: Timers,
     build_tokenizer: Callable[[], Any] | None = None,
 ) -> None:
@@ -39,7 +39,7 @@ def set_context(
     _current.tokenizer, _current.build_tokenizer = None, build_tokenizer
 
 
-def get_args() -> TrainingArguments:
+def get_args() -> Settings:
     """The settings of the current run."""
     if _current.args is None:
         raise RapidformerError("get_args() needs an engine: call RapidformerEngine() first.")

@@ -304,7 +304,7 @@ def test_a_lock_left_by_a_killed_build_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Waiting for it in silence is how a run used to hang for ever."""
-    from rapidformer.accel.deepspeed_package import announce_build
+    from rapidformer.accel.deepspeed.package import announce_build
     from rapidformer.log import get_logger
 
     (tmp_path / "fused_adam").mkdir()

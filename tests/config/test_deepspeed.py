@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer.config import TrainingArguments, arguments_from_mapping, parse_arguments, resolve
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments, resolve
 from rapidformer.config.deepspeed_file import build_deepspeed_config, get_file_schedule
 from rapidformer.errors import ConfigurationError
 
@@ -58,7 +58,7 @@ def write(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def read(folder: Path, content: Any, *words: str, world_size: int = 2) -> TrainingArguments:
+def read(folder: Path, content: Any, *words: str, world_size: int = 2) -> Settings:
     path = write(folder, content)
     return resolve(parse_arguments(["--deepspeed", path, *words]), world_size=world_size)
 

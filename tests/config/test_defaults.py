@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from rapidformer.config import TrainingArguments, get_settings, parse_arguments
+from rapidformer.config import Settings, get_settings, parse_arguments
 
 # name -> default, contract §2.2 - 2.4 (documented settings) and §2.7 (inherited from Megatron).
 CONTRACT_DEFAULTS = {
@@ -235,7 +235,7 @@ def test_zero_stage(flags: list[str], stage: int) -> None:
 
 
 def test_every_setting_has_help_and_a_field() -> None:
-    fields = TrainingArguments.__dataclass_fields__
+    fields = Settings.__dataclass_fields__
     for name, setting in get_settings().items():
         assert len(setting.help.split()) >= 2, f"{name} has no help text"
         assert name in fields

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer.config import TrainingArguments, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.errors import ConfigurationError, RapidformerError
 
 
@@ -368,4 +368,4 @@ def test_extra_flags_do_not_leak_into_the_next_parse() -> None:
 def test_section_types_are_satisfied() -> None:
     from rapidformer.config.sections import SECTIONS
 
-    assert all(issubclass(TrainingArguments, section) for section in SECTIONS)
+    assert all(issubclass(Settings, section) for section in SECTIONS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rapidformer.config import TrainingArguments, parse_arguments, resolve
+from rapidformer.config import Settings, parse_arguments, resolve
 from rapidformer.errors import ConfigurationError
 
 
-def read(flags: str, world_size: int = 1) -> TrainingArguments:
+def read(flags: str, world_size: int = 1) -> Settings:
     return resolve(parse_arguments(flags.split()), world_size=world_size)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from rapidformer.accel.context_attention import get_repeats
+from rapidformer.accel.context.attention import get_repeats
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.validate import find_problems
 from rapidformer.data.batch import BatchInfo

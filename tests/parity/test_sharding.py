@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel import weights
-from rapidformer.accel.sharding import apply_sharding
+from rapidformer.accel.sharding.zero import apply_sharding
 from rapidformer.dist.topology import build_lone_mesh
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.build import build_pretrained

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.context_parallel import apply_context_parallel
+from rapidformer.accel.context.parallel import apply_context_parallel
 from rapidformer.accel.data_parallel import apply_data_parallel, broadcast_weights
-from rapidformer.accel.deepspeed import DeepSpeedStrategy
-from rapidformer.accel.expert_parallel import (
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
+from rapidformer.accel.expert.parallel import (
     ExpertGradients,
     apply_expert_parallel,
     shard_experts,
@@ -30,12 +30,12 @@ from rapidformer.accel.expert_parallel import (
 from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
-from rapidformer.accel.sequence_parallel import apply_sequence_parallel
-from rapidformer.accel.sharding import ShardedGradients, apply_sharding
-from rapidformer.accel.tensor_parallel import apply_tensor_parallel
-from rapidformer.accel.vocabulary_loss import apply_vocabulary_loss
+from rapidformer.accel.sharding.zero import ShardedGradients, apply_sharding
+from rapidformer.accel.tensor.parallel import apply_tensor_parallel
+from rapidformer.accel.tensor.sequence import apply_sequence_parallel
+from rapidformer.accel.tensor.vocabulary_loss import apply_vocabulary_loss
 from rapidformer.accel.weights import check_weights, make_weights, place_weights, share_weights
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.log import warn_once
 from rapidformer.models.deferred import get_deferred
@@ -90,7 +90,7 @@ class Parallelized:
 
 def parallelize(
     model: nn.Module,
-    args: TrainingArguments,
+    args: Settings,
     *,
     device: torch.device,
     topology: Topology,
@@ -165,7 +165,7 @@ def parallelize(
 def _share_layers(
     model: nn.Module,
     plan: ModelPlan,
-    args: TrainingArguments,
+    args: Settings,
     mesh: DeviceMesh,
     stacks: Sequence[tuple[str, ...]],
 ) -> list[str]:
@@ -183,7 +183,7 @@ def _share_layers(
 def _split_state(
     model: nn.Module,
     plan: ModelPlan,
-    args: TrainingArguments,
+    args: Settings,
     mesh: DeviceMesh,
     experts: list[nn.Module],
     same_experts: DeviceMesh | None,
@@ -194,7 +194,7 @@ def _split_state(
     return apply_sharding(model, plan, mesh, stage, offloads=args.cpu_offload)
 
 
-def _is_reduced_late(args: TrainingArguments) -> bool:
+def _is_reduced_late(args: Settings) -> bool:
     """Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end."""
     return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
 
@@ -211,7 +211,7 @@ def _sum_gradients(
 
 
 def _find_sharding_mesh(
-    args: TrainingArguments, topology: Topology, device: torch.device
+    args: Settings, topology: Topology, device: torch.device
 ) -> DeviceMesh | None:
     """The processes that see other tokens; one alone, where its weights live elsewhere."""
     mesh = topology.get_sharding_mesh()
@@ -229,7 +229,7 @@ def _find_sharding_mesh(
     return None
 
 
-def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
+def _describe_sharding(args: Settings, mesh: DeviceMesh) -> str:
     count = mesh.size(mesh.ndim - 1)
     text = f"ZeRO-{args.zero_stage} over {count} process{'es' * (count > 1)}"
     if mesh.ndim > 1:
@@ -242,7 +242,7 @@ def _describe_sharding(args: TrainingArguments, mesh: DeviceMesh) -> str:
 def _hand_to_deepspeed(
     model: nn.Module,
     plan: ModelPlan,
-    args: TrainingArguments,
+    args: Settings,
     device: torch.device,
     topology: Topology,
     precision: Precision,
@@ -266,14 +266,14 @@ def _hand_to_deepspeed(
     return Parallelized(model=model, plan=plan, synchronizer=strategy, switches=switches)
 
 
-def _recompute(model: nn.Module, plan: ModelPlan, args: TrainingArguments, total: int) -> str:
+def _recompute(model: nn.Module, plan: ModelPlan, args: Settings, total: int) -> str:
     granularity = args.recompute_granularity or "full"
     apply_recompute(model, plan, granularity=granularity, interval=args.recompute_interval)
     every = f", every {args.recompute_interval}. block" if args.recompute_interval > 1 else ""
     return f"recompute: {granularity}{every} of {total} blocks"
 
 
-def _describe_compile(args: TrainingArguments, plan: ModelPlan) -> str:
+def _describe_compile(args: Settings, plan: ModelPlan) -> str:
     what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
     why = (
         " (--onnx-runtime-training: ONNX Runtime's training package has ended)"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.store import find_checkpoint
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 
 _OWNER_FILE = ".launch"
 _SOURCE = "restart"
@@ -26,7 +26,7 @@ def claim_folder(folder: Path) -> None:
         replace_text(folder / _OWNER_FILE, name)
 
 
-def continue_after_restart(args: TrainingArguments) -> TrainingArguments:
+def continue_after_restart(args: Settings) -> Settings:
     """The settings for another attempt: load what was saved, or begin again where nothing was."""
     if args.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) == 0:
         return args

@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from rapidformer.config import TrainingArguments, get_settings, parse_arguments
+from rapidformer.config import Settings, get_settings, parse_arguments
 from rapidformer.config.dialects import ALIASES
 from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.config.validate import find_problems
@@ -63,7 +63,7 @@ def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[:position], script, words[position + 1 :]
 
 
-def read_launch_settings(words: list[str]) -> TrainingArguments:
+def read_launch_settings(words: list[str]) -> Settings:
     """The launcher's settings; its flags are handed on to the script's engine."""
     own, _, rest = split_words(words)
     args = parse_arguments([*_find_launch_flags(rest), *own])

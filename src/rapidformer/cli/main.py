@@ -18,7 +18,7 @@ from rapidformer.errors import RapidformerError
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from rapidformer.config import TrainingArguments
+    from rapidformer.config import Settings
     from rapidformer.launch.environment import LaunchPlan
 
 # Commands with flags of their own, and so with a help of their own.
@@ -150,7 +150,7 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     return _start(args, [name, *words], plan)
 
 
-def _start(args: TrainingArguments, words: list[str], plan: LaunchPlan | None = None) -> bool:
+def _start(args: Settings, words: list[str], plan: LaunchPlan | None = None) -> bool:
     """Hand over to the launcher; False where this process is enough.
 
     A plan that was made already is not made again: it asks the driver for the GPUs.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import TrainingArguments, parse_arguments
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.errors import ConfigurationError, DataError
 
 
@@ -32,7 +32,7 @@ def run(argv: list[str]) -> None:
     engine.close()
 
 
-def _read_rows(args: TrainingArguments) -> list[dict[str, Any] | str]:
+def _read_rows(args: Settings) -> list[dict[str, Any] | str]:
     if args.input is not None:
         return [_read_one(text) for text in args.input]
     if args.data_path is None and args.data_dir is None and args.test_data is None:

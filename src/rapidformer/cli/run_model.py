@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 
 
-def choose_run_model(args: TrainingArguments) -> TrainingArguments:
+def choose_run_model(args: Settings) -> Settings:
     """The arguments with a model folder in ``load``, where a run's folder was given."""
     if not args.is_given("load") or args.load is None:
         return args

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
-from rapidformer.config import TrainingArguments, parse_arguments
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -113,7 +113,7 @@ def _build_parser() -> CommandParser:
     return parser
 
 
-def _check(args: TrainingArguments, words: list[str], processes: int, updates: int) -> None:
+def _check(args: Settings, words: list[str], processes: int, updates: int) -> None:
     """Everything that can be wrong before a process is started."""
     problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
     if args.user_script is None:
@@ -146,7 +146,7 @@ class _Verification:
     """The runs, one after the other, and what is made of them."""
 
     def __init__(
-        self, words: list[str], args: TrainingArguments, own: Any, processes: int, folder: Path
+        self, words: list[str], args: Settings, own: Any, processes: int, folder: Path
     ) -> None:
         self._words = words
         self._args = args

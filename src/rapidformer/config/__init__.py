@@ -3,14 +3,14 @@
 Nothing in this room imports torch, so that ``rapidformer --help`` answers at once.
 """
 
-from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.derive import resolve
 from rapidformer.config.parse import arguments_from_mapping, build_parser, parse_arguments
 from rapidformer.config.schema import Setting, get_settings
+from rapidformer.config.settings import Settings
 
 __all__ = [
     "Setting",
-    "TrainingArguments",
+    "Settings",
     "arguments_from_mapping",
     "build_parser",
     "get_settings",

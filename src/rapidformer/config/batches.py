@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class BatchSchedule:
         yield self.final, None
 
 
-def get_batch_schedule(args: TrainingArguments) -> BatchSchedule:
+def get_batch_schedule(args: Settings) -> BatchSchedule:
     """The schedule that checked settings describe."""
     final = args.global_batch_size or 1
     if args.rampup_batch_size is None:
@@ -81,7 +81,7 @@ def get_batch_schedule(args: TrainingArguments) -> BatchSchedule:
     return BatchSchedule(final=final, start=start, increment=increment, ramp_samples=samples)
 
 
-def find_ramp_problems(args: TrainingArguments) -> Iterator[str]:
+def find_ramp_problems(args: Settings) -> Iterator[str]:
     """What is wrong with ``--rampup-batch-size``, once the other batch sizes are known."""
     ramp = args.rampup_batch_size
     if ramp is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.deepspeed_file import (
     AUTO,
     OUR_OPTIMIZERS,
@@ -20,6 +19,7 @@ from rapidformer.config.deepspeed_file import (
     load_deepspeed_file,
     modernize,
 )
+from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
 
 # Where the file says what a setting of ours says.
@@ -74,7 +74,7 @@ _REFUSED_FLAGS = {
 }
 
 
-def merge_deepspeed(args: TrainingArguments) -> tuple[TrainingArguments, list[str]]:
+def merge_deepspeed(args: Settings) -> tuple[Settings, list[str]]:
     """The settings with the file's values among them, and every disagreement."""
     if args.deepspeed is None:
         return args, []
@@ -90,7 +90,7 @@ def merge_deepspeed(args: TrainingArguments) -> tuple[TrainingArguments, list[st
 class _Merge:
     """The settings on their way, and what was found wrong meanwhile."""
 
-    def __init__(self, args: TrainingArguments, content: Section) -> None:
+    def __init__(self, args: Settings, content: Section) -> None:
         self.args = args
         self.content = content
         self.file = args.deepspeed or ""
@@ -222,7 +222,7 @@ class _Merge:
                 )
 
 
-def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
+def _find_refused(args: Settings, content: Section) -> Iterator[str]:
     file = args.deepspeed
     for key, reason in _REFUSED.items():
         section = content.get(key)
@@ -271,7 +271,7 @@ def _find_refused(args: TrainingArguments, content: Section) -> Iterator[str]:
         yield f"gradient_allreduce_op in {file} must be mean: the engine divides by the true count."
 
 
-def _describe(args: TrainingArguments, name: str) -> str:
+def _describe(args: Settings, name: str) -> str:
     """A setting as its user has said it."""
     source, value = args.sources.get(name, "default"), getattr(args, name)
     flag = "--" + name.replace("_", "-")
@@ -280,11 +280,11 @@ def _describe(args: TrainingArguments, name: str) -> str:
     return f"{flag} {value} ({source})" if source != "default" else f"{flag} {value}"
 
 
-def _find_asked_precision(args: TrainingArguments) -> str | None:
+def _find_asked_precision(args: Settings) -> str | None:
     if args.fp16 or args.bf16:
         return "fp16" if args.fp16 else "bf16"
     return args.mixed_precision
 
 
-def _name_precision(args: TrainingArguments) -> str:
+def _name_precision(args: Settings) -> str:
     return next((name for name in ("fp16", "bf16") if getattr(args, name)), "mixed_precision")

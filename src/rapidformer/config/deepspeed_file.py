@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
 
 AUTO = "auto"
@@ -68,7 +68,7 @@ def find_value(section: Section, key: str) -> Any:
     return None if value == AUTO else value
 
 
-def get_zero_stage(args: TrainingArguments, content: Section) -> int:
+def get_zero_stage(args: Settings, content: Section) -> int:
     """The file's stage, or that of our flags where the file leaves it open."""
     section = content.get("zero_optimization")
     if isinstance(section, bool):
@@ -94,7 +94,7 @@ def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
     return isinstance(section, dict) and section.get("enabled") in (True, AUTO)
 
 
-def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None) -> Section:
+def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Section:
     """What DeepSpeed is handed: the file, with the settings of the run in the places of its own.
 
     Schedule, loss scale and autocast are the engine's; so is an optimizer of ours.
@@ -140,9 +140,7 @@ def build_deepspeed_config(args: TrainingArguments, mixed_precision: str | None)
     return filled
 
 
-def get_file_schedule(
-    args: TrainingArguments, train_iters: int | None
-) -> tuple[str, Section] | None:
+def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Section] | None:
     """The file's scheduler and its parameters for a run of this many updates; None without one."""
     if args.deepspeed is None:
         return None

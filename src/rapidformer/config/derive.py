@@ -1,4 +1,4 @@
-"""What follows from what the user said: a new ``TrainingArguments``, never a changed one.
+"""What follows from what the user said: a new ``Settings``, never a changed one.
 
 ``resolve`` is the one door: it checks, derives and raises all problems together.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 
-from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.batches import find_ramp_problems
 from rapidformer.config.deepspeed import merge_deepspeed
+from rapidformer.config.settings import Settings
 from rapidformer.config.validate import find_problems, has_sound_batches
 from rapidformer.errors import ConfigurationError
 
@@ -18,7 +18,7 @@ _BLACK_BOX_LEARNING_RATE = 5e-5
 _BLACK_BOX_EPOCHS = 3
 
 
-def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> TrainingArguments:
+def resolve(args: Settings, *, world_size: int = 1, rank: int = 0) -> Settings:
     """Check the settings for this many processes and fill in what follows from them."""
     args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
     args, disagreements = merge_deepspeed(args)
@@ -33,7 +33,7 @@ def resolve(args: TrainingArguments, *, world_size: int = 1, rank: int = 0) -> T
     return args
 
 
-def _derive_names(args: TrainingArguments) -> TrainingArguments:
+def _derive_names(args: Settings) -> Settings:
     if args.local_rank is None or "LOCAL_RANK" in os.environ:
         args = args.replace(
             "derived: the launcher's LOCAL_RANK", local_rank=int(os.environ.get("LOCAL_RANK", "0"))
@@ -58,7 +58,7 @@ def _derive_names(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def _derive_black_box_defaults(args: TrainingArguments) -> TrainingArguments:
+def _derive_black_box_defaults(args: Settings) -> Settings:
     reason = "derived: the black box's default"
     if args.task == "pretraining":
         # The corpus decides how long and how fast; only the user knows it.
@@ -70,7 +70,7 @@ def _derive_black_box_defaults(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def _derive_switches(args: TrainingArguments) -> TrainingArguments:
+def _derive_switches(args: Settings) -> Settings:
     if args.fp16 and args.mixed_precision is None:
         args = args.replace("derived: --fp16", mixed_precision="fp16")
     if args.bf16 and args.mixed_precision is None:
@@ -87,7 +87,7 @@ def _derive_switches(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def _derive_batches(args: TrainingArguments, problems: list[str]) -> TrainingArguments:
+def _derive_batches(args: Settings, problems: list[str]) -> Settings:
     """Global batch = micro batch x data-parallel processes x accumulation: two give the third."""
     replicas = args.data_parallel_size
     micro, total = args.micro_batch_size, args.global_batch_size

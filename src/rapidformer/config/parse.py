@@ -1,4 +1,4 @@
-"""From a command line, a YAML file and defaults to ``TrainingArguments``.
+"""From a command line, a YAML file and defaults to ``Settings``.
 
 Precedence: code or flag, then ``--config``, then defaults. Values are read as text and converted
 here, not by argparse, so that every problem of a command line is told at once.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.dialects import ALIASES, BARE_BESIDE, VALUES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting, get_settings
+from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
 
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -72,7 +72,7 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: lis
 
 def parse_arguments(
     argv: Sequence[str], extra_args_provider: ExtraArgumentsProvider | None = None
-) -> TrainingArguments:
+) -> Settings:
     """Read a command line; every problem of it is in the one ConfigurationError."""
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
@@ -97,10 +97,10 @@ def parse_arguments(
         raise ConfigurationError(problems)
     extras = {k: v for k, v in file_values.items() if k not in settings}
     extras |= {k: v for k, v in given.items() if k not in settings}
-    return TrainingArguments(**values, extras=extras, sources=sources)
+    return Settings(**values, extras=extras, sources=sources)
 
 
-def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> TrainingArguments:
+def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> Settings:
     """Settings given by name in any of the dialects, checked as flags are."""
     problems: list[str] = []
     canonical = _canonical_names(values, source, problems)
@@ -108,7 +108,7 @@ def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> T
     converted, sources = _collect([(source, canonical)], problems)
     if problems:
         raise ConfigurationError(problems)
-    return TrainingArguments(**converted, extras=extras, sources=sources)
+    return Settings(**converted, extras=extras, sources=sources)
 
 
 def _collect(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from rapidformer.config.arguments import TrainingArguments
 from rapidformer.config.schema import get_settings
+from rapidformer.config.settings import Settings
 
 # What follows from the number of processes, or from the rest: on another launch it follows anew.
 _PER_LAUNCH = frozenset(
@@ -23,7 +23,7 @@ _PER_LAUNCH = frozenset(
 )
 
 
-def render_arguments(args: TrainingArguments) -> Iterator[str]:
+def render_arguments(args: Settings) -> Iterator[str]:
     """One line a setting, in the order of the sections."""
     for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
         yield f"# {section}"

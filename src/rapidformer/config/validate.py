@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from rapidformer.config.arguments import TrainingArguments
+from rapidformer.config.settings import Settings
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -41,7 +41,7 @@ _SHARED_BY = (
 )  # fmt: skip
 
 
-def find_problems(args: TrainingArguments) -> list[str]:
+def find_problems(args: Settings) -> list[str]:
     """Every rule that the settings break, in the user's own words (flags)."""
     return [
         *_check_ranges(args),
@@ -69,7 +69,7 @@ _ONLY_WITH_FP16 = (
 )  # fmt: skip
 
 
-def find_idle_settings(args: TrainingArguments) -> list[str]:
+def find_idle_settings(args: Settings) -> list[str]:
     """Settings that the user gave and that have no effect, each with the reason."""
     idle = [
         f"{_flag(name)} has no effect without {_flag(needed)}."
@@ -98,7 +98,7 @@ def find_idle_settings(args: TrainingArguments) -> list[str]:
     return idle
 
 
-def has_sound_batches(args: TrainingArguments) -> bool:
+def has_sound_batches(args: Settings) -> bool:
     """Whether the batch sizes can be reckoned with at all."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
     shares = [getattr(args, name) for name in _SHARED_BY]
@@ -110,7 +110,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_ranges(args: TrainingArguments) -> Iterator[str]:
+def _check_ranges(args: Settings) -> Iterator[str]:
     for name in _AT_LEAST_ONE:
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -133,7 +133,7 @@ def _check_ranges(args: TrainingArguments) -> Iterator[str]:
             yield f"{_flag(name)} must be at least 0 and below 1, got {value}."
 
 
-def _check_learning_rate(args: TrainingArguments) -> Iterator[str]:
+def _check_learning_rate(args: Settings) -> Iterator[str]:
     if args.lr is not None and args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
     warmups = [
@@ -152,7 +152,7 @@ def _check_learning_rate(args: TrainingArguments) -> Iterator[str]:
         )
 
 
-def _check_length(args: TrainingArguments) -> Iterator[str]:
+def _check_length(args: Settings) -> Iterator[str]:
     lengths = [
         _flag(name)
         for name in ("train_iters", "train_samples", "train_tokens")
@@ -167,7 +167,7 @@ def _check_length(args: TrainingArguments) -> Iterator[str]:
         yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
 
 
-def _check_switches(args: TrainingArguments) -> Iterator[str]:
+def _check_switches(args: Settings) -> Iterator[str]:
     asked = [name for name in ("fp16", "bf16") if getattr(args, name)]
     if args.mixed_precision in ("fp16", "bf16"):
         asked.append(args.mixed_precision)
@@ -187,7 +187,7 @@ def _check_switches(args: TrainingArguments) -> Iterator[str]:
         yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
 
 
-def _check_pipeline(args: TrainingArguments) -> Iterator[str]:
+def _check_pipeline(args: Settings) -> Iterator[str]:
     if args.pipeline_model_parallel_size == 1:
         return
     if args.compile and args.pipeline_schedule == "zero-bubble":
@@ -197,7 +197,7 @@ def _check_pipeline(args: TrainingArguments) -> Iterator[str]:
         )
 
 
-def _check_processes(args: TrainingArguments) -> Iterator[str]:
+def _check_processes(args: Settings) -> Iterator[str]:
     """Tensor, pipeline and context sizes divide the processes; experts divide what is left."""
     sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
     share = math.prod(sizes.values())
@@ -228,7 +228,7 @@ def _check_processes(args: TrainingArguments) -> Iterator[str]:
     yield from _check_hybrid_sharding(args, replicas)
 
 
-def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[str]:
+def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
     """Groups that each have the whole state must be equal, and hold whole sequences."""
     size, context = args.hybrid_sharding_size, args.context_parallel_size
     if size is None or size < 1:
@@ -247,7 +247,7 @@ def _check_hybrid_sharding(args: TrainingArguments, replicas: int) -> Iterator[s
         )
 
 
-def _check_sharing(args: TrainingArguments) -> Iterator[str]:
+def _check_sharing(args: Settings) -> Iterator[str]:
     """Which ways of sharing a model do not go together."""
     if args.expert_model_parallel_size > 1 and args.tensor_model_parallel_size > 1:
         yield (
@@ -264,7 +264,7 @@ def _check_sharing(args: TrainingArguments) -> Iterator[str]:
             )
 
 
-def _check_sizes(args: TrainingArguments) -> Iterator[str]:
+def _check_sizes(args: Settings) -> Iterator[str]:
     if args.hidden_size and args.num_attention_heads:
         remainder = args.hidden_size % args.num_attention_heads
         if remainder:
@@ -287,7 +287,7 @@ def _check_sizes(args: TrainingArguments) -> Iterator[str]:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}."
 
 
-def _check_pretraining(args: TrainingArguments) -> Iterator[str]:
+def _check_pretraining(args: Settings) -> Iterator[str]:
     if args.task != "pretraining" or args.user_script is not None:
         return
     if args.seq_length is None:
@@ -301,7 +301,7 @@ def _check_pretraining(args: TrainingArguments) -> Iterator[str]:
         yield "--data-path and --train-data-path exclude each other: give one of them."
 
 
-def _check_files(args: TrainingArguments) -> Iterator[str]:
+def _check_files(args: Settings) -> Iterator[str]:
     if args.user_script is not None and not Path(args.user_script).is_file():
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:

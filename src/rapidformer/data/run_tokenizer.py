@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rapidformer.data.tokenizers import Tokenizer
 
 
-def load_tokenizer(args: TrainingArguments) -> Tokenizer:
+def load_tokenizer(args: Settings) -> Tokenizer:
     """By ``--tokenizer-type`` and its files, by ``--tokenizer-name-or-path``, or the model's."""
     from rapidformer.data.tokenizers import build_tokenizer
 
@@ -35,7 +35,7 @@ def load_tokenizer(args: TrainingArguments) -> Tokenizer:
     )
 
 
-def _get_model_folder(args: TrainingArguments) -> str | None:
+def _get_model_folder(args: Settings) -> str | None:
     """A model folder in ``--load`` comes first, as it does for the model itself."""
     if args.load is not None and (Path(args.load).expanduser() / "config.json").is_file():
         return args.load

@@ -26,11 +26,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.accel.deepspeed import DeepSpeedStrategy
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import MicroBatchResult
-from rapidformer.accel.tensor_check import check_whole_gradients
+from rapidformer.accel.tensor.check import check_whole_gradients
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
-    TrainingArguments,
+    Settings,
     arguments_from_mapping,
     parse_arguments,
     resolve,
@@ -42,7 +42,7 @@ from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 from rapidformer.timers import Timers
 
-Arguments = TrainingArguments | Mapping[str, Any] | Sequence[str] | None
+Arguments = Settings | Mapping[str, Any] | Sequence[str] | None
 
 
 class Run:
@@ -208,15 +208,15 @@ class Run:
 
 def _read_arguments(
     args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
-) -> TrainingArguments:
-    if isinstance(args, TrainingArguments):
+) -> Settings:
+    if isinstance(args, Settings):
         return args
     if isinstance(args, Mapping):
         return arguments_from_mapping(args)
     return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
 
 
-def _build_scaler(args: TrainingArguments) -> LossScaler:
+def _build_scaler(args: Settings) -> LossScaler:
     return LossScaler(
         fixed=args.loss_scale,
         initial=args.initial_loss_scale,
@@ -226,7 +226,7 @@ def _build_scaler(args: TrainingArguments) -> LossScaler:
     )
 
 
-def _warn_about_settings_without_effect(args: TrainingArguments) -> None:
+def _warn_about_settings_without_effect(args: Settings) -> None:
     for name in args.extras:
         if name in WITHOUT_EFFECT:
             warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")

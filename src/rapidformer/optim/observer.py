@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 
 
 class RunObserver:
     """Sees a run; a subclass overrides what it wants to see."""
 
-    def change_settings(self, args: TrainingArguments) -> TrainingArguments:
+    def change_settings(self, args: Settings) -> Settings:
         """Called once by each engine, before it does anything: its settings are what returns."""
         return args
 

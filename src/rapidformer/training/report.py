@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.config.render import render_arguments
 from rapidformer.log import get_logger, warn_once
 from rapidformer.training.run_folder import ARGUMENTS_FILE, MetricsFile
@@ -22,7 +22,7 @@ class Reporter:
     """Tells of the run to the terminal and to files."""
 
     def __init__(
-        self, args: TrainingArguments, *, total_steps: int, resume_step: int = 0, speaks: bool
+        self, args: Settings, *, total_steps: int, resume_step: int = 0, speaks: bool
     ) -> None:
         self._speaks = speaks
         self._total = total_steps

@@ -13,7 +13,7 @@ from typing import Any
 
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import find_checkpoint
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
@@ -52,7 +52,7 @@ class Template(ABC):
         self.engine = engine
 
     @property
-    def args(self) -> TrainingArguments:
+    def args(self) -> Settings:
         return self.engine.args
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:

@@ -13,7 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import Literal
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 
 SOURCE = "rapidformer verify"
 Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
@@ -61,7 +61,7 @@ class Job:
         return cls(**json.loads(text))
 
 
-def count_processes(args: TrainingArguments) -> int:
+def count_processes(args: Settings) -> int:
     """Those asked for on one node; otherwise the fewest that the switches need."""
     if has_own_count(args):
         assert args.nproc_per_node is not None
@@ -78,12 +78,12 @@ def count_processes(args: TrainingArguments) -> int:
     return replicas * share
 
 
-def has_own_count(args: TrainingArguments) -> bool:
+def has_own_count(args: Settings) -> bool:
     """Whether the run is verified with as many processes as it is to have."""
     return args.nproc_per_node is not None and args.hostfile is None and args.nnodes in (None, 1)
 
 
-def list_switches(args: TrainingArguments, processes: int) -> list[str]:
+def list_switches(args: Settings, processes: int) -> list[str]:
     """The settings that a switched run has and its reference has not; empty: nothing to verify."""
     flags = [name for name in _SIZES if getattr(args, name) > 1]
     found = [f"{_flag(name)} {getattr(args, name)}" for name in flags]
@@ -110,7 +110,7 @@ def list_switches(args: TrainingArguments, processes: int) -> list[str]:
     return found
 
 
-def list_left_out(args: TrainingArguments) -> list[str]:
+def list_left_out(args: Settings) -> list[str]:
     """What the user asked for and verification leaves out, each with the reason."""
     left_out = [
         f"{_flag(name)}: a choice of precision changes numbers by design; both runs are in fp32"
@@ -129,7 +129,7 @@ def list_left_out(args: TrainingArguments) -> list[str]:
     return left_out
 
 
-def change_settings(args: TrainingArguments, job: Job) -> TrainingArguments:
+def change_settings(args: Settings, job: Job) -> Settings:
     """The settings of one run of the verification."""
     args = _make_plain(args, job)
     if not job.is_full_size:
@@ -137,7 +137,7 @@ def change_settings(args: TrainingArguments, job: Job) -> TrainingArguments:
     return args if job.kind == "switched" else _take_switches_away(args, job)
 
 
-def _make_plain(args: TrainingArguments, job: Job) -> TrainingArguments:
+def _make_plain(args: Settings, job: Job) -> Settings:
     """Exact arithmetic, no randomness, a few updates, and nothing read back or left behind."""
     args = args.replace(
         SOURCE,
@@ -175,12 +175,12 @@ def _is_model_folder(load: str) -> bool:
     return not folder.is_dir() or (folder / "config.json").is_file()
 
 
-def _choose_rows(args: TrainingArguments) -> int:
+def _choose_rows(args: Settings) -> int:
     """The user's own first rows: enough for a few updates, and for every class to be met."""
     return min(args.max_train_samples or _ROWS, _ROWS)
 
 
-def _reduce(args: TrainingArguments, job: Job) -> TrainingArguments:
+def _reduce(args: Settings, job: Job) -> Settings:
     if args.user_script is not None:
         reads_sizes = args.num_layers is not None and args.hidden_size is not None
         if not reads_sizes or args.pretrained_model_name_or_path is not None or args.load:
@@ -191,7 +191,7 @@ def _reduce(args: TrainingArguments, job: Job) -> TrainingArguments:
     return _reduce_batches(_reduce_model(args), job)
 
 
-def _reduce_flags(args: TrainingArguments) -> TrainingArguments:
+def _reduce_flags(args: Settings) -> Settings:
     """A model whose sizes are the flags': fewer layers, narrow heads, as many of them."""
     if args.num_layers is None or args.hidden_size is None or args.num_attention_heads is None:
         return args  # what is missing will be told
@@ -207,7 +207,7 @@ def _reduce_flags(args: TrainingArguments) -> TrainingArguments:
     )
 
 
-def _reduce_model(args: TrainingArguments) -> TrainingArguments:
+def _reduce_model(args: Settings) -> Settings:
     """The configuration of a Hugging Face model, with fresh weights, fewer layers, narrow heads."""
     from rapidformer.models.configuration import get_position_limit, get_size, load_config
 
@@ -231,13 +231,13 @@ def _reduce_model(args: TrainingArguments) -> TrainingArguments:
     )  # fmt: skip
 
 
-def _count_layers(args: TrainingArguments) -> int:
+def _count_layers(args: Settings) -> int:
     """Two for every stage of the pipeline, virtual ones included."""
     stages = args.pipeline_model_parallel_size
     return 2 * stages * (args.num_layers_per_virtual_pipeline_stage or 1)
 
 
-def _reduce_batches(args: TrainingArguments, job: Job) -> TrainingArguments:
+def _reduce_batches(args: Settings, job: Job) -> Settings:
     """Few short rows: one process has to take a whole global batch at once."""
     micro = min(args.micro_batch_size or _MICRO_BATCH, _MICRO_BATCH)
     rounds = min(_count_accumulation(args, job.processes), 2 * args.pipeline_model_parallel_size)
@@ -252,12 +252,12 @@ def _reduce_batches(args: TrainingArguments, job: Job) -> TrainingArguments:
     )
 
 
-def _count_replicas(args: TrainingArguments, processes: int) -> int:
+def _count_replicas(args: Settings, processes: int) -> int:
     share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     return max(processes // (share * args.context_parallel_size), 1)
 
 
-def _count_accumulation(args: TrainingArguments, processes: int) -> int:
+def _count_accumulation(args: Settings, processes: int) -> int:
     if args.gradient_accumulation_steps is not None:
         return args.gradient_accumulation_steps
     if args.global_batch_size is None or args.micro_batch_size is None:
@@ -267,7 +267,7 @@ def _count_accumulation(args: TrainingArguments, processes: int) -> int:
     )
 
 
-def _take_switches_away(args: TrainingArguments, job: Job) -> TrainingArguments:
+def _take_switches_away(args: Settings, job: Job) -> Settings:
     """One process, nothing switched on, the same samples in every update."""
     return args.replace(
         SOURCE,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder, RecordingFinished, collect_weights
@@ -34,7 +34,7 @@ class VerifiedRun(Recorder):
         super().__init__(job.updates)
         self._job = job
 
-    def change_settings(self, args: TrainingArguments) -> TrainingArguments:
+    def change_settings(self, args: Settings) -> Settings:
         return change_settings(args, self._job)
 
     def before_compose(self, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from transformers import BertTokenizerFast
 
 import rapidformer
 from rapidformer import context
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.data import pretraining
 from rapidformer.data.indexed import IndexedDataError, open_indexed
 from rapidformer.data.pretraining.assemble import build_datasets
@@ -242,7 +242,7 @@ def test_the_settings_of_a_run_name_its_data(prefixes: list[str], tmp_path: Path
     tokenizer = make_tokenizer(tmp_path, sentinels=10)
     args = SimpleNamespace(
         **{
-            name: getattr(TrainingArguments(), name)
+            name: getattr(Settings(), name)
             for name in (
                 "train_data_path", "valid_data_path", "test_data_path", "data_impl", "mask_prob",
                 "short_seq_prob", "seed", "mmap_warmup", "data_cache_path",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rapidformer.accel.tensor_styles import replace_first
+from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.pipeline.discovery import get_first, iterate_tensors
 from rapidformer.accel.pipeline.layout import Stage
-from rapidformer.accel.tensor_styles import replace_first
+from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.errors import ModelError, RapidformerError
 
 

@@ -31,7 +31,7 @@ from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
@@ -266,7 +266,7 @@ def _finish_sharded(model: nn.Module) -> None:
 def build_pipeline(
     model: nn.Module,
     plan: ModelPlan,
-    args: TrainingArguments,
+    args: Settings,
     *,
     device: torch.device,
     topology: Topology,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.data.pretraining.assemble import Counts, Datasets, Prefix, build_datasets
 from rapidformer.data.pretraining.layout import Layout
 from rapidformer.errors import ConfigurationError
@@ -20,7 +20,7 @@ _DECODER_LENGTH = 128
 
 def build_pretraining_datasets(
     objective: str,
-    args: TrainingArguments,
+    args: Settings,
     train_valid_test_num_samples: Counts,
     *,
     tokenizer: Any = None,

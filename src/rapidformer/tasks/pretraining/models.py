@@ -22,7 +22,7 @@ from rapidformer.tasks.pretraining.objectives import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from rapidformer.config import TrainingArguments
+    from rapidformer.config import Settings
     from rapidformer.data.tokenizers import Tokenizer
 
 _GPT_NAMES = ("gpt", "rapidformer_gpt")
@@ -31,7 +31,7 @@ _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Nu
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 
 
-def choose_objective(args: TrainingArguments, tokenizer: Tokenizer) -> Objective:
+def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
     """By the kind of model: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
@@ -103,7 +103,7 @@ def count_usable_tokens(objective: Objective) -> int:
     return min(room, tokenizer.vocab_size)
 
 
-def _build_gpt(args: TrainingArguments, tokenizer: Tokenizer) -> nn.Module:
+def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
     from rapidformer.models.deferred import build_for_split
     from rapidformer.models.gpt import GPTModel, config_from_arguments
 
@@ -116,12 +116,12 @@ def _build_gpt(args: TrainingArguments, tokenizer: Tokenizer) -> nn.Module:
     return build_for_split(args, lambda: GPTModel(config))
 
 
-def _pad_vocabulary(args: TrainingArguments, tokenizer: Tokenizer) -> int:
+def _pad_vocabulary(args: Settings, tokenizer: Tokenizer) -> int:
     multiple = args.make_vocab_size_divisible_by
     return -(-tokenizer.vocab_size // multiple) * multiple
 
 
-def load_processor(args: TrainingArguments, tokenizer: Tokenizer) -> Any:
+def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     """transformers' form of the tokenizer, to be saved beside the model; None where it has none.
 
     Tokens that Megatron's form adds at the end (T5's sentinels, for one) are in it too.

@@ -18,7 +18,7 @@ from rapidformer.data.batch import IGNORED_LABEL, BatchInfo
 from rapidformer.data.pretraining import get_ltor_masks_and_position_ids
 
 if TYPE_CHECKING:
-    from rapidformer.config import TrainingArguments
+    from rapidformer.config import Settings
     from rapidformer.data.tokenizers import Tokenizer
 
 Part = torch.Tensor | tuple[torch.Tensor, float]
@@ -38,7 +38,7 @@ class Objective(ABC):
     counts_ahead = False
     """Whether ``compute_loss`` needs the counts of the whole update."""
 
-    def __init__(self, args: TrainingArguments, tokenizer: Tokenizer) -> None:
+    def __init__(self, args: Settings, tokenizer: Tokenizer) -> None:
         self.args = args
         self.tokenizer = tokenizer
 

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.data_parallel import GradientReducer
-from rapidformer.accel.sharding import get_sharding_options
-from rapidformer.accel.tensor_parallel import distribute, list_choices
-from rapidformer.accel.tensor_styles import Split, Style, extend_class
+from rapidformer.accel.sharding.zero import get_sharding_options
+from rapidformer.accel.tensor.parallel import distribute, list_choices
+from rapidformer.accel.tensor.styles import Split, Style, extend_class
 from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, expand_patterns

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rapidformer.accel.tensor_styles import (
+from rapidformer.accel.tensor.styles import (
     FirstBlock,
     LastBlock,
     SequenceRegion,

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rapidformer.accel.known_loss import build_split_loss, find_known_loss
-from rapidformer.accel.tensor_styles import extend_module
+from rapidformer.accel.tensor.styles import extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.shared_losses import is_split_over_tokens, sum_shared_losses
 from rapidformer.models.plan import ModelPlan

@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from rapidformer.accel.deepspeed_package import (
+from rapidformer.accel.deepspeed.package import (
     announce_build,
     forget_groups,
     import_deepspeed,
     in_process_group,
 )
-from rapidformer.accel.deepspeed_state import GatheredState
+from rapidformer.accel.deepspeed.state import GatheredState
 from rapidformer.accel.precision import Precision, to_fp32
-from rapidformer.config import TrainingArguments
+from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import (
     build_deepspeed_config,
     find_value,
@@ -53,7 +53,7 @@ class DeepSpeedStrategy:
         self,
         model: nn.Module,
         plan: ModelPlan,
-        args: TrainingArguments,
+        args: Settings,
         *,
         device: torch.device,
         topology: Topology,

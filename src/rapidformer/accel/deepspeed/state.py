@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from rapidformer.accel.deepspeed import DeepSpeedStrategy
+    from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 
 _PART_BYTES = 2**28
 """Tensors are read back in parts of about this size."""

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rapidformer.accel.tensor_styles import (
+from rapidformer.accel.tensor.styles import (
     Colwise,
     ColwiseGathered,
     Reading,

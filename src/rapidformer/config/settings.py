@@ -1,4 +1,4 @@
-"""``TrainingArguments``: all sections joined, flat for the user, frozen for everybody.
+"""``Settings``: all sections joined, flat for the user, frozen for everybody.
 
 A function that needs one section takes that section's type; the joined object is one of each.
 Nothing changes an instance: deriving makes a new one with ``replace``.
@@ -28,7 +28,7 @@ from rapidformer.config.sections import (
 
 
 @dataclass(kw_only=True, frozen=True)
-class TrainingArguments(
+class Settings(
     RunArguments,
     ModelArguments,
     DataArguments,
@@ -67,7 +67,7 @@ class TrainingArguments(
         source = self.sources.get(name, "default")
         return source != "default" and not source.startswith("derived")
 
-    def replace(self, source: str, **values: Any) -> TrainingArguments:
+    def replace(self, source: str, **values: Any) -> Settings:
         """A copy with other values, whose origin is told by ``--print-config``."""
         changed = {name: value for name, value in values.items() if getattr(self, name) != value}
         sources = {**self.sources, **dict.fromkeys(changed, source)}
@@ -89,4 +89,4 @@ class TrainingArguments(
         raise AttributeError(f"there is no setting {name!r}{hint}")
 
 
-_FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(TrainingArguments))
+_FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Settings))

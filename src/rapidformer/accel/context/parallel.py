@@ -21,25 +21,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rapidformer.accel.context_arguments import (
+from rapidformer.accel.context.arguments import (
     Sharing,
     find_argument_names,
     is_cache,
     share_arguments,
 )
-from rapidformer.accel.context_attention import (
+from rapidformer.accel.context.attention import (
     KNOWN,
     SharedTorchAttention,
     apply_context_attention,
     find_configs,
 )
-from rapidformer.accel.context_draws import OwnDraws
-from rapidformer.accel.context_loss import SharedHeadPlace, apply_shared_loss
-from rapidformer.accel.context_proof import prove_context
+from rapidformer.accel.context.draws import OwnDraws
+from rapidformer.accel.context.loss import SharedHeadPlace, apply_shared_loss
+from rapidformer.accel.context.proof import prove_context
 from rapidformer.accel.dropout import has_dropout
 from rapidformer.accel.known_loss import has_labels
-from rapidformer.accel.tensor_parallel import list_choices
-from rapidformer.accel.tensor_styles import extend_module, replace_first
+from rapidformer.accel.tensor.parallel import list_choices
+from rapidformer.accel.tensor.styles import extend_module, replace_first
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once

@@ -1,0 +1,1 @@
+"""Context parallelism: each rank holds a slice of every sequence; start with ``parallel``."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a mixture spread over data-parallel ranks."""
