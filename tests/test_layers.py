@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def iterate_imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
+def get_module(path: Path) -> str:
+    parts = ["rapidformer", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_targets(path: Path, modules: set[str]) -> Iterator[str]:
+    """The modules of ours that a file imports; ``from package import module`` names the module."""
+    package = ["rapidformer", *path.relative_to(ROOT).with_suffix("").parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                yield name if name in modules else module
+
+
+def build_import_graph() -> dict[str, set[str]]:
+    """Which module of ours imports which, anywhere: also inside functions and for types only."""
+    modules = {get_module(path) for path in FILES}
+    return {get_module(path): modules.intersection(find_targets(path, modules)) for path in FILES}
+
+
 def is_allowed(room: str, module: str) -> bool:
     target = module.split(".")[1]
     if target == room or (room, module) in ALLOWED:
@@ -78,6 +104,20 @@ def test_imports_go_down(path: Path) -> None:
         if module.startswith("rapidformer.") and not is_allowed(room, module)
     ]
     assert not wrong, f"{path.relative_to(ROOT)} ({room}) must not import {wrong}"
+
+
+def test_there_is_no_import_cycle() -> None:
+    try:
+        TopologicalSorter(build_import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail(f"these modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_only_mpu_asks_for_the_current_topology() -> None:
+    """Library code takes the topology as a parameter; ``get_topology`` is for users' scripts."""
+    owners = {ROOT / "__init__.py", ROOT / "dist/topology.py", ROOT / "dist/mpu.py"}
+    asking = [p for p in FILES if "get_topology" in p.read_text(encoding="utf-8")]
+    assert set(asking) <= owners
 
 
 def test_models_and_data_do_not_know_each_other() -> None:

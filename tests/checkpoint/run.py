@@ -16,6 +16,7 @@ from rapidformer.accel.precision import LossScaler
 from rapidformer.checkpoint.store import TrainingState
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.topology import Topology
 from rapidformer.optim.optimizers import build_optimizer
 
 
@@ -86,6 +87,7 @@ class Run:
             loader=self.loader,
             step=self.step,
             device=torch.device("cpu"),
+            topology=Topology(),
             bypass=nullcontext,
         )
 

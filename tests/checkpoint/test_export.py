@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rapidformer.accel.precision import Precision, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.checkpoint.export import export_model
+from rapidformer.dist.topology import Topology
 from rapidformer.models.plan import find_plan
 from tests.accel.models import make, make_batch
 
@@ -30,7 +31,7 @@ def test_transformers_loads_the_folder(family: str, has_switches: bool, tmp_path
         apply_recompute(model, find_plan(model))
         precision = Precision(dtype=torch.bfloat16, reason="test")
         apply_mixed_precision(model, precision, torch.device("cpu"))
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     loaded = AUTO[family].from_pretrained(tmp_path / "out")
     assert type(loaded) is type(reference)
     assert loaded.state_dict().keys() == expected.keys()
@@ -47,7 +48,7 @@ def test_transformers_loads_the_folder(family: str, has_switches: bool, tmp_path
 
 def test_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
     model = make("gpt2")
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert len({"lm_head.weight", "transformer.wte.weight"} & stored.keys()) == 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -57,7 +58,7 @@ def test_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
 def test_model_of_the_users_own(tmp_path: Path) -> None:
     model = make("custom")
     model.head.weight = model.embedding.weight
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored.keys() == model.state_dict().keys()
     twin = make("custom")
@@ -70,7 +71,7 @@ def test_processor_is_saved_beside_the_model(tmp_path: Path) -> None:
         def save_pretrained(self, folder: Path) -> None:
             (Path(folder) / "tokenizer.json").write_text("{}")
 
-    export_model(nn.Linear(1, 1), tmp_path / "deep" / "out", processor=Processor())
+    export_model(nn.Linear(1, 1), tmp_path / "deep" / "out", Topology(), processor=Processor())
     assert (tmp_path / "deep" / "out" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "deep" / "out" / "model.safetensors").is_file()
 
@@ -81,20 +82,20 @@ def test_failed_export_leaves_the_older_model(tmp_path: Path) -> None:
             raise OSError("disk full")
 
     model = nn.Linear(1, 1)
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     expected = model.weight.detach().clone()
     model.weight.data.fill_(9)
     with pytest.raises(OSError, match="disk full"):
-        export_model(model, tmp_path / "out", processor=Broken())
+        export_model(model, tmp_path / "out", Topology(), processor=Broken())
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], expected)
 
 
 def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     (tmp_path / "out" / "stale.bin").write_text("old")
     model.weight.data.fill_(9)
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     assert not (tmp_path / "out" / "stale.bin").exists()
     assert load_file(tmp_path / "out" / "model.safetensors")["weight"].item() == 9
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -104,7 +105,7 @@ def test_export_does_not_touch_the_model(tmp_path: Path) -> None:
     model = make("gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = [id(p) for p in model.parameters()]
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     assert [id(p) for p in model.parameters()] == parameters
     assert model.training
     for name, value in model.state_dict().items():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 
 
@@ -31,7 +32,7 @@ def test_dtypes_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"x": torch.arange(5).to(dtype), "scalar": torch.tensor(1).to(dtype)}
     save_tensors(tensors, tmp_path / "s")
     found = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    load_tensors(found, tmp_path / "s")
+    load_tensors(found, tmp_path / "s", Topology())
     for name, value in tensors.items():
         assert found[name].dtype is dtype
         assert torch.equal(found[name], value)
@@ -43,7 +44,7 @@ def test_shapes(saved: Path) -> None:
 
 def test_missing_tensor_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        load_tensors({"nowhere": torch.zeros(1)}, saved)
+        load_tensors({"nowhere": torch.zeros(1)}, saved, Topology())
 
 
 def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

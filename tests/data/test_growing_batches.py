@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 
 from rapidformer.config.batches import BatchSchedule
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.collectives import sum_over_rows
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.topology import build_topology
 from rapidformer.errors import DataError
@@ -84,7 +86,7 @@ def test_second_epoch_does_not_start_small_again() -> None:
 
 
 def test_counts_of_an_update_are_known_from_its_first_round_on() -> None:
-    loader = build(13, micro_batch_size=2, rounds_per_update=2, counts_ahead=True)
+    loader = build(13, micro_batch_size=2, rounds_per_update=2, sum_counts=lambda counts: counts)
     seen, expected, pending = [], [], []
     for batch in loader:
         assert loader.update_info is not None
@@ -99,9 +101,13 @@ def test_counts_of_an_update_are_known_from_its_first_round_on() -> None:
 
 def _count_ahead() -> list[tuple[int, int, int]]:
     processes = start_processes(device="cpu")
-    build_topology("cpu", data=2)
+    topology = build_topology("cpu", data=2)
     loader = build(
-        11, num_replicas=2, replica=processes.rank, rounds_per_update=2, counts_ahead=True
+        11,
+        num_replicas=2,
+        replica=processes.rank,
+        rounds_per_update=2,
+        sum_counts=partial(sum_over_rows, topology=topology),
     )
     totals = []
     for _ in loader:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.dist.topology import Topology
 from rapidformer.optim.takeover import take_over_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 
@@ -26,7 +27,7 @@ class Rig:
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.clock = UpdateClock(rounds)
+        self.clock = UpdateClock(rounds, Topology())
         self.scaler = scaler
         make = optimizer or functools.partial(SGD, lr=1.0)
         made = make(self.model.parameters())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock, get_norm
@@ -106,7 +107,7 @@ def test_epoch_end_closes_an_update_early() -> None:
 
 
 def test_accumulation_may_be_decided_by_hand() -> None:
-    clock = UpdateClock(1)
+    clock = UpdateClock(1, Topology())
     clock.forced = False
     assert not clock.start_micro_batch(ends_epoch=True)
     clock.forced = True

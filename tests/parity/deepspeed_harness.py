@@ -83,7 +83,9 @@ def run_case(engine: RapidformerEngine, model_name: str, epochs: int) -> Trace:
             if not loader.is_update_end:
                 continue
             gradients = gradients or get_gradients(engine)
-            losses.append(float(sum_over_replicas(loss_sum) / engine.clock.total_weight))
+            losses.append(
+                float(sum_over_replicas(loss_sum, engine.topology) / engine.clock.total_weight)
+            )
             loss_sum = torch.zeros(1)
             engine.step()
     return Trace(losses, gradients, get_weights(engine))

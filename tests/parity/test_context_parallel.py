@@ -313,7 +313,7 @@ def test_dropout_is_the_same_outside_of_the_blocks_and_another_inside() -> None:
 
 def _count() -> int:
     engine = RapidformerEngine(args={**SETTINGS, **CONTEXT})
-    meter = Meter(engine.device)
+    meter = Meter(engine.device, engine.topology)
     meter.add_micro_batch({"loss": (torch.tensor(1.0), 3.0)}, BatchInfo(3, 3, 3, 20, 24))
     meter.add_update(6.0, None)
     measured = meter.read(1, tolerates_infinity=False)

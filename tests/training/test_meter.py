@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rapidformer.data.batch import BatchInfo
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
 from rapidformer.training.meter import Mean, Measurement, Meter, WeightedSums
 
@@ -27,7 +28,7 @@ def mean(value: float, weight: float | torch.Tensor) -> Mean:
 
 def make(losses: list[list[tuple[float, float]]], norms: list[float | None] | None = None) -> Meter:
     """Updates of micro-batches (mean loss, weight)."""
-    meter = Meter(torch.device("cpu"))
+    meter = Meter(torch.device("cpu"), Topology())
     for number, update in enumerate(losses):
         for loss, weight in update:
             meter.add_micro_batch({"loss": mean(loss, weight)}, info())
@@ -50,7 +51,7 @@ def test_loss_of_an_update_is_the_weighted_mean() -> None:
 
 
 def test_weights_may_be_tensors() -> None:
-    meter = Meter(torch.device("cpu"))
+    meter = Meter(torch.device("cpu"), Topology())
     meter.add_micro_batch({"loss": mean(1.0, torch.tensor(3.0))}, info())
     meter.add_micro_batch({"loss": mean(5.0, torch.tensor(1.0))}, info())
     meter.add_update(torch.tensor(4.0), torch.tensor(1.0))
@@ -183,4 +184,4 @@ def test_sums_become_means_over_everything() -> None:
     sums.add({"loss": mean(5.0, 1), "sop_loss": mean(6.0, 3)}, info())
     sums.add({"loss": mean(NAN, 0), "sop_loss": mean(5.0, 0)}, info())
     sums.add({"loss": mean(NAN, 7), "sop_loss": mean(NAN, 7)}, info().as_filler())
-    assert sums.read_means() == {"loss": 2.0, "sop_loss": 5.0}
+    assert sums.read_means(Topology()) == {"loss": 2.0, "sop_loss": 5.0}

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.stages import gather_stages
 from rapidformer.dist.collectives import wait_for_all
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.models.location import quiet_transformers
 
@@ -26,6 +26,7 @@ from rapidformer.models.location import quiet_transformers
 def export_model(
     model: nn.Module,
     folder: Path,
+    topology: Topology,
     *,
     processor: Any = None,
     weights: dict[str, Any] | None = None,
@@ -35,8 +36,8 @@ def export_model(
     ``weights`` are given where only the strategy that has split them can join them.
     """
     ties: list[tuple[str, ...]] = []
-    if weights is None and get_topology().pipeline > 1:
-        weights, ties = gather_stages(model)
+    if weights is None and topology.pipeline > 1:
+        weights, ties = gather_stages(model, topology)
     elif weights is None:
         weights = _gather_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.models.plan import find_plan
 
 _Kinds = list[tuple[str, torch.Size, torch.dtype]]
 
 
-def gather_stages(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+def gather_stages(
+    model: nn.Module, topology: Topology
+) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
     """All weights by name, and which names are one parameter; empty on all but the first process.
 
     Every process must call this.
     """
-    topology = get_topology()
     own: dict[str, Any] = get_model_state_dict(model)
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None

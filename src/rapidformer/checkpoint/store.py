@@ -38,6 +38,7 @@ from rapidformer.checkpoint.publish import (
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -82,6 +83,7 @@ class TrainingState:
     loader: Stateful | None
     step: int
     device: torch.device
+    topology: Topology
     bypass: Any
     """A context manager inside which the optimizer steps at once (torch fills its state so)."""
     gathered: Gathered | None = None
@@ -238,9 +240,9 @@ def _load_gathered(
 ) -> None:
     wanted = gathered.get_wanted(with_optimizer=with_optimizer)
     _drop_stateless(wanted, state.model, read_shapes(folder / "state"))
-    _compare(folder, wanted)
+    _compare(folder, wanted, state.topology)
     for part in gathered.iterate_parts(wanted):
-        load_tensors(part, folder / "state")
+        load_tensors(part, folder / "state", state.topology)
         gathered.put(part)
 
 
@@ -250,8 +252,8 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
         return
     tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer, fills=True)
     stateless = _drop_stateless(tensors, state.model, read_shapes(folder / "state"))
-    _compare(folder, tensors)
-    load_tensors(tensors, folder / "state")
+    _compare(folder, tensors, state.topology)
+    load_tensors(tensors, folder / "state", state.topology)
     prefix = "model."
     model_part: dict[str, Any] = {
         name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
@@ -284,12 +286,12 @@ def _drop_stateless(
     return stateless
 
 
-def _compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _compare(folder: Path, tensors: dict[str, torch.Tensor], topology: Topology) -> None:
     """Say plainly where a checkpoint was made for another model or optimizer."""
     saved = read_shapes(folder / "state")
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Of a model in stages, each process has some names only.
-    elsewhere = {name for names in gather_from_stages(sorted(wanted)) for name in names}
+    elsewhere = {name for names in gather_from_stages(sorted(wanted), topology) for name in names}
     problems = [f"{name} is not in it" for name in wanted if name not in saved]
     problems += [
         f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"

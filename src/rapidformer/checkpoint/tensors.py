@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rapidformer.checkpoint.strided import split_strided
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 
 # Each class by its name: a whole module would admit whatever that module imports (`os`, say).
@@ -63,13 +63,13 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be written: {_get_cause(reason)}") from None
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, topology: Topology) -> None:
     """Fill the tensors in place from a folder, whatever layout it was saved in."""
     try:
         with _quiet():
             pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
             # Stages of a pipeline ask for other names than each other: each reads by itself.
-            is_alone = not dist.is_initialized() or get_topology().pipeline > 1
+            is_alone = not dist.is_initialized() or topology.pipeline > 1
             load(pieces, storage_reader=_Reader(folder), no_dist=is_alone)
     # Not an Exception in torch: an ordinary `except` would let it through as a crash.
     except CheckpointException as reason:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from itertools import groupby
 
-from rapidformer.cli.main import COMMANDS
+from rapidformer.cli.commands import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
 from rapidformer.config.render import render_arguments
 from rapidformer.launch.environment import plan_launch

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
-from rapidformer.dist.collectives import sum_over_rows
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
@@ -57,7 +56,7 @@ class DistributedLoader:
         order: Callable[[], Sequence[int]] | None = None,
         num_samples: int | None = None,
         get_batch_size: Callable[[int], int] | None = None,
-        counts_ahead: bool = False,
+        sum_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate
@@ -74,7 +73,8 @@ class DistributedLoader:
         self._order = order
         self._get_batch_size = get_batch_size
         """Samples of the update after so many samples, where updates are not all equal."""
-        self._counts_ahead = counts_ahead
+        self._sum_counts = sum_counts
+        """Adds counts over all replicas; given where updates are to be counted ahead."""
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
@@ -138,8 +138,8 @@ class DistributedLoader:
         self._rows_handed_out = 0
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
         rounds = read_ahead(rounds, self._device)
-        if self._counts_ahead:
-            rounds = self._count_ahead(rounds)
+        if self._sum_counts is not None:
+            rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left = 0
         beat("data")
         for batch, info, is_last in rounds:
@@ -205,12 +205,13 @@ class DistributedLoader:
         consumed = self.epoch * self.num_samples + self.consumed_samples
         return self._get_batch_size(consumed) // self.samples_per_round
 
-    def _count_ahead(self, rounds: Iterator[_Round]) -> Iterator[_Round]:
+    def _count_ahead(
+        self, rounds: Iterator[_Round], sum_counts: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[_Round]:
         """Hold the rounds of each update until they are counted, on every process."""
         while update := list(islice(rounds, self._count_rounds())):
             counts = [sum(column) for column in zip(*(info for _, info, _ in update), strict=True)]
-            total = sum_over_rows(torch.tensor(counts)) if self._num_replicas > 1 else counts
-            self.update_info = BatchInfo(*map(int, total))
+            self.update_info = BatchInfo(*map(int, sum_counts(torch.tensor(counts))))
             yield from update
 
     def _iterate_rounds(self) -> Iterator[_Round]:

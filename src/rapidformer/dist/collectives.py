@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 
 T = TypeVar("T")
@@ -20,33 +20,35 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
+def sum_over_replicas(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
     """The sum over all processes that have seen other tokens, in place."""
-    group = get_topology().get_replica_group()
+    group = topology.get_replica_group()
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def sum_over_rows(tensor: torch.Tensor) -> torch.Tensor:
+def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
     """The sum over all processes that have seen other rows, in place."""
-    group = get_topology().get_group("data")
+    group = topology.get_group("data")
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
+def gather_rows(
+    tensor: torch.Tensor, topology: Topology, pad_value: float | None = None
+) -> torch.Tensor:
     """Join the rows (dimension 0) of all data-parallel processes, in their order.
 
     The numbers of rows may differ. Other dimensions must agree, unless ``pad_value`` says what to
     fill the shorter ones with.
     """
-    group = get_topology().get_group("data")
+    group = topology.get_group("data")
     if group is None:
         return tensor
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    shapes = gather_objects(tuple(rows.shape))
+    shapes = gather_objects(tuple(rows.shape), topology)
     widest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     if pad_value is None and any(shape[1:] != widest[1:] for shape in shapes):
         raise RapidformerError(
@@ -61,9 +63,9 @@ def gather_rows(tensor: torch.Tensor, pad_value: float | None = None) -> torch.T
     return torch.cat([part[: shape[0]] for part, shape in zip(everyone, shapes, strict=True)])
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, topology: Topology) -> list[T]:
     """The values of all data-parallel processes, in their order, on each of them."""
-    group = get_topology().get_group("data")
+    group = topology.get_group("data")
     if group is None:
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -71,9 +73,9 @@ def gather_objects(value: T) -> list[T]:
     return everyone
 
 
-def gather_from_stages(value: T) -> list[T]:
+def gather_from_stages(value: T, topology: Topology) -> list[T]:
     """The values of all stages of this process's pipeline; its own alone where there is none."""
-    group = get_topology().get_group("pipeline")
+    group = topology.get_group("pipeline")
     if group is None:
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)

@@ -381,7 +381,11 @@ class RapidformerEngine(Run):
             deepspeed = self.parallelized.deepspeed
             weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None
             return export_model(
-                self.parallelized.model, Path(folder), processor=processor, weights=weights
+                self.parallelized.model,
+                Path(folder),
+                self.topology,
+                processor=processor,
+                weights=weights,
             )
 
     def close(self) -> None:
@@ -431,6 +435,7 @@ class RapidformerEngine(Run):
             loader=self._train_loader,
             step=self.clock.updates,
             device=self.device,
+            topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
         )

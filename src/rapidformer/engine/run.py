@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
-from rapidformer.dist.collectives import gather_objects, gather_rows, wait_for_all
+from rapidformer.dist.collectives import gather_objects, gather_rows, sum_over_rows, wait_for_all
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.seeding import seed_everything
@@ -75,7 +76,7 @@ class Run:
         self.timers = Timers()
         self.precision = choose_precision(self.args.mixed_precision, self.device)
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
-        self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1)
+        self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)
         self.batches = get_batch_schedule(self.args)
         self._current_loader: DistributedLoader | None = None
         self._train_loader: DistributedLoader | None = None
@@ -128,7 +129,7 @@ class Run:
             get_batch_size=(
                 self.batches.get_size if is_training and not self.batches.is_constant else None
             ),
-            counts_ahead=counts_ahead,
+            sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
         )
         return self._watch(loader, is_training=is_training)
 
@@ -195,11 +196,11 @@ class Run:
         rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         if self._current_loader is not None and self._current_loader.ends_with_filler(len(rows)):
             rows = rows[:-1]
-        return gather_rows(rows, pad_value)
+        return gather_rows(rows, self.topology, pad_value)
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order."""
-        return [value for part in gather_objects(values) for value in part]
+        return [value for part in gather_objects(values, self.topology) for value in part]
 
     def wait_for_all(self) -> None:
         """Return when every process has come here."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.collectives import sum_over_replicas
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.observer import get_observer
 
@@ -47,8 +47,9 @@ MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 class UpdateClock:
     """Counts micro-batches into updates, and holds the finished gradient until it is used."""
 
-    def __init__(self, rounds_per_update: int) -> None:
+    def __init__(self, rounds_per_update: int, topology: Topology) -> None:
         self.rounds_per_update = rounds_per_update
+        self._topology = topology
         self.updates = 0
         """Updates done, skipped ones (fp16 overflow) not counted."""
         self.skipped = 0
@@ -120,7 +121,7 @@ class UpdateClock:
         ``measure`` is for a gradient of which other stages of a pipeline hold parts.
         """
         if self.keeper is not None:
-            total = _sum_weights(self._weight, self.keeper.device)
+            total = _sum_weights(self._weight, self.keeper.device, self._topology)
             self.total_weight = total * self._unit
             scale = scaler.scale if scaler else 1.0
             self.grad_norm = self.keeper.finish(float(total) * scale)
@@ -128,7 +129,8 @@ class UpdateClock:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
-        total = _sum_weights(self._weight, gradients[0].device if gradients else None)
+        device = gradients[0].device if gradients else None
+        total = _sum_weights(self._weight, device, self._topology)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
@@ -270,12 +272,14 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> float | torch.Tensor:
+def _sum_weights(
+    weight: float | torch.Tensor, device: torch.device | None, topology: Topology
+) -> float | torch.Tensor:
     """The weight of the global batch: a number in one process, else a tensor on the device."""
     if device is None and isinstance(weight, torch.Tensor):
         # A stage of a pipeline that is frozen has no gradients, but counts with the others.
         device = weight.device
-    if get_topology().num_replicas == 1 or device is None:
+    if topology.num_replicas == 1 or device is None:
         # Offloaded gradients are in the host's memory, the count on the device.
         return weight.to(device) if isinstance(weight, torch.Tensor) else (weight or 1.0)
     if isinstance(weight, torch.Tensor):
@@ -283,4 +287,4 @@ def _sum_weights(weight: float | torch.Tensor, device: torch.device | None) -> f
     else:
         # Not as_tensor: a copy from the host would wait for the device.
         total = torch.full((), weight, dtype=torch.float32, device=device)
-    return sum_over_replicas(total).clamp(min=torch.finfo(torch.float32).tiny)
+    return sum_over_replicas(total, topology).clamp(min=torch.finfo(torch.float32).tiny)

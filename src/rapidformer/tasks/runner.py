@@ -12,6 +12,7 @@ from typing import Any
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import load_splits
 from rapidformer.dist.collectives import gather_objects
+from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
@@ -56,7 +57,9 @@ class TaskFinetuner(Finetuner):
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         assert self.prepared is not None
-        records = collect_records(self.task, model[0], eval_dataloader, self.prepared)
+        records = collect_records(
+            self.task, model[0], eval_dataloader, self.prepared, self.engine.topology
+        )
         return self.task.compute_metrics(records, self.prepared, "validation")
 
 
@@ -95,13 +98,17 @@ def predict_task(
 
 
 def collect_records(
-    task: Task, model: Any, loader: DistributedLoader, prepared: PreparedData
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    topology: Topology,
 ) -> list[Record]:
     """One record per example of the whole split, in the order of the data, on every process."""
     rounds: list[list[Record]] = []
     for batch in loader:
         rounds.append(task.evaluate_step(model, batch, prepared)[: loader.info.rows])
-    return list(_interleave(gather_objects(rounds)))
+    return list(_interleave(gather_objects(rounds, topology)))
 
 
 def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
@@ -125,7 +132,7 @@ def _run_split(
     records: list[Record] = []
 
     def run() -> dict[str, float]:
-        records.extend(collect_records(task, model, loader, prepared))
+        records.extend(collect_records(task, model, loader, prepared, engine.topology))
         return {}
 
     evaluate_model(engine, run)

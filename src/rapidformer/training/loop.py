@@ -90,7 +90,7 @@ class TrainingLoop:
         self.saves_each_epoch = saves_each_epoch
         self.test = test
         self.progress = progress or Progress()
-        self.meter = Meter(engine.device)
+        self.meter = Meter(engine.device, engine.topology)
         self._saved_at: int | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step

@@ -17,7 +17,7 @@ import torch
 
 from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.collectives import sum_over_replicas
-from rapidformer.dist.topology import get_topology
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
 
 Mean = tuple[torch.Tensor, float | torch.Tensor]
@@ -62,9 +62,10 @@ class WeightedSums:
             self.sums[name] = self.sums[name] + part if name in self.sums else part
             self.weights[name] = self.weights.get(name, 0.0) + (weight if counts else 0.0)
 
-    def read_means(self) -> dict[str, float]:
+    def read_means(self, topology: Topology) -> dict[str, float]:
         """The means over all processes."""
-        totals = _sum_pairs([(self.sums[name], self.weights[name]) for name in self.sums])
+        pairs = [(self.sums[name], self.weights[name]) for name in self.sums]
+        totals = _sum_pairs(pairs, topology)
         return {
             name: total / count if count else math.nan
             for name, (total, count) in zip(self.sums, totals, strict=True)
@@ -74,8 +75,9 @@ class WeightedSums:
 class Meter:
     """Collects micro-batches and updates until somebody reads."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, topology: Topology) -> None:
         self._device = device
+        self._topology = topology
         self._start()
         self._update = WeightedSums()
 
@@ -122,8 +124,8 @@ class Meter:
         )
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
         # Processes that share sequences have each counted the same rows.
-        counts /= get_topology().context
-        packed = sum_over_replicas(torch.cat([losses.double(), counts]))
+        counts /= self._topology.context
+        packed = sum_over_replicas(torch.cat([losses.double(), counts]), self._topology)
         values: list[float] = packed.tolist()
         norm_values: list[float] = norms.tolist()
         measurement = Measurement(
@@ -141,7 +143,8 @@ class Meter:
 
     def _read_parts(self) -> dict[str, float]:
         """Means over the updates that have something to count; every process comes here."""
-        totals = iter(_sum_pairs([pair for pairs in self._parts.values() for pair in pairs]))
+        flat = [pair for pairs in self._parts.values() for pair in pairs]
+        totals = iter(_sum_pairs(flat, self._topology))
         parts = {}
         for name, pairs in self._parts.items():
             means = [total / weight for total, weight in islice(totals, len(pairs)) if weight]
@@ -149,13 +152,13 @@ class Meter:
         return parts
 
 
-def _sum_pairs(pairs: list[Mean]) -> list[tuple[float, float]]:
+def _sum_pairs(pairs: list[Mean], topology: Topology) -> list[tuple[float, float]]:
     """Sums and their weights, each over all processes, in one message; waits for the device."""
     if not pairs:
         return []
     sums = torch.stack([total for total, _ in pairs]).double()
     weights = torch.tensor([float(weight) for _, weight in pairs], dtype=sums.dtype).to(sums.device)
-    totals, counts = sum_over_replicas(torch.stack([sums, weights])).tolist()
+    totals, counts = sum_over_replicas(torch.stack([sums, weights]), topology).tolist()
     return list(zip(totals, counts, strict=True))
 
 

@@ -123,7 +123,7 @@ class PreTrainer(Template):
         loader.rewind()
         for batch in islice(loader, rounds):
             sums.add(forward(batch).means, loader.info)
-        means = self.combine_means(sums.read_means())
+        means = self.combine_means(sums.read_means(self.engine.topology))
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing of how well words are guessed.
         of_words = means.get("lm_loss", loss)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rapidformer.checkpoint.export import export_model
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import ModelError
 from rapidformer.models import GPTForCausalLM, GPTModel
 from rapidformer.models.plan import shifts_labels
@@ -62,7 +63,7 @@ def test_weights_that_a_folder_lacks_start_as_fresh_ones(tmp_path: Path) -> None
 
 def test_export_writes_the_same_folder(tmp_path: Path) -> None:
     model, tokens = make_model(**EXPERTS), make_tokens()
-    export_model(model, tmp_path / "out")
+    export_model(model, tmp_path / "out", Topology())
     assert torch.equal(GPTModel.from_pretrained(tmp_path / "out")(tokens), model(tokens))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("rapidformer_gpt", ["GPTModel"])

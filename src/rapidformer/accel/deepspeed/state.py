@@ -9,24 +9,34 @@ one must be put into both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-if TYPE_CHECKING:
-    from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
-
 _PART_BYTES = 2**28
 """Tensors are read back in parts of about this size."""
+
+
+class Started(Protocol):
+    """A model that DeepSpeed has taken over, as far as its state is concerned."""
+
+    deepspeed: Any
+    engine: Any
+    model: nn.Module
+    device: torch.device
+    stage: int
+    bypass: Callable[[], AbstractContextManager[None]]
+    """A context manager inside which the optimizer steps at once."""
 
 
 class GatheredState:
     """The tensors of a run under DeepSpeed, whole, by the names of a run without it."""
 
-    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+    def __init__(self, strategy: Started) -> None:
         self._strategy = strategy
 
     # ---- to disk -------------------------------------------------------------------------------
