@@ -1,13 +1,14 @@
 # make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
 # make test     make the environment, then lint, types and tests
 # make install  make the environment with every extra
+# make docs     build the documentation into site/; a warning is an error
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint types tests format bench clean
+.PHONY: install demo test lint types tests docs format bench clean
 
 install: $(INSTALLED)
 
@@ -34,6 +35,10 @@ types: install
 tests: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+docs: install
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -47,4 +52,4 @@ bench: install
 	$(BIN)/python benchmarks/loader_rate.py
 
 clean:
-	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +33,13 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "index.html").is_file()
 
 
 def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
