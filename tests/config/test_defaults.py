@@ -37,7 +37,7 @@ CONTRACT_DEFAULTS = {
     "lr_warmup_fraction": None,
     "train_iters": None,
     "epochs": None,
-    "log_interval": 100,
+    "log_interval": 10,
     # Megatron, §2.7
     "train_samples": None,
     "adam_beta1": 0.9,

@@ -65,7 +65,7 @@ def test_lines_go_to_the_log_and_to_the_file(
 def test_other_processes_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = make(tmp_path / "run", speaks=False)
     reporter.say("hello")
-    reporter.advance(1)
+    reporter.advance(1, 0.5, 1e-3)
     reporter.log_training(LINE)
     reporter.log_evaluation({"step": 1, "eval_loss": 1.0})
     reporter.close()
@@ -115,7 +115,7 @@ def test_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
 def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = make(tmp_path, "--progress")
     for step in range(1, 101):
-        reporter.advance(step)
+        reporter.advance(step, 0.12345, 2e-5)
     reporter.log_training(LINE)
     reporter.close()
     text = capsys.readouterr().err

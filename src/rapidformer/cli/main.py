@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not getattr(error, "is_told", False):
             _show(error)
         return _get_status(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if not stop.args:  # the training loop says itself what it has saved
+            sys.stderr.write("\nstopped by Ctrl-C: nothing was saved since the last checkpoint.\n")
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.

@@ -414,7 +414,7 @@ class CheckpointArguments:
 class LoggingArguments:
     """Logging"""
 
-    log_interval: int = 100
+    log_interval: int = 10
     """updates between log lines"""
     progress: bool | None = None
     """progress bar instead of log lines (default: on a terminal)"""

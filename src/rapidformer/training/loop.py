@@ -6,6 +6,7 @@ a model is evaluated, it is told.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +22,11 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.training.closing import describe_results
 from rapidformer.training.meter import Mean, Measurement, Meter
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.stop_signals import StopSignals
 
 Metrics = dict[str, float]
 
@@ -56,10 +59,17 @@ class Evaluation:
 class Progress:
     """Where the run stands, beyond what the engine counts; goes into every checkpoint."""
 
+    best_metric: str | None = None
     best_value: float | None = None
     best_step: int | None = None
     evaluations: dict[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
+
+    def get_best(self) -> tuple[str, float, int] | None:
+        """The metric, its value and the step of the best model so far."""
+        if self.best_value is None or self.best_step is None:
+            return None
+        return self.best_metric or "metric", self.best_value, self.best_step
 
 
 class TrainingLoop:
@@ -90,12 +100,15 @@ class TrainingLoop:
         self.saves_each_epoch = saves_each_epoch
         self.test = test
         self.progress = progress or Progress()
-        self.meter = Meter(engine.device, engine.topology)
+        self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._saved_at: int | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step
         self._step_before = self.step
         self._is_stopping = False
+        self._signals = StopSignals(
+            reporter.say, saves=bool(self.args.save), is_alone=self.args.world_size == 1
+        )
         self._lr = 0.0
 
     @property
@@ -103,16 +116,33 @@ class TrainingLoop:
         """Updates done."""
         return self.engine.clock.updates
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether a restored run has done all of its updates already."""
+        return self._attempts >= self.train_iters
+
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
         try:
-            while not self._is_over():
-                self._run_epoch()
+            with self._signals:
+                while not self._is_over():
+                    self._run_epoch()
+            if self._signals.caught is not None:
+                self._stop()
             self._finish()
         finally:
             self.reporter.close()
         return self.progress
+
+    def _stop(self) -> None:
+        """Save and leave, because a signal asked for it."""
+        where = "nothing was saved"
+        if self.args.save and self.step > 0:
+            self._save()
+            where = f"go on with the same command and --load {self.args.save}"
+        self.reporter.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
+        self._signals.leave()
 
     def _run_epoch(self) -> None:
         attempts = self._attempts
@@ -149,7 +179,8 @@ class TrainingLoop:
         args, clock = self.args, self.engine.clock
         self._attempts += 1
         self.meter.add_update(clock.total_weight, clock.grad_norm)
-        self.reporter.advance(self.step)
+        live = self.meter.live_loss
+        self.reporter.advance(self.step, live.value if live else None, self._lr)
         if self._attempts % args.log_interval == 0 or self.step == 1:
             self._log()
         if self.step == self._step_before:
@@ -183,17 +214,10 @@ class TrainingLoop:
             self.engine.export(Path(self.args.save) / LAST, self.processor)
         elif self.meter.has_updates():
             self._log()
-        self._say_where()
-
-    def _say_where(self) -> None:
-        progress, save = self.progress, self.args.save
-        if progress.best_value is not None:
-            where = f", kept in {Path(save) / BEST}" if save else ""
-            self.reporter.say(
-                f"best     {progress.best_value:.4f} at step {progress.best_step}{where}"
-            )
-        if save is not None:
-            self.reporter.say(f"last     step {self.step}, kept in {Path(save) / LAST}")
+        best = self.progress.get_best()
+        kept = describe_results(self.args, step=self.step, total=self.train_iters, best=best)
+        for sentence in kept:
+            self.reporter.say(sentence)
 
     def _is_over(self) -> bool:
         # Attempts, not updates: fp16 overflows use up data without an update.
@@ -201,6 +225,7 @@ class TrainingLoop:
 
     def _check_exit(self) -> None:
         args = self.args
+        self._is_stopping |= self._signals.caught is not None
         if args.exit_interval and self.step % args.exit_interval == 0:
             self._is_stopping = True
         if args.exit_duration_in_mins is not None and self._attempts % args.log_interval == 0:
@@ -269,14 +294,32 @@ class TrainingLoop:
             # Nobody has said which: the first one that the metrics hook returns.
             name = next(iter(results), "")
             greater = is_greater_better(name)
+        self._check_metric(name, results)
         if name not in results or not math.isfinite(results[name]):
             return
         value, best = results[name], self.progress.best_value
         if best is not None and (value <= best if greater else value >= best):
             return
+        self.progress.best_metric = name
         self.progress.best_value, self.progress.best_step = value, self.step
         if self.args.save is not None:
             self.engine.export(Path(self.args.save) / BEST, self.processor)
+
+    def _check_metric(self, name: str, results: dict[str, float]) -> None:
+        """Only a script's own metrics hook is found out here; tasks know their metrics before."""
+        if name in results or not results or not self.args.is_given("metric_for_best_model"):
+            return
+        if self.args.save:
+            self._save()
+        raise RapidformerError(
+            f"--metric-for-best-model {self.args.metric_for_best_model}: the evaluation gives "
+            f"{', '.join(results)}. A checkpoint of step {self.step} "
+            + (
+                f"is kept: go on from it with --load {self.args.save}."
+                if self.args.save
+                else "is not kept, since there is no --save folder."
+            )
+        )
 
     def _save(self) -> None:
         if self._saved_at == self.step:
@@ -284,12 +327,7 @@ class TrainingLoop:
         # Reading the meter raises where a loss is not a number: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
-        progress = {
-            "best_value": self.progress.best_value,
-            "best_step": self.progress.best_step,
-            "evaluations": self.progress.evaluations,
-            "evaluated_at": self.progress.evaluated_at,
-        }
+        progress = dataclasses.asdict(self.progress)
         self.engine.save_checkpoint(extra={"progress": progress, "attempts": self._attempts})
         self._saved_at = self.step
         self.meter.resume(paused_at)

@@ -19,6 +19,7 @@ from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
+from rapidformer.training.live_loss import LiveLoss
 
 Mean = tuple[torch.Tensor, float | torch.Tensor]
 """A mean and what it was taken over."""
@@ -75,9 +76,10 @@ class WeightedSums:
 class Meter:
     """Collects micro-batches and updates until somebody reads."""
 
-    def __init__(self, device: torch.device, topology: Topology) -> None:
+    def __init__(self, device: torch.device, topology: Topology, *, live: bool = False) -> None:
         self._device = device
         self._topology = topology
+        self.live_loss = LiveLoss(device) if live else None
         self._start()
         self._update = WeightedSums()
 
@@ -98,6 +100,9 @@ class Meter:
     def add_update(self, total_weight: float | torch.Tensor, norm: torch.Tensor | None) -> None:
         """Close an update: its loss is the mean over the whole global batch."""
         sums, weights = self._update.sums, self._update.weights
+        weight = weights.get("loss", 0.0)
+        if self.live_loss is not None and (isinstance(weight, torch.Tensor) or weight):
+            self.live_loss.add(sums["loss"] / weight)
         loss = sums.pop("loss", torch.zeros((), device=self._device))
         self._losses.append((loss / total_weight).float())
         for name, total in sums.items():

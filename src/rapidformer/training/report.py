@@ -42,23 +42,26 @@ class Reporter:
         if wants_bar:
             self._bar = _ProgressBar(total_steps, resume_step)
 
+    @property
+    def shows_bar(self) -> bool:
+        return self._bar is not None
+
     def say(self, message: str) -> None:
         """A line for the person at the terminal."""
         if self._speaks:
             get_logger().info(message)
 
-    def advance(self, step: int) -> None:
-        """One more update is done."""
+    def advance(self, step: int, loss: float | None, lr: float) -> None:
+        """One more update is done; ``loss`` is the running mean of the last few."""
         if self._bar is not None:
-            self._bar.advance(step)
+            note = "" if loss is None else f"loss {loss:.4f}  lr {lr:.2e}"
+            self._bar.advance(step, note)
 
     def log_training(self, line: dict[str, Any]) -> None:
         if not self._speaks:
             return
         self._record(line)
-        if self._bar is not None:
-            self._bar.show(f"loss {line['loss']:.4f}  lr {line['lr']:.2e}")
-        else:
+        if self._bar is None:
             get_logger().info(format_training_line(line, self._total))
 
     def log_evaluation(self, line: dict[str, Any]) -> None:
@@ -162,11 +165,8 @@ class _ProgressBar:
         self._task = self._progress.add_task("training", total=total, completed=start, note="")
         self._progress.start()
 
-    def advance(self, step: int) -> None:
-        self._progress.update(self._task, completed=step)
-
-    def show(self, note: str) -> None:
-        self._progress.update(self._task, note=note)
+    def advance(self, step: int, note: str) -> None:
+        self._progress.update(self._task, completed=step, note=note)
 
     def close(self) -> None:
         self._progress.stop()

@@ -20,6 +20,7 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.plan import shifts_labels
+from rapidformer.training.closing import describe_finished
 from rapidformer.training.forward import interpret_forward
 from rapidformer.training.loop import (
     Evaluation,
@@ -239,7 +240,15 @@ class Template(ABC):
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
+            if loop.is_finished:
+                return self._tell_finished(loop)
         return loop.run()
+
+    def _tell_finished(self, loop: TrainingLoop) -> Progress:
+        for line in describe_finished(self.args, step=loop.step, total=loop.train_iters):
+            loop.reporter.say(line)
+        loop.reporter.close()
+        return loop.progress
 
     def choose_best_metric(self) -> tuple[str | None, bool]:
         """The metric that decides the best model, and whether more of it is better."""

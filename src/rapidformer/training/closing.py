@@ -1,0 +1,51 @@
+"""The last lines of a run: what was kept where, what `best` means, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from rapidformer.config import Settings
+from rapidformer.training.run_folder import BEST, LAST
+
+
+def describe_results(
+    args: Settings, *, step: int, total: int, best: tuple[str, float, int] | None
+) -> Iterator[str]:
+    """One line a subject; ``best`` is the metric, its value and the step it was reached at."""
+    if args.save is None:
+        yield "kept      nothing: --save none was given"
+        return
+    folder = Path(args.save)
+    if best is not None:
+        name, value, at = best
+        yield f"best      {name} {value:.4f} at step {at}: {folder / BEST}"
+    elif args.task is not None:
+        yield "best      not kept: nothing was evaluated"
+    yield f"last      step {step} of {total}: {folder / LAST}"
+    if step < total:
+        yield f"resume    the same command with --load {shlex.quote(str(folder))}"
+    yield from _suggest(args, folder, folder / (BEST if best is not None else LAST))
+
+
+def describe_finished(args: Settings, *, step: int, total: int) -> Iterator[str]:
+    """What a resumed run says that has reached its end already."""
+    folder = Path(args.save or args.load or "")
+    yield (
+        f"nothing is left to do: {folder} is at step {step}, and this run ends at step {total}. "
+        "Train longer with a larger --epochs or --train-iters."
+    )
+    has_best = (folder / BEST).is_dir()
+    yield from _suggest(args, folder, folder / (BEST if has_best else LAST))
+
+
+def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
+    run, is_black_box = shlex.quote(str(folder)), args.task and args.user_script is None
+    if is_black_box:
+        yield f"next      rapidformer evaluate --load {run}"
+        if args.task != "pretraining":
+            yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
+    else:
+        yield f'next      load the model with from_pretrained("{model}")'
+    yield f"          rapidformer plot {run}"

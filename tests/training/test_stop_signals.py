@@ -1,0 +1,74 @@
+"""Ctrl-C and SIGTERM: the first one saves and says so, the second one ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.log import configure_logging
+from rapidformer.training.stop_signals import StopSignals
+from tests.training.test_templates import LineFinetuner, make_engine
+
+
+class Interrupted(LineFinetuner):
+    """Gets a signal in its third forward pass."""
+
+    number = signal.SIGINT
+    calls = 0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            os.kill(os.getpid(), self.number)
+        return super().run_forward_step(batch, model)
+
+
+def train(folder: Path, number: signal.Signals) -> None:
+    trainer = Interrupted(make_engine(epochs=3, save=str(folder)))
+    trainer.number = number
+    configure_logging("info")
+    trainer.train()
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="told"):
+        train(tmp_path, signal.SIGINT)
+    said = capsys.readouterr().err
+    assert "Ctrl-C: training stops after this update, and a checkpoint is saved." in said
+    assert "Press Ctrl-C again to stop at once." in said
+    assert f"stopped by Ctrl-C at step 3: go on with the same command and --load {tmp_path}" in said
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigterm_saves_and_keeps_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path, signal.SIGTERM)
+    assert stopped.value.code == 143
+    assert "stopped by SIGTERM at step 3" in capsys.readouterr().err
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    said: list[str] = []
+    with StopSignals(said.append, saves=True, is_alone=True) as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.caught == signal.SIGINT and len(said) == 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_one_of_several_processes_leaves_signals_to_the_launcher() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals(print, saves=True, is_alone=False):
+        assert signal.getsignal(signal.SIGTERM) is before
