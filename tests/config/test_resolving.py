@@ -182,7 +182,7 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: give one of them."),
         (
             "--fp16 --mixed-precision bf16",
-            "--fp16 and --bf16 exclude each other: give one of them.",
+            "--mixed-precision bf16 and --fp16 exclude each other: give one of them.",
         ),
         (
             "--hidden-size 10 --num-attention-heads 4",

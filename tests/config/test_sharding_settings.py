@@ -30,7 +30,11 @@ def read(flags: str, world_size: int = 1) -> Settings:
             8,
             "into equal groups of whole sequences (4 processes each): use 4 or 8.",
         ),
-        ("--hybrid-sharding-size 2", 4, "nothing is split: add --zero-1-memory-optimization"),
+        (
+            "--hybrid-sharding-size 2",
+            4,
+            "needs --zero-1-memory-optimization or --cpu-offload: it says",
+        ),
         ("--hybrid-sharding-size 0", 1, "--hybrid-sharding-size must be at least 1, got 0."),
         ("--remote-device nvme", 1, "--cpu-offload is a switch and takes true or false"),
     ],

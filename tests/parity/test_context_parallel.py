@@ -371,15 +371,15 @@ def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
     [
         (
             {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            "--context-parallel-size and --pipeline-model-parallel-size exclude each other",
+            "--context-parallel-size cannot be combined with --pipeline-model-parallel-size",
         ),
         (
             {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            "--expert-model-parallel-size and --pipeline-model-parallel-size exclude each other",
+            "--expert-model-parallel-size cannot be combined with --pipeline-model-parallel-size",
         ),
         (
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-            "--expert-model-parallel-size and --tensor-model-parallel-size exclude each other",
+            "--expert-model-parallel-size cannot be combined with --tensor-model-parallel-size",
         ),
     ],
 )

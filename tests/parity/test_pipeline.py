@@ -439,7 +439,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
         (
             "gpt2",
             {"pipeline_schedule": "zero-bubble", "compile": True},
-            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved",
+            "--compile cannot be combined with --pipeline-schedule zero-bubble: use 1f1b",
         ),
         ("gpt2", {"pipeline_schedule": "zero-bubble"}, "composed"),
         (

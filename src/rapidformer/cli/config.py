@@ -13,16 +13,12 @@ from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
 from rapidformer.config import get_settings
+from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import count_gpus
 
 _DEFAULT_FILE = "rapidformer.yaml"
-_SHARDING = {
-    "no": {},
-    "1": {"zero_1_memory_optimization": True},
-    "2": {"zero_2_memory_optimization": True},
-    "3": {"zero_3_memory_optimization": True},
-}
+_QUESTIONS = [switch.question for switch in SWITCHES if switch.question is not None]
 _MEETING = ("variables", "hostfile", "slurm")
 
 
@@ -99,19 +95,10 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
             "nproc_per_node", "How many processes on each machine?", default, _whole_number
         )
         values["nproc_per_node"] = int(count)
-    stage = questions.ask(
-        "zero", "Split the training state over the processes? (no, 1, 2, 3: ZeRO's stages)", "no",
-        _one_of(tuple(_SHARDING)),
-    )  # fmt: skip
-    values |= _SHARDING[stage]
-    precision = questions.ask(
-        "mixed_precision",
-        "Mixed precision? (no, fp16, bf16)",
-        "no",
-        _one_of(("no", "fp16", "bf16")),
-    )
-    if precision != "no":
-        values["mixed_precision"] = precision
+    for question in _QUESTIONS:
+        choices = _one_of(("no", *question.answers))
+        answer = questions.ask(question.flag, question.text, "no", choices)
+        values |= question.answers.get(answer, {})
     return values, notes
 
 
@@ -201,8 +188,7 @@ def _build_parser() -> CommandParser:
         ("master-addr", "address of the first machine"),
         ("master-port", "a free port there"),
         ("nproc-per-node", "processes on each machine"),
-        ("zero", "no, 1, 2 or 3"),
-        ("mixed-precision", "no, fp16 or bf16"),
+        *((question.flag, f"no, {', '.join(question.answers)}") for question in _QUESTIONS),
     ):
-        parser.add_argument(f"--{name}", metavar="ANSWER", help=text)
+        parser.add_argument(to_flag(name), metavar="ANSWER", help=text)
     return parser

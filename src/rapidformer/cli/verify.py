@@ -16,6 +16,7 @@ from typing import Any
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, is_launched
@@ -123,11 +124,11 @@ def _check(args: Settings, words: list[str], processes: int, updates: int) -> No
                 "what to verify? Give the flags of a run, with --task (`rapidformer tasks` lists "
                 "them) or --user-script FILE.py."
             )
-    if args.deepspeed is not None:
-        problems.append(
-            "--deepspeed keeps gradients to itself, where verify cannot look: leave it out, and "
-            "verify the same stage by --zero-1-, --zero-2- or --zero-3-memory-optimization."
-        )
+    problems += [
+        f"{switch.describe(args)} cannot be verified: {switch.why}."
+        for switch in SWITCHES
+        if switch.verification == "refused" and switch.is_on(args)
+    ]
     data_parallel = args.data_parallel if has_own_count(args) else None
     problems += find_problems(
         args.replace("the processes to start", world_size=processes, data_parallel=data_parallel)

@@ -20,6 +20,7 @@ from rapidformer.config.deepspeed_file import (
     modernize,
 )
 from rapidformer.config.settings import Settings
+from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 
 # Where the file says what a setting of ours says.
@@ -45,12 +46,6 @@ _FP16_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 _SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_samples")
 # DeepSpeed's own defaults, where they are not ours.
 _OPTIMIZER_DEFAULTS = {"weight_decay": 0.0, "sgd_momentum": 0.0}
-_ZERO_FLAGS = {
-    "zero_1_memory_optimization": 1,
-    "zero_2_memory_optimization": 2,
-    "zero_3_memory_optimization": 3,
-    "fsdp_memory_optimization": 3,
-}
 # What changes the result, or needs another way of running: each with the reason.
 _REFUSED = {
     "amp": "apex has ended: use fp16, bf16 or --mixed-precision",
@@ -64,13 +59,6 @@ _REFUSED = {
     "progressive_layer_drop": "it changes the model",
     "sparse_attention": "it changes the model",
     "sparse_gradients": "it drops small gradients",
-}
-_REFUSED_FLAGS = {
-    "pipeline_model_parallel_size": "a pipeline goes with --zero-1-memory-optimization",
-    "context_parallel_size": "long sequences go with --zero-3-memory-optimization",
-    "expert_model_parallel_size": "experts go with --zero-1-memory-optimization",
-    "hybrid_sharding_size": "that file's word is zero_optimization.zero_hpz_partition_size",
-    "sequence_parallel": "it goes with --tensor-model-parallel-size alone",
 }
 
 
@@ -187,7 +175,7 @@ class _Merge:
 
     def _compare_stages(self) -> None:
         stage = get_zero_stage(self.args, self.content)
-        for name, ours in _ZERO_FLAGS.items():
+        for name, ours in get_switch("ZeRO").kinds.items():
             if getattr(self.args, name) and ours != stage:
                 self._disagree(name, f"zero_optimization.stage {stage}")
         device = find_value(modernize(self.content), "zero_optimization.offload_optimizer.device")
@@ -229,10 +217,6 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
         is_on = section.get("enabled", True) if isinstance(section, dict) else section
         if is_on:
             yield f"{key} in {file} is not supported: {reason}."
-    for name, nearest in _REFUSED_FLAGS.items():
-        value = getattr(args, name)
-        if value not in (None, False, 1):
-            yield f"{_describe(args, name)} does not go with --deepspeed: {nearest}."
     stage = get_zero_stage(args, content)
     if stage not in (0, 1, 2, 3):
         yield f"zero_optimization.stage {stage} in {file} must be 0, 1, 2 or 3."

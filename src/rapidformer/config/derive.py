@@ -9,7 +9,9 @@ import os
 
 from rapidformer.config.batches import find_ramp_problems
 from rapidformer.config.deepspeed import merge_deepspeed
+from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.config.switches import SWITCHES, Implication, to_flag
 from rapidformer.config.validate import find_problems, has_sound_batches
 from rapidformer.errors import ConfigurationError
 
@@ -71,20 +73,21 @@ def _derive_black_box_defaults(args: Settings) -> Settings:
 
 
 def _derive_switches(args: Settings) -> Settings:
-    if args.fp16 and args.mixed_precision is None:
-        args = args.replace("derived: --fp16", mixed_precision="fp16")
-    if args.bf16 and args.mixed_precision is None:
-        args = args.replace("derived: --bf16", mixed_precision="bf16")
-    if args.onnx_runtime_training and not args.compile:
-        args = args.replace("derived: --onnx-runtime-training", compile=True)
-    if args.cpu_offload and not args.zero_stage and args.deepspeed is None:
-        # Weights that live elsewhere must come block by block, as ZeRO-3's do.
-        args = args.replace("derived: --cpu-offload", zero_3_memory_optimization=True)
-    if args.recompute_granularity is not None and not args.checkpoint_activations:
-        args = args.replace("derived: --recompute-granularity", checkpoint_activations=True)
-    if args.checkpoint_activations and args.recompute_granularity is None:
-        args = args.replace("derived: --checkpoint-activations", recompute_granularity="full")
+    for switch in SWITCHES:
+        for implication in switch.implies:
+            if _follows(implication, args):
+                source = f"derived: {to_flag(implication.setting)}"
+                args = args.replace(source, **{implication.sets: implication.to})
     return args
+
+
+def _follows(implication: Implication, args: Settings) -> bool:
+    def is_set(name: str) -> bool:
+        # "auto" leaves it open: `--mixed-precision --fp16` means fp16.
+        return getattr(args, name) not in (get_settings()[name].default, "auto")
+
+    preventing = (implication.sets, *implication.unless)
+    return is_set(implication.setting) and not any(map(is_set, preventing))
 
 
 def _derive_batches(args: Settings, problems: list[str]) -> Settings:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.config.switches import SWITCHES, Rule, Switch, to_flag
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -14,18 +16,13 @@ _AT_LEAST_ONE = (
     "micro_batch_size",
     "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size", "train_samples",
     "train_iters", "eval_interval", "save_interval", "save_total_limit", "log_interval",
-    "recompute_interval", "nproc_per_node", "nnodes", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size", "max_train_samples", "max_eval_samples", "max_predict_samples",
+    "nproc_per_node", "nnodes", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
-    "lr_decay_iters", "lr_decay_samples", "loss_scale_window", "hysteresis",
+    "lr_decay_iters", "lr_decay_samples",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
-    "num_query_groups", "moe_layer_freq", "moe_router_topk", "context_parallel_size",
-    "expert_model_parallel_size", "data_parallel", "num_layers_per_virtual_pipeline_stage",
-    "hybrid_sharding_size",
+    "num_query_groups", "moe_layer_freq", "moe_router_topk",
 )  # fmt: skip
-_POSITIVE = (
-    "loss_scale", "initial_loss_scale", "min_loss_scale", "distributed_timeout_minutes",
-)  # fmt: skip
+_POSITIVE = ("distributed_timeout_minutes",)
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
@@ -41,6 +38,13 @@ _SHARED_BY = (
 )  # fmt: skip
 
 
+def _list_switch_numbers(kind: type) -> list[str]:
+    """The numbers that switches take, none of which makes sense at 0 or below."""
+    settings = get_settings()
+    names = [name for switch in SWITCHES for name in switch.settings]
+    return [name for name in names if settings[name].kind is kind]
+
+
 def find_problems(args: Settings) -> list[str]:
     """Every rule that the settings break, in the user's own words (flags)."""
     return [
@@ -49,53 +53,52 @@ def find_problems(args: Settings) -> list[str]:
         *_check_length(args),
         *_check_switches(args),
         *_check_processes(args),
-        *_check_pipeline(args),
-        *_check_sharing(args),
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_files(args),
     ]
 
 
-# Settings that mean something only beside another one.
+# Settings that mean something only beside another one; those of switches say so in their rows.
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
-    "checkpoint_activations": ("recompute_interval",),
-    "compile": ("compile_backend",),
     "save": ("save_interval", "save_total_limit", "overwrite"),
     "load": ("finetune",),
 }
-_ONLY_WITH_FP16 = (
-    "initial_loss_scale", "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
-)  # fmt: skip
 
 
 def find_idle_settings(args: Settings) -> list[str]:
     """Settings that the user gave and that have no effect, each with the reason."""
     idle = [
-        f"{_flag(name)} has no effect without {_flag(needed)}."
+        f"{to_flag(name)} has no effect without {to_flag(needed)}."
         for needed, names in _ONLY_WITH.items()
         for name in names
         if args.is_given(name) and not getattr(args, needed)
     ]
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        idle.append("--sequence-parallel has no effect without --tensor-model-parallel-size.")
-    if args.pipeline_model_parallel_size == 1:
-        idle += [
-            f"{_flag(name)} has no effect without --pipeline-model-parallel-size."
-            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
-            if args.is_given(name)
-        ]
-    if args.mixed_precision not in ("fp16", "auto"):
-        idle += [
-            f"{_flag(name)} has no effect without --mixed-precision fp16."
-            for name in _ONLY_WITH_FP16
-            if args.is_given(name)
-        ]
+    for switch in SWITCHES:
+        idle += _find_idle_settings_of(switch, args)
     if args.lr_decay_style == "constant" and args.is_given("min_lr"):
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
     if args.train_iters is not None and args.is_given("epochs"):
         idle.append(f"--epochs has no effect: --train-iters {args.train_iters} wins.")
     return idle
+
+
+def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
+    """Options of a switch that is off, and a switch that lacks what it needs."""
+    names = [name for name in switch.options if args.is_given(name)]
+    if not _has_what_it_needs(switch, args):
+        names += switch.list_given(args, switch.turned_on_by)
+        missing = " or ".join(rule.describe() for rule in switch.needs)
+    elif not switch.is_on(args):
+        missing = switch.describe()
+    else:
+        return
+    for name in names:
+        yield f"{to_flag(name)} has no effect without {missing}."
+
+
+def _has_what_it_needs(switch: Switch, args: Settings) -> bool:
+    return not switch.needs or any(rule.holds(args) for rule in switch.needs)
 
 
 def has_sound_batches(args: Settings) -> bool:
@@ -106,38 +109,34 @@ def has_sound_batches(args: Settings) -> bool:
     return is_divided and all(size is None or size > 0 for size in sizes)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _check_ranges(args: Settings) -> Iterator[str]:
-    for name in _AT_LEAST_ONE:
+    for name in (*_AT_LEAST_ONE, *_list_switch_numbers(int)):
         value = getattr(args, name)
         if value is not None and value < 1:
-            yield f"{_flag(name)} must be at least 1, got {value}."
-    for name in _POSITIVE:
+            yield f"{to_flag(name)} must be at least 1, got {value}."
+    for name in (*_POSITIVE, *_list_switch_numbers(float)):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            yield f"{_flag(name)} must be above 0, got {value}."
+            yield f"{to_flag(name)} must be above 0, got {value}."
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:
-            yield f"{_flag(name)} must not be negative, got {value}."
+            yield f"{to_flag(name)} must not be negative, got {value}."
     for name in _SHARES:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
-            yield f"{_flag(name)} must be at least 0 and below 1, got {value}."
+            yield f"{to_flag(name)} must be at least 0 and below 1, got {value}."
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(args, name)
         if not 0 <= value < 1:
-            yield f"{_flag(name)} must be at least 0 and below 1, got {value}."
+            yield f"{to_flag(name)} must be at least 0 and below 1, got {value}."
 
 
 def _check_learning_rate(args: Settings) -> Iterator[str]:
     if args.lr is not None and args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
     warmups = [
-        _flag(name)
+        to_flag(name)
         for name in ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
         if getattr(args, name)
     ]
@@ -154,7 +153,7 @@ def _check_learning_rate(args: Settings) -> Iterator[str]:
 
 def _check_length(args: Settings) -> Iterator[str]:
     lengths = [
-        _flag(name)
+        to_flag(name)
         for name in ("train_iters", "train_samples", "train_tokens")
         if args.is_given(name) and getattr(args, name) is not None
     ]
@@ -168,33 +167,25 @@ def _check_length(args: Settings) -> Iterator[str]:
 
 
 def _check_switches(args: Settings) -> Iterator[str]:
-    asked = [name for name in ("fp16", "bf16") if getattr(args, name)]
-    if args.mixed_precision in ("fp16", "bf16"):
-        asked.append(args.mixed_precision)
-    if len(set(asked)) > 1:
-        yield "--fp16 and --bf16 exclude each other: give one of them."
-    stages = [
-        _flag(name)
-        for name in (
-            "zero_1_memory_optimization",
-            "zero_2_memory_optimization",
-            "zero_3_memory_optimization",
-            "fsdp_memory_optimization",
-        )
-        if getattr(args, name)
-    ]
-    if len(stages) > 1:
-        yield f"{' and '.join(stages)} exclude each other: the last one does most, give it alone."
+    """What the rows say about each other."""
+    for switch in SWITCHES:
+        contradiction = switch.find_contradiction(args)
+        if contradiction:
+            yield f"{' and '.join(contradiction)} exclude each other: give one of them."
+        if not switch.is_on(args):
+            continue
+        for rule in switch.excludes:
+            if rule.holds(args):
+                yield _describe_exclusion(switch, rule, args)
+        if switch.is_refused_alone and not _has_what_it_needs(switch, args):
+            needed = " or ".join(rule.describe() for rule in switch.needs)
+            yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
 
 
-def _check_pipeline(args: Settings) -> Iterator[str]:
-    if args.pipeline_model_parallel_size == 1:
-        return
-    if args.compile and args.pipeline_schedule == "zero-bubble":
-        yield (
-            "--compile does not go with --pipeline-schedule zero-bubble: use 1f1b or interleaved. "
-            "(Compiled blocks compute both gradients at once, which zero-bubble takes apart.)"
-        )
+def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
+    end = "" if rule.reason.endswith(")") else "."
+    both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
+    return f"{both}: {rule.reason}{end}"
 
 
 def _check_processes(args: Settings) -> Iterator[str]:
@@ -202,7 +193,7 @@ def _check_processes(args: Settings) -> Iterator[str]:
     sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
     share = math.prod(sizes.values())
     if args.world_size % share:
-        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         total = f" = {share}" if len(sizes) > 1 else ""
         fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
         yield (
@@ -211,7 +202,7 @@ def _check_processes(args: Settings) -> Iterator[str]:
         )
         return
     if args.data_parallel not in (None, args.world_size // share):
-        given = " x ".join(f"{_flag(name)} {size}" for name, size in sizes.items())
+        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         yield (
             f"--data-parallel {args.data_parallel} and {given or 'nothing else'} do not make the "
             f"{args.world_size} processes of this run: --data-parallel {args.world_size // share} "
@@ -233,11 +224,6 @@ def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
     size, context = args.hybrid_sharding_size, args.context_parallel_size
     if size is None or size < 1:
         return
-    if not args.zero_stage and not args.cpu_offload:
-        yield (
-            f"--hybrid-sharding-size {size} says how many processes split the state, but nothing "
-            "is split: add --zero-1-memory-optimization, -2- or --fsdp-memory-optimization."
-        )
     if replicas % size or size % context:
         fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
         whole = f" of whole sequences ({context} processes each)" if context > 1 else ""
@@ -245,23 +231,6 @@ def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
             f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
             f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
-
-
-def _check_sharing(args: Settings) -> Iterator[str]:
-    """Which ways of sharing a model do not go together."""
-    if args.expert_model_parallel_size > 1 and args.tensor_model_parallel_size > 1:
-        yield (
-            "--expert-model-parallel-size and --tensor-model-parallel-size exclude each other: "
-            "what the one sends between processes the other expects on all of them. Experts are "
-            "most of a mixture's weights: give --expert-model-parallel-size, and "
-            "--zero-3-memory-optimization for the rest."
-        )
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if getattr(args, name) > 1 and args.pipeline_model_parallel_size > 1:
-            yield (
-                f"{_flag(name)} and --pipeline-model-parallel-size exclude each other: give "
-                "--zero-3-memory-optimization instead of stages."
-            )
 
 
 def _check_sizes(args: Settings) -> Iterator[str]:
@@ -315,4 +284,4 @@ def _check_files(args: Settings) -> Iterator[str]:
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
         value = getattr(args, name)
         if value is not None and not Path(value).is_file():
-            yield f"{_flag(name)} {value} is not a file."
+            yield f"{to_flag(name)} {value} is not a file."

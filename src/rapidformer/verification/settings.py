@@ -8,12 +8,14 @@ settings by ``change_settings``, in every process. What a reader would get wrong
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import lcm
 from pathlib import Path
 from typing import Literal
 
 from rapidformer.config import Settings
+from rapidformer.config.switches import SWITCHES, Switch, to_flag
 
 SOURCE = "rapidformer verify"
 Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
@@ -24,15 +26,7 @@ _SEQUENCE = 128
 _STRIDE = 32
 _HEAD = 8
 _ROWS = 256
-_SHARDING = (
-    "zero_1_memory_optimization", "zero_2_memory_optimization", "zero_3_memory_optimization",
-    "fsdp_memory_optimization",
-)  # fmt: skip
-_SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size",
-)  # fmt: skip
-_SWITCHES = ("sequence_parallel", "cpu_offload", "checkpoint_activations", "compile")
+_LEFT_OUT = [switch for switch in SWITCHES if switch.verification == "left out"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +79,12 @@ def has_own_count(args: Settings) -> bool:
 
 def list_switches(args: Settings, processes: int) -> list[str]:
     """The settings that a switched run has and its reference has not; empty: nothing to verify."""
-    flags = [name for name in _SIZES if getattr(args, name) > 1]
-    found = [f"{_flag(name)} {getattr(args, name)}" for name in flags]
-    found += [_flag(name) for name in (*_SHARDING, *_SWITCHES) if getattr(args, name)]
-    if args.onnx_runtime_training and not args.compile:
-        found.append("--onnx-runtime-training")
-    if args.recompute_granularity is not None and not args.checkpoint_activations:
-        found.append(f"--recompute-granularity {args.recompute_granularity}")
-    if args.hybrid_sharding_size is not None:
-        found.append(f"--hybrid-sharding-size {args.hybrid_sharding_size}")
-    if args.pipeline_model_parallel_size > 1:
-        found += [
-            f"{_flag(name)} {getattr(args, name)}"
-            for name in ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage")
-            if getattr(args, name) is not None
-        ]
-    if args.deepspeed is not None:
-        found.append(f"--deepspeed {args.deepspeed}")
+    found = [
+        _describe(args, name)
+        for switch in SWITCHES
+        if switch.verification == "off" and switch.turned_on_by and switch.is_on(args)
+        for name in switch.list_given(args)
+    ]
     if _count_accumulation(args, processes) > 1:
         found.append("gradient accumulation")
     share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
@@ -113,9 +96,7 @@ def list_switches(args: Settings, processes: int) -> list[str]:
 def list_left_out(args: Settings) -> list[str]:
     """What the user asked for and verification leaves out, each with the reason."""
     left_out = [
-        f"{_flag(name)}: a choice of precision changes numbers by design; both runs are in fp32"
-        for name in ("mixed_precision", "fp16", "bf16")
-        if getattr(args, name)
+        f"{to_flag(name)}: {switch.why}" for switch in _LEFT_OUT for name in switch.list_given(args)
     ]
     if args.optimizer == "muon":
         left_out.append("--optimizer muon: it computes in bf16; both runs update by SGD")
@@ -139,9 +120,8 @@ def change_settings(args: Settings, job: Job) -> Settings:
 
 def _make_plain(args: Settings, job: Job) -> Settings:
     """Exact arithmetic, no randomness, a few updates, and nothing read back or left behind."""
-    args = args.replace(
+    args = _turn_off(args, _LEFT_OUT).replace(
         SOURCE,
-        mixed_precision=None, fp16=False, bf16=False,
         hidden_dropout=0.0, attention_dropout=0.0,
         optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
         adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
@@ -269,16 +249,19 @@ def _count_accumulation(args: Settings, processes: int) -> int:
 
 def _take_switches_away(args: Settings, job: Job) -> Settings:
     """One process, nothing switched on, the same samples in every update."""
-    return args.replace(
+    return _turn_off(args, SWITCHES).replace(
         SOURCE,
-        **dict.fromkeys(_SIZES, 1),
-        **dict.fromkeys((*_SHARDING, *_SWITCHES, "onnx_runtime_training"), False),
-        recompute_granularity=None, recompute_interval=1, hybrid_sharding_size=None,
-        deepspeed=None, pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=None,
         nproc_per_node=None, nnodes=None, hostfile=None, gradient_accumulation_steps=None,
         micro_batch_size=job.micro_batch_size, global_batch_size=job.global_batch_size,
     )  # fmt: skip
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _turn_off(args: Settings, switches: Sequence[Switch]) -> Settings:
+    for switch in switches:
+        args = args.replace(SOURCE, **switch.get_defaults())
+    return args
+
+
+def _describe(args: Settings, name: str) -> str:
+    value = getattr(args, name)
+    return to_flag(name) if value is True else f"{to_flag(name)} {value}"
