@@ -104,6 +104,7 @@ class CheckpointStore:
         extra: dict[str, Any],
         *,
         keep: int | None = None,
+        protected: Path | None = None,
         with_optimizer: bool = True,
         with_random_states: bool = True,
     ) -> Path:
@@ -123,15 +124,16 @@ class CheckpointStore:
         if _get_rank() == 0:
             publish(target)
             replace_text(self.folder / TRACKER, str(state.step))
-            self._drop_old(target, keep)
+            self._drop_old(target, keep, protected)
         wait_for_all()
         return target
 
-    def _drop_old(self, newest: Path, keep: int | None) -> None:
+    def _drop_old(self, newest: Path, keep: int | None, protected: Path | None) -> None:
         # The one just saved is the newest, though a run that went back may have later steps there.
         older = [folder for folder in find_checkpoints(self.folder) if folder != newest]
         for folder in [*older, newest][:-keep] if keep else []:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder != protected:
+                shutil.rmtree(folder, ignore_errors=True)
 
     @staticmethod
     def load(

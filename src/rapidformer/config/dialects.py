@@ -45,6 +45,11 @@ ALIASES: dict[str, str] = {
     "full_determinism": "deterministic",
     "logging_dir": "tensorboard_dir",
     "optim": "optimizer",
+    "label_smoothing_factor": "label_smoothing",
+    "logging_strategy": "log_strategy",
+    "evaluation_strategy": "eval_strategy",
+    "logging_first_step": "log_first_step",
+    "length_column_name": "length_column",
     # FlagAI
     "batch_size": "micro_batch_size",
     "warm_up": "lr_warmup_fraction",
@@ -68,8 +73,12 @@ ALIASES: dict[str, str] = {
 }
 
 # Other systems' words for a value, by our name of the setting.
-VALUES: dict[str, dict[str, bool]] = {
+VALUES: dict[str, dict[str, bool | str | None]] = {
     "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
+    # Hugging Face
+    "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "lr_decay_style": {"constant_with_warmup": "constant"},
+    "train_iters": {"-1": None},
 }
 
 # Switches that another system's scripts put bare beside the flag that has the value.

@@ -32,6 +32,8 @@ class Setting:
     choices: tuple[str, ...] = ()
     is_list: bool = False
     is_one_or_many: bool = False
+    takes_fraction: bool = False
+    """Whether a number that is usually whole may be a fraction as well."""
 
     @property
     def flag(self) -> str:
@@ -65,7 +67,7 @@ class Setting:
         if self.choices:
             return self._to_choice(value)
         if self.kind is int:
-            return _to_int(value)
+            return _to_number(value) if self.takes_fraction else _to_int(value)
         if self.kind is float:
             return _to_float(value)
         return str(value)
@@ -110,6 +112,12 @@ def _to_int(value: Any) -> int:
     return int(text) if text.lstrip("+-").isdigit() else int(number)
 
 
+def _to_number(value: Any) -> int | float:
+    """Whole numbers stay whole: scripts write ``range(args.epochs)``."""
+    number = _to_float(value)
+    return _to_int(value) if number.is_integer() else number
+
+
 def _to_float(value: Any) -> float:
     try:
         if isinstance(value, bool):
@@ -139,7 +147,8 @@ def get_settings() -> dict[str, Setting]:
 def _build_setting(field: dataclasses.Field[Any], section: type, hint: Any, text: str) -> Setting:
     alternatives = [hint_part for hint_part in _flatten_union(hint) if hint_part is not type(None)]
     is_list = all(typing.get_origin(part) is list for part in alternatives)
-    is_one_or_many = len(alternatives) > 1
+    takes_fraction = alternatives == [int, float]
+    is_one_or_many = len(alternatives) > 1 and not takes_fraction
     first = alternatives[0]
     if is_list:
         first = typing.get_args(first)[0]
@@ -155,6 +164,7 @@ def _build_setting(field: dataclasses.Field[Any], section: type, hint: Any, text
         choices=choices,
         is_list=is_list,
         is_one_or_many=is_one_or_many,
+        takes_fraction=takes_fraction,
     )
 
 

@@ -174,6 +174,12 @@ class DataArguments:
     """processes that tokenize (default: 1)"""
     keep_last: bool = True
     """train on the last, smaller batch of an epoch too"""
+    group_by_length: bool = False
+    """batches of samples of similar length: less padding, in an order that is still random"""
+    length_column: str = "length"
+    """column with the lengths for --group-by-length (default: the tokens are counted)"""
+    data_seed: int | None = None
+    """seed of the order of the data (default: --seed)"""
     dataloader_type: Literal["single", "cyclic"] | None = None
     """order of training samples: single = as the data set gives them, cyclic = shuffled each epoch
     (default: cyclic for fine-tuning, single for pre-training)"""
@@ -253,8 +259,8 @@ class TrainingLengthArguments:
     """forward passes per update and process (follows from the batch sizes)"""
     eval_micro_batch_size: int | None = None
     """samples per process and forward pass in evaluation (default: --micro-batch-size)"""
-    epochs: int | None = None
-    """passes over the training data"""
+    epochs: int | float | None = None
+    """passes over the training data; may be a fraction"""
     train_iters: int | None = None
     """updates to do in all; wins over --epochs where both are given"""
     train_samples: int | None = None
@@ -264,8 +270,16 @@ class TrainingLengthArguments:
     rampup_batch_size: list[int] | None = None
     """start, increment, samples: grow the global batch from start to --global-batch-size in steps
     of increment over the first so many samples"""
-    eval_interval: int | None = None
-    """updates between evaluations (default: fine-tuning evaluates after each epoch)"""
+    eval_interval: int | float | None = None
+    """updates between evaluations, or a share of the run below 1 (default: fine-tuning evaluates
+    after each epoch)"""
+    eval_strategy: Literal["no", "steps", "epoch"] | None = None
+    """when to evaluate: never, every --eval-interval updates or after each epoch (default: steps
+    where an interval is given)"""
+    eval_on_start: bool = False
+    """evaluate before the first update as well"""
+    eval_delay: float = 0.0
+    """no evaluation before so many updates (or epochs, with --eval-strategy epoch)"""
     eval_iters: int = 100
     """global batches per evaluation in pre-training"""
     eval_split: str = "validation"
@@ -276,6 +290,18 @@ class TrainingLengthArguments:
     """save and stop after this many minutes"""
     metric_for_best_model: str | None = None
     """metric that decides which model is kept as the best (default: the task's own)"""
+    greater_is_better: bool | None = None
+    """whether more of that metric is better (default: by its name; less of a loss is better)"""
+    load_best_model_at_end: bool = False
+    """end with the weights of the best evaluation instead of the last ones"""
+    early_stopping_patience: int | None = None
+    """stop after so many evaluations in a row without a better one"""
+    early_stopping_threshold: float = 0.0
+    """by how much a metric must be better to count for --early-stopping-patience"""
+    label_smoothing: float = 0.0
+    """share of each label that is spread over all classes"""
+    neftune_noise_alpha: float | None = None
+    """NEFTune: noise on the input embeddings in training, such as 5"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -390,8 +416,12 @@ class CheckpointArguments:
 
     save: str | None = None
     """folder of the run: checkpoints, metrics.jsonl, the best and the last model"""
-    save_interval: int | None = None
-    """updates between checkpoints (default: fine-tuning saves after each epoch)"""
+    save_interval: int | float | None = None
+    """updates between checkpoints, or a share of the run below 1 (default: fine-tuning saves after
+    each epoch)"""
+    save_strategy: Literal["no", "steps", "epoch", "best"] | None = None
+    """when to save a checkpoint: never, every --save-interval updates, after each epoch, or after
+    each best evaluation (default: steps where an interval is given)"""
     save_total_limit: int | None = None
     """keep only the newest N checkpoints (default: all)"""
     save_optim: bool = True
@@ -414,8 +444,12 @@ class CheckpointArguments:
 class LoggingArguments:
     """Logging"""
 
-    log_interval: int = 10
-    """updates between log lines"""
+    log_interval: int | float = 10
+    """updates between log lines, or a share of the run below 1"""
+    log_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """when to log: never, every --log-interval updates or after each epoch"""
+    log_first_step: bool = True
+    """log the first update as well"""
     progress: bool | None = None
     """progress bar instead of log lines (default: on a terminal)"""
     tensorboard_dir: str | None = None

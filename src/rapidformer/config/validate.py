@@ -15,21 +15,24 @@ _AT_LEAST_ONE = (
     "max_position_embeddings", "image_size", "patch_size", "seq_length", "decoder_seq_length",
     "micro_batch_size",
     "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size", "train_samples",
-    "train_iters", "eval_interval", "save_interval", "save_total_limit", "log_interval",
+    "train_iters", "save_total_limit", "early_stopping_patience",
     "nproc_per_node", "nnodes", "max_train_samples", "max_eval_samples", "max_predict_samples",
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
     "num_query_groups", "moe_layer_freq", "moe_router_topk",
 )  # fmt: skip
-_POSITIVE = ("distributed_timeout_minutes",)
+_INTERVALS = ("eval_interval", "save_interval", "log_interval")
+_POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", *_INTERVALS)
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
-    "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes",
+    "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
+    "early_stopping_threshold",
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
+    "label_smoothing",
 )  # fmt: skip
 
 # Processes along these axes work on the same samples.
@@ -51,6 +54,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_ranges(args),
         *_check_learning_rate(args),
         *_check_length(args),
+        *_check_evaluation(args),
         *_check_switches(args),
         *_check_processes(args),
         *_check_sizes(args),
@@ -164,6 +168,27 @@ def _check_length(args: Settings) -> Iterator[str]:
     limit = args.max_position_embeddings
     if limit is not None and args.seq_length is not None and args.seq_length > limit:
         yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
+
+
+def _check_evaluation(args: Settings) -> Iterator[str]:
+    for name in _INTERVALS:
+        interval = getattr(args, name)
+        if interval is not None and interval > 1 and interval % 1:
+            yield (
+                f"{to_flag(name)} must be a whole number of updates, or a share of the run below "
+                f"1, got {interval}."
+            )
+    if args.load_best_model_at_end and args.save is None:
+        yield "--load-best-model-at-end needs --save: the best weights are kept there."
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if getattr(args, name) and args.eval_strategy == "no":
+            yield f"{to_flag(name)} needs evaluations, and --eval-strategy is no."
+    split = [name for name in _SHARED_BY if getattr(args, name) > 1]
+    if args.label_smoothing and split:
+        yield (
+            f"--label-smoothing needs whole logits, and {to_flag(split[0])} splits them: leave one "
+            "of them out."
+        )
 
 
 def _check_switches(args: Settings) -> Iterator[str]:

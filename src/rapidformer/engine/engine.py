@@ -333,9 +333,16 @@ class RapidformerEngine(Run):
     # ---- state ---------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, folder: str | Path | None = None, extra: dict[str, Any] | None = None
+        self,
+        folder: str | Path | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        protected: Path | None = None,
     ) -> Path:
-        """Save the whole state of training; returns the checkpoint's folder."""
+        """Save the whole state of training; returns the checkpoint's folder.
+
+        ``--save-total-limit`` never removes the checkpoint that is ``protected``.
+        """
         target = folder or self.args.save
         if target is None:
             raise RapidformerError("where to? Give --save, or engine.save_checkpoint(folder).")
@@ -349,6 +356,7 @@ class RapidformerEngine(Run):
                 self._get_state(),
                 extra or {},
                 keep=self.args.save_total_limit,
+                protected=protected,
                 with_optimizer=self.args.save_optim,
                 with_random_states=self.args.save_rng,
             )
@@ -373,6 +381,16 @@ class RapidformerEngine(Run):
         self.clock.updates = self._first_update = state.step
         self.resumed_from = state.loaded_from
         return extra
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Take the weights of a checkpoint, and nothing else of it."""
+        CheckpointStore.load(
+            Path(folder),
+            self._get_state(),
+            with_optimizer=False,
+            with_random_states=False,
+            with_position=False,
+        )
 
     def export(self, folder: str | Path, processor: Any = None) -> Path:
         """Save the model alone, as a folder that ``transformers`` loads."""

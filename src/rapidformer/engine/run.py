@@ -6,8 +6,9 @@ looks at *its* counters to know when an update ends.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
+from rapidformer.data.lengths import group_by_length, measure_lengths
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, sum_over_rows, wait_for_all
@@ -122,7 +124,7 @@ class Run:
             replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             shuffle=shuffle,
-            seed=self.args.seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self.device.type == "cuda"),
             device=self.device,
@@ -130,8 +132,16 @@ class Run:
                 self.batches.get_size if is_training and not self.batches.is_constant else None
             ),
             sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
+            order=self._group_by_length(dataset) if shuffle and is_training else None,
         )
         return self._watch(loader, is_training=is_training)
+
+    def _group_by_length(self, dataset: Any) -> Callable[[], Sequence[int]] | None:
+        if not self.args.group_by_length:
+            return None
+        size = (self.args.micro_batch_size or 1) * self.args.data_parallel_size
+        lengths = measure_lengths(dataset, self.args.length_column)
+        return lambda: group_by_length(lengths, size)
 
     def adopt_loader(self, loader: Any, *, is_training: bool) -> DistributedLoader:
         """The user's DataLoader, spread over the processes."""
@@ -175,7 +185,7 @@ class Run:
         if args.train_samples is not None:
             return self.batches.count_updates(args.train_samples)
         if args.epochs is not None and loader is not None and not loader.is_stream:
-            return args.epochs * loader.updates_per_epoch
+            return math.ceil(args.epochs * loader.updates_per_epoch)
         return None
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:

@@ -17,6 +17,9 @@ def describe_results(
     if args.save is None:
         yield "kept      nothing: --save none was given"
         return
+    if args.save_strategy == "no":
+        yield f"kept      metrics alone, in {args.save}: --save-strategy no was given"
+        return
     folder = Path(args.save)
     if best is not None:
         name, value, at = best

@@ -74,7 +74,6 @@ class Finetuner(Template):
         name, greater = self.choose_best_metric()
         return Evaluation(
             run=lambda: to_metrics(self.run_compute_metrics([model], eval_loader)),
-            interval=self.args.eval_interval,
             best_metric=name,
             greater_is_better=greater,
         )

@@ -27,6 +27,7 @@ from rapidformer.training.meter import Mean, Measurement, Meter
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
 from rapidformer.training.stop_signals import StopSignals
+from rapidformer.training.timetable import Timetable
 
 Metrics = dict[str, float]
 
@@ -50,7 +51,7 @@ class Evaluation:
 
     run: Callable[[], dict[str, float]]
     interval: int | None = None
-    """Updates between evaluations; None: after each epoch."""
+    """Updates between evaluations where the settings do not say; None: after each epoch."""
     best_metric: str | None = None
     greater_is_better: bool = True
 
@@ -64,6 +65,8 @@ class Progress:
     best_step: int | None = None
     evaluations: dict[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
+    evaluations_since_best: int = 0
+    """In a row, none better by ``--early-stopping-threshold``."""
 
     def get_best(self) -> tuple[str, float, int] | None:
         """The metric, its value and the step of the best model so far."""
@@ -97,7 +100,14 @@ class TrainingLoop:
         self.reporter = reporter
         self.evaluation = evaluation
         self.processor = processor
-        self.saves_each_epoch = saves_each_epoch
+        self.timetable = Timetable(
+            engine.args,
+            train_iters=train_iters,
+            eval_interval=evaluation.interval if evaluation else None,
+            saves_each_epoch=saves_each_epoch,
+        )
+        if not self.timetable.evaluates:
+            self.evaluation = None
         self.test = test
         self.progress = progress or Progress()
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
@@ -125,6 +135,8 @@ class TrainingLoop:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
         try:
+            if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
+                self._evaluate()
             with self._signals:
                 while not self._is_over():
                     self._run_epoch()
@@ -176,27 +188,29 @@ class TrainingLoop:
             yield
 
     def _after_update(self) -> None:
-        args, clock = self.args, self.engine.clock
+        clock = self.engine.clock
         self._attempts += 1
         self.meter.add_update(clock.total_weight, clock.grad_norm)
         live = self.meter.live_loss
         self.reporter.advance(self.step, live.value if live else None, self._lr)
-        if self._attempts % args.log_interval == 0 or self.step == 1:
+        if self.timetable.is_log_due(self._attempts, self.step):
             self._log()
         if self.step == self._step_before:
             return  # an update that fp16 has skipped: nothing is due
         self._step_before = self.step
-        evaluation = self.evaluation
-        if evaluation and evaluation.interval and self.step % evaluation.interval == 0:
+        if self.evaluation is not None and self.timetable.is_evaluation_due(self.step):
             self._evaluate()
-        if args.save and args.save_interval and self.step % args.save_interval == 0:
+        if self.timetable.is_save_due(self.step):
             self._save()
         self._check_exit()
 
     def _after_epoch(self) -> None:
-        if self.evaluation is not None and self.evaluation.interval is None:
+        if self.timetable.is_log_due_after_epoch():
+            self._log()
+        is_due = self.timetable.is_evaluation_due_after_epoch(self._get_epoch())
+        if self.evaluation is not None and is_due:
             self._evaluate()
-        if self.args.save and self.args.save_interval is None and self.saves_each_epoch:
+        if self.timetable.is_save_due_after_epoch():
             self._save()
 
     def _finish(self) -> None:
@@ -208,7 +222,8 @@ class TrainingLoop:
             line = {f"test_{key}": value for key, value in results.items()}
             self.progress.evaluations |= line
             self.reporter.log_evaluation(self._locate() | line)
-        if self.args.save is not None:
+        if self.timetable.saves:
+            assert self.args.save is not None
             if self.step > 0:
                 self._save()
             self.engine.export(Path(self.args.save) / LAST, self.processor)
@@ -218,6 +233,21 @@ class TrainingLoop:
         kept = describe_results(self.args, step=self.step, total=self.train_iters, best=best)
         for sentence in kept:
             self.reporter.say(sentence)
+        if self.args.load_best_model_at_end:
+            self._load_best()
+
+    def _load_best(self) -> None:
+        if self._best_folder is not None and self.progress.best_step != self.step:
+            self.engine.load_weights(self._best_folder)
+            self.reporter.say(f"loaded   the best weights, of step {self.progress.best_step}")
+
+    @property
+    def _best_folder(self) -> Path | None:
+        """The checkpoint of the best evaluation, if it is to be kept."""
+        step, save = self.progress.best_step, self.args.save
+        if step is None or save is None or not self.args.load_best_model_at_end:
+            return None
+        return Path(save) / f"iter_{step:07d}"
 
     def _is_over(self) -> bool:
         # Attempts, not updates: fp16 overflows use up data without an update.
@@ -228,7 +258,9 @@ class TrainingLoop:
         self._is_stopping |= self._signals.caught is not None
         if args.exit_interval and self.step % args.exit_interval == 0:
             self._is_stopping = True
-        if args.exit_duration_in_mins is not None and self._attempts % args.log_interval == 0:
+        if args.exit_duration_in_mins is not None and (
+            self._attempts % self.timetable.log_interval == 0
+        ):
             minutes = (time.monotonic() - self._started_at) / 60
             self._is_stopping |= broadcast_object(minutes > args.exit_duration_in_mins)
 
@@ -284,10 +316,12 @@ class TrainingLoop:
         self.progress.evaluated_at = self.step
         line = {f"eval_{key}": value for key, value in results.items()}
         self.reporter.log_evaluation(self._locate() | line)
-        self._keep_if_best(results)
+        is_best = self._keep_if_best(results)
         self.meter.resume(paused_at)
+        if is_best and (self.timetable.saves_best or self.args.load_best_model_at_end):
+            self._save()
 
-    def _keep_if_best(self, results: dict[str, float]) -> None:
+    def _keep_if_best(self, results: dict[str, float]) -> bool:
         assert self.evaluation is not None
         name, greater = self.evaluation.best_metric, self.evaluation.greater_is_better
         if name is None:
@@ -295,15 +329,32 @@ class TrainingLoop:
             name = next(iter(results), "")
             greater = is_greater_better(name)
         self._check_metric(name, results)
+        if self.args.greater_is_better is not None:
+            greater = self.args.greater_is_better
         if name not in results or not math.isfinite(results[name]):
-            return
+            return False
         value, best = results[name], self.progress.best_value
-        if best is not None and (value <= best if greater else value >= best):
-            return
+        gain = math.inf if best is None else (value - best if greater else best - value)
+        self._count_patience(gain)
+        if gain <= 0:
+            return False
         self.progress.best_metric = name
         self.progress.best_value, self.progress.best_step = value, self.step
         if self.args.save is not None:
             self.engine.export(Path(self.args.save) / BEST, self.processor)
+        return True
+
+    def _count_patience(self, gain: float) -> None:
+        """Stop where the metric has not been better for too many evaluations."""
+        progress, patience = self.progress, self.args.early_stopping_patience
+        is_better = gain > self.args.early_stopping_threshold
+        progress.evaluations_since_best = 0 if is_better else progress.evaluations_since_best + 1
+        if patience is not None and progress.evaluations_since_best >= patience:
+            self.reporter.say(
+                f"stopping at step {self.step}: {patience} evaluations in a row were not better "
+                f"than the best (--early-stopping-patience {patience})."
+            )
+            self._is_stopping = True
 
     def _check_metric(self, name: str, results: dict[str, float]) -> None:
         """Only a script's own metrics hook is found out here; tasks know their metrics before."""
@@ -328,7 +379,9 @@ class TrainingLoop:
         self._log()
         paused_at = self.meter.pause()
         progress = dataclasses.asdict(self.progress)
-        self.engine.save_checkpoint(extra={"progress": progress, "attempts": self._attempts})
+        self.engine.save_checkpoint(
+            extra={"progress": progress, "attempts": self._attempts}, protected=self._best_folder
+        )
         self._saved_at = self.step
         self.meter.resume(paused_at)
 

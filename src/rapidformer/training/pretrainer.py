@@ -28,6 +28,7 @@ from rapidformer.training.forward import SingleBatch
 from rapidformer.training.loop import Evaluation, Metrics
 from rapidformer.training.meter import WeightedSums
 from rapidformer.training.template import Template, _missing_hook, accepts_arguments
+from rapidformer.training.timetable import count_updates
 
 _EVAL_INTERVAL = 1000
 
@@ -79,7 +80,8 @@ class PreTrainer(Template):
             raise ConfigurationError(
                 "how long to train? Give --train-iters, --train-samples or --train-tokens."
             )
-        evaluations = train_iters // (args.eval_interval or _EVAL_INTERVAL) + 1
+        interval = count_updates(args.eval_interval or _EVAL_INTERVAL, train_iters)
+        evaluations = train_iters // interval + 1
         return [
             self.engine.batches.count_samples(train_iters),
             evaluations * args.eval_iters * batch,
@@ -99,7 +101,7 @@ class PreTrainer(Template):
         name, greater = self.choose_best_metric()
         return Evaluation(
             run=lambda: self.measure_loss(model, eval_loader),
-            interval=self.args.eval_interval or _EVAL_INTERVAL,
+            interval=_EVAL_INTERVAL,
             best_metric=name,
             greater_is_better=greater,
         )

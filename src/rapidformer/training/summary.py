@@ -43,7 +43,7 @@ def describe_run(
         f"batch     {args.global_batch_size} = {loader.batch_size} micro x "
         f"{args.data_parallel_size} data parallel x {engine.clock.rounds_per_update} accumulation",
         f"length    {train_iters} updates"
-        + (f" = {args.epochs} epochs" if args.epochs and not args.train_iters else "")
+        + (f" = {args.epochs:g} epochs" if args.epochs and not args.train_iters else "")
         + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
         + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",

@@ -30,6 +30,7 @@ from rapidformer.training.loop import (
     TrainingLoop,
     is_greater_better,
 )
+from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import check_run_folder
 from rapidformer.training.summary import describe_run
@@ -242,7 +243,8 @@ class Template(ABC):
             loop.restore(extra)
             if loop.is_finished:
                 return self._tell_finished(loop)
-        return loop.run()
+        with regularize(model, self.args):
+            return loop.run()
 
     def _tell_finished(self, loop: TrainingLoop) -> Progress:
         for line in describe_finished(self.args, step=loop.step, total=loop.train_iters):

@@ -1,0 +1,52 @@
+"""Batches of similar length: the order of a training epoch that pads least (--group-by-length).
+
+Samples are shuffled, cut into groups of many batches, and sorted by length inside each group, so
+that the order stays random between groups. The longest sample of all comes first: what does not fit
+into memory fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rapidformer.errors import DataError
+
+_BATCHES_PER_GROUP = 50
+
+
+def measure_lengths(dataset: Any, column: str) -> list[int]:
+    """The length of every sample: a column of the data, or the number of its tokens."""
+    if not hasattr(dataset, "__len__"):
+        raise DataError("--group-by-length needs to know all lengths: a stream has no length.")
+    names = getattr(dataset, "column_names", None) or []
+    if column in names:
+        return [int(length) for length in dataset[column]]
+    if "input_ids" in names:
+        return [len(ids) for ids in dataset["input_ids"]]
+    try:
+        return [_measure(dataset[index]) for index in range(len(dataset))]
+    except (TypeError, KeyError):
+        raise DataError(
+            f"--group-by-length: the samples have neither a column {column!r} nor input_ids. Name "
+            "the column with --length-column."
+        ) from None
+
+
+def _measure(sample: Any) -> int:
+    return len(sample["input_ids"])
+
+
+def group_by_length(lengths: Sequence[int], batch_size: int) -> list[int]:
+    """A random order in which neighbours are of similar length; draws from torch's generator."""
+    per_group = min(max(len(lengths) // (batch_size * 4), 1), _BATCHES_PER_GROUP) * batch_size
+    shuffled = torch.randperm(len(lengths)).tolist()
+    groups = [
+        sorted(shuffled[start : start + per_group], key=lambda i: -lengths[i])
+        for start in range(0, len(shuffled), per_group)
+    ]
+    longest = max(groups, key=lambda group: lengths[group[0]])
+    groups[0][0], longest[0] = longest[0], groups[0][0]
+    return [index for group in groups for index in group]

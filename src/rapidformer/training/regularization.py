@@ -1,0 +1,83 @@
+"""Label smoothing and NEFTune noise: hooks on the model for as long as it is trained.
+
+On the model, so that every front end has them: a loss that the model computes itself is the one
+that is smoothed. A loss that a user's own code computes is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.hooks import RemovableHandle
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import shifts_labels
+
+
+@contextmanager
+def regularize(model: nn.Module, args: Settings) -> Iterator[None]:
+    """Smooth labels and add noise, where the settings ask for it."""
+    handles: list[RemovableHandle] = []
+    if args.label_smoothing:
+        handles.append(_smooth_labels(model, args.label_smoothing))
+    if args.neftune_noise_alpha:
+        handles.append(_add_noise(model, args.neftune_noise_alpha))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def smooth_loss(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, *, is_shifted: bool
+) -> torch.Tensor:
+    """Cross entropy against labels of which a share is spread over all classes."""
+    if is_shifted:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    return cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(),
+        labels.reshape(-1),
+        label_smoothing=smoothing,
+    )
+
+
+def _smooth_labels(model: nn.Module, smoothing: float) -> RemovableHandle:
+    is_shifted = shifts_labels(model)
+
+    def replace_loss(
+        module: nn.Module, inputs: Any, settings: Mapping[str, Any], output: Any
+    ) -> Any:
+        labels = settings.get("labels")
+        logits = getattr(output, "logits", None)
+        if labels is None or logits is None or labels.is_floating_point():
+            return output
+        output["loss"] = smooth_loss(logits, labels, smoothing, is_shifted=is_shifted)
+        return output
+
+    return model.register_forward_hook(replace_loss, with_kwargs=True)
+
+
+def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:
+    """Uniform noise of size alpha / sqrt(tokens x width) on the input embeddings."""
+    find: Any = getattr(model, "get_input_embeddings", None)
+    if find is None:
+        raise ConfigurationError(
+            f"--neftune-noise-alpha: {type(model).__name__} has no get_input_embeddings(), so "
+            "there is no telling where the noise belongs."
+        )
+
+    def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        size = alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        return output + torch.empty_like(output).uniform_(-size, size)
+
+    handle: RemovableHandle = find().register_forward_hook(add)
+    return handle
