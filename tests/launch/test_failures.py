@@ -48,11 +48,11 @@ def test_first_failure(failures: list[Failure], first: int) -> None:
         (make(3, message="mend it"), "rank 3: mend it", 1),
         (make(0, nodes=2, node=1, message="mend it"), "rank 0 (node 1, a): mend it", 1),
         (make(1, message="Traceback\nX: y\n"), "rank 1 failed:\nTraceback\nX: y", 1),
-        (make(1, status=7), "rank 1 ended with status 7; its own message stands above.", 7),
+        (make(1, status=7), "rank 1 ended with status 7; see its own message above.", 7),
         (make(1, status=7, log="f"), "rank 1 ended with status 7; its output is in f.", 7),
         (
             make(1, status=-9),
-            "rank 1 was ended by signal SIGKILL (the system does so when memory runs out).",
+            "rank 1 was ended by signal SIGKILL (usually because memory ran out).",
             137,
         ),
         (make(1, status=-11, log="f"),

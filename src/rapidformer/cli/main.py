@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(error)
         return _get_status(error)
     except KeyboardInterrupt as stop:
-        if not stop.args:  # the training loop says itself what it has saved
+        # The training loop says itself what it saved, and the launcher speaks for its processes.
+        if not stop.args and not _is_launched_by_us():
             sys.stderr.write("\nstopped by Ctrl-C: nothing was saved since the last checkpoint.\n")
         return 130
     except BrokenPipeError:
@@ -52,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not report_failure("".join(traceback.format_exception(error))):
             raise
         return 1
+
+
+def _is_launched_by_us() -> bool:
+    from rapidformer.launch.environment import is_launched, is_started_node
+
+    return is_launched() or is_started_node()
 
 
 def _get_status(error: RapidformerError) -> int:

@@ -1,1 +1,1 @@
-"""Processes, devices and what they send each other."""
+"""Processes, devices and communication."""

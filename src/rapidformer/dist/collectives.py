@@ -1,6 +1,6 @@
-"""The few collectives that the library needs, each a plain function of a tensor or an object.
+"""The few collectives the library needs, each a plain function of a tensor or an object.
 
-All of them also answer in a run of one process, so that no caller asks how many there are.
+They also work in a single process, so callers never need to ask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_alone() -> bool:
 
 
 def sum_over_replicas(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """The sum over all processes that have seen other tokens, in place."""
+    """Sum in place over all ranks that saw different tokens."""
     group = topology.get_replica_group()
     if group is not None:
         dist.all_reduce(tensor, group=group)
@@ -29,7 +29,7 @@ def sum_over_replicas(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
 
 
 def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """The sum over all processes that have seen other rows, in place."""
+    """Sum in place over all ranks that saw different rows."""
     group = topology.get_group("data")
     if group is not None:
         dist.all_reduce(tensor, group=group)
@@ -39,10 +39,10 @@ def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
 def gather_rows(
     tensor: torch.Tensor, topology: Topology, pad_value: float | None = None
 ) -> torch.Tensor:
-    """Join the rows (dimension 0) of all data-parallel processes, in their order.
+    """Join the rows (dimension 0) of all data-parallel ranks, in rank order.
 
-    The numbers of rows may differ. Other dimensions must agree, unless ``pad_value`` says what to
-    fill the shorter ones with.
+    Ranks may have different numbers of rows. Other dimensions must agree, unless ``pad_value`` says
+    how to fill the shorter ones.
     """
     group = topology.get_group("data")
     if group is None:
@@ -52,9 +52,9 @@ def gather_rows(
     widest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     if pad_value is None and any(shape[1:] != widest[1:] for shape in shapes):
         raise RapidformerError(
-            f"gather() got tensors of other shapes from other processes: "
+            f"gather() got tensors of different shapes from the ranks: "
             f"{', '.join(str(list(shape)) for shape in shapes)}. "
-            "Pass pad_value= to fill the shorter ones up."
+            "Pass pad_value= to pad the shorter ones."
         )
     padded = rows.new_full(widest, 0 if pad_value is None else pad_value)
     padded[tuple(slice(size) for size in rows.shape)] = rows
@@ -64,7 +64,7 @@ def gather_rows(
 
 
 def gather_objects(value: T, topology: Topology) -> list[T]:
-    """The values of all data-parallel processes, in their order, on each of them."""
+    """The values of all data-parallel ranks, in rank order, on each of them."""
     group = topology.get_group("data")
     if group is None:
         return [value]
@@ -74,7 +74,7 @@ def gather_objects(value: T, topology: Topology) -> list[T]:
 
 
 def gather_from_stages(value: T, topology: Topology) -> list[T]:
-    """The values of all stages of this process's pipeline; its own alone where there is none."""
+    """The values of all stages of this rank's pipeline; just its own without a pipeline."""
     group = topology.get_group("pipeline")
     if group is None:
         return [value]
@@ -84,7 +84,7 @@ def gather_from_stages(value: T, topology: Topology) -> list[T]:
 
 
 def broadcast_object(value: T) -> T:
-    """The first process's value, on every process."""
+    """The first rank's value, on every rank."""
     if is_alone():
         return value
     box = [value]
@@ -93,6 +93,6 @@ def broadcast_object(value: T) -> T:
 
 
 def wait_for_all() -> None:
-    """Return when every process has come here."""
+    """Return once every rank has called this."""
     if not is_alone():
         dist.barrier()

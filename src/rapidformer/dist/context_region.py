@@ -1,13 +1,13 @@
-"""The stretch of a model in which each process holds its share of every sequence's tokens.
+"""The part of a model where each rank holds a slice of every sequence.
 
-Before it and after it all processes of the group hold the whole sequence and compute the same loss.
-What a reader would get wrong is the factor: gradients are summed over these processes, and so are
-the weights of the losses, so every gradient must come to ``size`` times the true one. Outside it
-does by itself: each process has all of it. Inside each has its share, so gradients grow by ``size``
-on their way in (``leave``) and shrink again on their way out (``enter``).
+Before and after it, all ranks of the group hold the whole sequence and compute the same loss. Mind
+the factor: gradients are summed over these ranks, and so are the loss weights, so every gradient
+must come out ``size`` times the true one. Outside this happens by itself, because each rank has
+everything. Inside, each rank has its slice, so gradients grow by ``size`` on their way in
+(``leave``) and shrink again on their way out (``enter``).
 
-Attention needs all tokens: there each process takes all tokens of its share of the *heads*
-(Ulysses), by one exchange before and one after.
+Attention needs all tokens: there each rank takes all tokens of its slice of the *heads* (Ulysses),
+with one exchange before and one after.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from rapidformer.dist.regions import (
 
 Group = dist.ProcessGroup
 TOKENS = 1
-"""The dimension of hidden states that is shared out."""
+"""The dimension of hidden states that is split."""
 
 
 @dataclass(eq=False)
 class ContextRegion:
-    """The processes that share each sequence, and where the forward pass stands."""
+    """The ranks that share each sequence, and the state of the current forward pass."""
 
     group: Group
     size: int = field(init=False)
     length: int = 0
-    """Tokens of the rows in the block that is running; 0 where it has all of them."""
+    """Sequence length in the block that is running; 0 if it has whole sequences."""
     incoming: int = 0
-    """The same for the forward pass that is under way, between two blocks."""
+    """The same for the current forward pass, between two blocks."""
     is_off: bool = False
-    """True while sequences stay whole: in generation, or where every layer's tokens are asked."""
+    """True while sequences stay whole: in generation, or if hidden states of every layer are
+    requested.
+    """
     has_attended: bool = False
-    """Whether attention came here in this block: one in which it does not mixes tokens elsewhere."""
+    """Whether attention was called in this block; a block without it mixes tokens elsewhere."""
 
     def __post_init__(self) -> None:
         self.size = dist.get_world_size(self.group)
@@ -57,13 +59,14 @@ class ContextRegion:
         return dist.get_rank(self.group)
 
     def can_share(self, length: int) -> bool:
-        """Whether every process gets tokens of so many: two, since one alone looks to a model
-        like a step of generation, which is not causal."""
+        """Whether every rank gets at least two of this many tokens: a single token looks to a model
+        like a generation step, which is not causal.
+        """
         last = length - -(-length // self.size) * (self.size - 1)
         return not self.is_off and last > 1
 
     def enter(self, whole: Tensor) -> Tensor:
-        """This process's tokens."""
+        """This rank's tokens."""
         return _Enter.apply(whole, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, share: Tensor, length: int) -> Tensor:
@@ -71,15 +74,15 @@ class ContextRegion:
         return _Leave.apply(share, length, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def grow(self, share: Tensor) -> Tensor:
-        """The same; what follows computes one loss together from shares of the tokens."""
+        """The same, if the following code computes one loss jointly from slices of the tokens."""
         return _Grow.apply(share, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over the processes of what each has computed from its own tokens."""
+        """The sum over the ranks of what each computed from its own tokens."""
         return _Sum.apply(part, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def slice(self, whole: Tensor, dim: int = TOKENS) -> Tensor:
-        """This process's part of something that needs no gradient."""
+        """This rank's slice of something that needs no gradient."""
         return take_slice(whole, dim, self.group)
 
     def split_heads(self, heads: Tensor) -> Tensor:
@@ -161,10 +164,10 @@ class _JoinHeads(torch.autograd.Function):
 def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:
     world_size = dist.get_world_size(group)
     share = -(-length // world_size)
-    # [processes, batch, own heads, own tokens, size]: what goes to each process comes first.
+    # [ranks, batch, own heads, own tokens, size]: what goes to each rank comes first.
     sent = pad_to(heads, 2, share).unflatten(1, (world_size, -1)).movedim(1, 0)
     received = _exchange(sent, group)
-    # Now by the process it came from: by stretches of tokens.
+    # Now ordered by source rank, that is, by slices of tokens.
     return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
 
 
@@ -178,6 +181,6 @@ def _join_heads(attended: Tensor, group: Group) -> Tensor:
 
 
 def _exchange(sent: Tensor, group: Group) -> Tensor:
-    """Send the n-th row to the n-th process."""
+    """Send row n to rank n."""
     rows = [1] * len(sent)
     return wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))

@@ -1,8 +1,8 @@
-"""Where this process is in the run, for the launcher to see: step and phase, in a shared file.
+"""Report this process's step and phase to the launcher, in a memory-mapped file.
 
-A beat costs a few microseconds (bytes into a mapped page) and nothing at all without our
-launcher. Every rank must beat equally often, since the launcher takes the one with fewer beats for
-the one that is missing: so beats stand where all ranks come by, never inside a condition on rank.
+A beat takes a few microseconds, and nothing at all without our launcher. Every rank must beat
+equally often, because the launcher takes the rank with fewer beats for the missing one. So place
+beats where all ranks pass, never inside a condition on the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _own = _Heartbeat()
 
 
 def start_heartbeat(rank: int) -> None:
-    """Take over the file that the launcher's bootstrap has made; nothing under other launchers."""
+    """Open the file that the launcher created; does nothing under other launchers."""
     folder = os.environ.get(_VARIABLE)
     if folder is None or _own.page is not None:
         return
@@ -41,7 +41,7 @@ def start_heartbeat(rank: int) -> None:
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Say that this process has come to a phase (of the update in progress)."""
+    """Report that this process has entered a phase (of the current update)."""
     page = _own.page
     if page is None:
         return
@@ -49,14 +49,14 @@ def beat(phase: str, step: int | None = None) -> None:
     _own.phase = phase
     if step is not None:
         _own.step = step
-    # The count stands at both ends, so that a reader sees when it came in between.
+    # The count is at both ends, so that a reader can detect a concurrent write.
     line = f"{_own.count} {_own.step} {phase} {time.monotonic():.3f} {_own.count}"
     page[:-1] = line.ljust(_SIZE - 1).encode("ascii")
 
 
 @contextmanager
 def in_phase(phase: str) -> Iterator[None]:
-    """Be in a phase for a while, and then in the earlier one again."""
+    """Enter a phase for a while, then return to the previous one."""
     before = _own.phase
     beat(phase)
     try:

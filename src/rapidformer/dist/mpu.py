@@ -2,8 +2,8 @@
 
     from rapidformer import mpu        # a --user-script may also say `from megatron import mpu`
 
-Library code asks the topology itself. What a reader would get wrong: where an axis has one process
-only, its group is a group of one, never None, which torch's collectives would take for all processes.
+Library code uses the topology instead. An axis of size one has a group of one, never None, which
+torch's collectives would take for all processes.
 """
 
 from __future__ import annotations
@@ -21,134 +21,134 @@ _MAX_DIMS = 5
 
 
 def get_data_parallel_world_size() -> int:
-    """Processes that each see other rows."""
+    """The number of data-parallel ranks."""
     return get_topology().data
 
 
 def get_data_parallel_rank() -> int:
-    """Which of them this one is."""
+    """This rank's index among them."""
     return get_topology().get_rank("data")
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a run of one process."""
+    """Their group; None only in a single-process run."""
     return _get_group("data")
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Processes that share each layer."""
+    """The number of ranks that share each layer."""
     return get_topology().tensor
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Which of them this one is."""
+    """This rank's index among them."""
     return get_topology().get_rank("tensor")
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a run of one process."""
+    """Their group; None only in a single-process run."""
     return _get_group("tensor")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Processes that share the stack of layers."""
+    """The number of pipeline stages."""
     return get_topology().pipeline
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Which of them this one is."""
+    """This rank's stage."""
     return get_topology().get_rank("pipeline")
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a run of one process."""
+    """The group of the stages; None only in a single-process run."""
     return _get_group("pipeline")
 
 
 def get_context_parallel_world_size() -> int:
-    """Processes that share each row."""
+    """The number of ranks that share each sequence."""
     return get_topology().context
 
 
 def get_context_parallel_rank() -> int:
-    """Which of them this one is."""
+    """This rank's index among them."""
     return get_topology().get_rank("context")
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a run of one process."""
+    """Their group; None only in a single-process run."""
     return _get_group("context")
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Processes that share the experts of a mixture."""
+    """The number of ranks that share the experts of a mixture."""
     return get_topology().expert
 
 
 def get_expert_model_parallel_rank() -> int:
-    """Which of them this one is."""
+    """This rank's index among them."""
     mesh = get_topology().get_expert_mesh("expert")
     return 0 if mesh is None else mesh.get_local_rank()
 
 
 def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a run of one process."""
+    """Their group; None only in a single-process run."""
     mesh = get_topology().get_expert_mesh("expert")
     return _get_lone_group() if mesh is None else mesh.get_group()
 
 
 def get_model_parallel_world_size() -> int:
-    """The older name of the processes that share each layer."""
+    """Older name for the tensor-parallel size."""
     return get_tensor_model_parallel_world_size()
 
 
 def get_model_parallel_rank() -> int:
-    """The older name of the rank among them."""
+    """Older name for the tensor-parallel rank."""
     return get_tensor_model_parallel_rank()
 
 
 def get_model_parallel_group() -> dist.ProcessGroup | None:
-    """The older name of their group."""
+    """Older name for the tensor-parallel group."""
     return get_tensor_model_parallel_group()
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The rank, in the whole run, of the first process that shares this one's layers."""
+    """Global rank of the first rank in this one's tensor-parallel group."""
     return _get_global_rank("tensor", 0)
 
 
 def get_data_parallel_src_rank() -> int:
-    """The rank, in the whole run, of the first process along the data axis."""
+    """Global rank of the first rank in this one's data-parallel group."""
     return _get_global_rank("data", 0)
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """The rank, in the whole run, of the process with this one's first layers."""
+    """Global rank of this pipeline's first stage."""
     return _get_global_rank("pipeline", 0)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """The rank, in the whole run, of the process with its last layers."""
+    """Global rank of this pipeline's last stage."""
     return _get_global_rank("pipeline", -1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """The rank, in the whole run, of the process with the layers after this one's."""
+    """Global rank of the next stage."""
     return _get_global_rank("pipeline", get_pipeline_model_parallel_rank() + 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """The rank, in the whole run, of the process with the layers before this one's."""
+    """Global rank of the previous stage."""
     return _get_global_rank("pipeline", get_pipeline_model_parallel_rank() - 1)
 
 
 def is_pipeline_first_stage() -> bool:
-    """Whether this process has the first layers."""
+    """Whether this rank holds the first stage."""
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage() -> bool:
-    """Whether this process has the last layers."""
+    """Whether this rank holds the last stage."""
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
@@ -160,7 +160,7 @@ def model_parallel_is_initialized() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Any] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors of these keys on the device, the same for all that share a layer.
+    """The tensors under these keys, on the device, the same on all tensor-parallel ranks.
 
     The first of them must have the data; the others may pass None.
     """
@@ -198,7 +198,7 @@ def broadcast_over_group(
 
 
 _alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The group of all processes, and the group of this one alone that was made beside it."""
+"""The group of all processes, and the group of this one alone that was created with it."""
 
 
 def _get_group(axis: str) -> dist.ProcessGroup | None:
@@ -219,7 +219,7 @@ def _get_lone_group() -> dist.ProcessGroup | None:
 
 
 def _get_global_rank(axis: str, index: int) -> int:
-    """The rank in the whole run of one of the processes along an axis, counted in a circle."""
+    """Global rank of a neighbour along an axis, wrapping around."""
     group = _get_group(axis)
     return 0 if group is None else dist.get_global_rank(group, index % dist.get_world_size(group))
 

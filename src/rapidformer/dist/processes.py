@@ -1,7 +1,7 @@
-"""The processes of a run: who am I, how many are we, on which device.
+"""The processes of a run: rank, world size and device.
 
-A launcher says so through RANK, LOCAL_RANK and WORLD_SIZE. RANK and WORLD_SIZE without LOCAL_RANK
-are some platforms' words for nodes, so they are not believed alone.
+A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. Some platforms use RANK and WORLD_SIZE for nodes,
+so without LOCAL_RANK they are ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Processes:
 
 
 def get_world_size_from_environment() -> int:
-    """How many processes the launcher has started; 1 without a launcher."""
+    """Number of processes the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if _is_launched() else 1
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
-    """Join the other processes of the run, or go on alone where there are none."""
+    """Join the other processes of the run, or continue alone if there are none."""
     rank = int(os.environ["RANK"]) if _is_launched() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     world_size = get_world_size_from_environment()
@@ -69,7 +69,7 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigurationError(
-            f"process {local_rank} of this node has no GPU of its own: {count} visible. "
+            f"process {local_rank} on this node has no GPU of its own: {count} visible. "
             f"Use --nproc-per-node {count} or less, or --device cpu."
         )
     return torch.device("cuda", local_rank)

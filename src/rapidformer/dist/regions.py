@@ -1,7 +1,7 @@
-"""What passes between processes that share a layer, each way with its gradient.
+"""Communication between the ranks that share a layer, each operation with its gradient.
 
-In one part of a layer every process holds the whole activation; in another each holds its share.
-Going from one to the other is a collective, and its gradient is the mirror image:
+In some parts of a layer every rank holds the whole activation, in others each holds a slice. Going
+from one to the other is a collective, and its gradient is the mirror image:
 
     copy_in       whole -> whole, before a split product    gradients are summed
     sum_out       parts of a sum -> the sum                 gradients pass as they are
@@ -10,8 +10,8 @@ Going from one to the other is a collective, and its gradient is the mirror imag
     gather_in     slices -> whole, before a split product   gradients are summed and sliced
     scatter_out   parts of a sum -> slices of the sum       gradients are gathered
 
-What a reader would get wrong: a slice may be shorter than the others (a vocabulary of 131 on two
-processes). Slices are those of ``torch.chunk``, as DTensor's are, and are padded for the way.
+A slice may be shorter than the others (a vocabulary of 131 on two ranks). Slices are those of
+``torch.chunk``, like DTensor's, and are padded for the exchange.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from torch.nn.functional import pad
 
 Group = dist.ProcessGroup
 
-# The functional forms, which torch.compile can follow; their Python names change between versions.
+# The functional forms, which torch.compile can trace; their Python names change between versions.
 operations = torch.ops._c10d_functional
 
 
 def get_share(length: int, group: Group) -> tuple[int, int]:
-    """Where this process's slice of so many begins and ends."""
+    """Where this rank's slice of a dimension starts and ends."""
     size = -(-length // dist.get_world_size(group))
     start = min(dist.get_rank(group) * size, length)
     return start, min(start + size, length)
 
 
 def copy_in(tensor: Tensor, group: Group) -> Tensor:
-    """The same on the way in; gradients of all processes are summed."""
+    """Identity; in the backward pass, gradients are summed over the ranks."""
     return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def sum_out(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over the processes."""
+    """The sum over the ranks."""
     return _SumOut.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -52,17 +52,17 @@ def gather_out(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
 
 
 def slice_in(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """This process's slice of what all of them hold."""
+    """This rank's slice of what all of them hold."""
     return _SliceIn.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def gather_in(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
-    """All slices joined, for a product of which each process computes its part."""
+    """All slices joined, as input of a product of which each rank computes its part."""
     return _GatherIn.apply(tensor, dim, length, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scatter_out(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """This process's slice of the sum over the processes."""
+    """This rank's slice of the sum over the ranks."""
     return _ScatterOut.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -141,14 +141,14 @@ def wait(tensor: Tensor) -> Tensor:
 
 def take_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
     start, end = get_share(tensor.shape[dim], group)
-    # A copy: a slice would keep the whole alive.
+    # A copy: a view would keep the whole tensor alive.
     return tensor.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
 
 
 def gather_slices(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     world_size = dist.get_world_size(group)
     size = -(-length // world_size)
-    # Along dimension 0, which needs no rearranging on the way; the neighbours' parts then move.
+    # Along dimension 0, which needs no rearranging for the exchange; reorder afterwards.
     rows = pad_to(tensor, dim, size).movedim(dim, 0).contiguous()
     joined = wait(operations.all_gather_into_tensor(rows, world_size, group.group_name))
     return joined[:length].movedim(0, dim).contiguous()

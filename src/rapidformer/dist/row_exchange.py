@@ -1,7 +1,7 @@
-"""Rows to the processes that own their experts, and back, each way with its gradient.
+"""Send rows to the ranks that own their experts, and back, each way with its gradient.
 
-How many rows go where is known only once tokens have been routed: counts are exchanged first, and
-have to be waited for.
+How many rows go where is known only after routing, so counts are exchanged first, and the host has
+to wait for them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from rapidformer.dist.regions import Group, operations, wait
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows this process sends to each of the group, and gets from each."""
+    """How many rows this rank sends to, and receives from, each rank of the group."""
 
     group: Group
     sent: list[int]
     received: list[int]
     order: Tensor
-    """Brings received rows, which come by process, into the order of this process's experts."""
+    """Sorts received rows, which arrive by rank, by this rank's experts."""
     counts: Tensor
-    """Received rows of each of this process's experts."""
+    """Rows received for each of this rank's experts."""
 
     def send(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert, to their owners: what comes in is sorted by own expert."""
+        """Send rows sorted by expert to their owners; what arrives is sorted by local expert."""
         arrived: Tensor = _Exchange.apply(rows, self.sent, self.received, self.group)  # type: ignore[no-untyped-call]
         return arrived.index_select(0, self.order)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """What was made of them, to where they came from and in the order they had there."""
+        """Send the results back to where the rows came from, in their original order."""
         by_process = rows.index_select(0, self.order.argsort())
         returned: Tensor = _Exchange.apply(by_process, self.received, self.sent, self.group)  # type: ignore[no-untyped-call]
         return returned
 
 
 def plan_route(counts: Tensor, group: Group) -> Route:
-    """From the rows that this process has for each expert of all; waits for the device."""
+    """Built from the number of rows this rank has for each expert; waits for the device."""
     size = dist.get_world_size(group)
     mine = counts.view(size, -1)
     theirs = torch.empty_like(mine)

@@ -10,7 +10,7 @@ import torch
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed Python, NumPy and torch; ``deterministic`` also picks kernels that repeat themselves."""
+    """Seed Python, NumPy and torch; ``deterministic`` also selects deterministic kernels."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

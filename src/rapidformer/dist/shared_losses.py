@@ -1,4 +1,4 @@
-"""Cross entropy of tokens that are shared out over processes: no one holds all rows of logits."""
+"""Cross entropy when tokens are split over ranks: no rank holds all rows of logits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _IGNORED = -100
 
 
 def is_split_over_tokens(logits: Tensor) -> bool:
-    """Whether each process holds the logits of its own tokens alone."""
+    """Whether each rank holds the logits of its own tokens only."""
     return isinstance(logits, DTensor) and logits.dim() == 3 and logits.placements == (Shard(1),)
 
 
 def compute_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
-    """Cross entropy of every token in fp32, shaped as the labels; 0 where a label is ignored."""
+    """Cross entropy of every token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "none")
     group = logits.device_mesh.get_group()
@@ -25,7 +25,7 @@ def compute_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _I
 
 
 def sum_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
-    """Their sum over all tokens."""
+    """The sum over all tokens."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "sum")
     return sum_out(own, logits.device_mesh.get_group())

@@ -1,9 +1,10 @@
-"""Which process does what: the axes of a run, and the groups that sums and gathers go over.
+"""Which rank does what: the axes of a run, and the groups for reductions and gathers.
 
-Ranks are laid out as Megatron lays them out: tensor-parallel neighbours are next to each other,
-then context, then data, and pipeline stages are farthest apart. What a reader would get wrong: a
-*replica* is a process that has seen tokens of its own, so losses and gradients are summed over data
-and context together; rows of results are gathered over data alone. The expert axis cuts across:
+Ranks are laid out as in Megatron: tensor-parallel neighbours are adjacent, then context, then data,
+and pipeline stages are farthest apart.
+
+A *replica* is a rank that sees its own tokens: losses and gradients are summed over data and
+context together, while rows of results are gathered over data only. The expert axis cuts across:
 neighbouring replicas share the experts of a mixture, and each of them has its own tokens.
 """
 
@@ -22,7 +23,7 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The axes of a run, each with its size; a mesh where there is more than one process."""
+    """The axes of a run with their sizes, and a mesh if there is more than one process."""
 
     pipeline: int = 1
     data: int = 1
@@ -30,30 +31,31 @@ class Topology:
     tensor: int = 1
     expert: int = 1
     sharding: int | None = None
-    """Processes that split the state between them; None: all that see other tokens."""
+    """Number of ranks that shard the state among themselves; None: all that see different tokens.
+    """
     mesh: DeviceMesh | None = None
     joined: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Axes that the mesh itself has in two parts."""
     expert_mesh: DeviceMesh | None = None
-    """The replicas once more, as groups that hold the same experts by groups that share them."""
+    """The replicas again, as groups that hold the same experts × groups that share them."""
 
     def get_size(self, axis: str) -> int:
-        """How many processes there are along an axis."""
+        """The number of ranks along an axis."""
         return int(getattr(self, axis))
 
     def get_rank(self, axis: str) -> int:
-        """Which of them this one is."""
+        """This rank's index along an axis."""
         group = self.get_group(axis)
         return 0 if group is None else dist.get_rank(group)
 
     def get_group(self, axis: str) -> dist.ProcessGroup | None:
-        """This process and its neighbours along an axis; None where it has none."""
+        """The group of this rank's neighbours along an axis; None without neighbours."""
         if self.mesh is None or self.get_size(axis) == 1:
             return None
         return self._get_mesh(axis).get_group()
 
     def get_submesh(self, axis: str) -> DeviceMesh | None:
-        """The same as a mesh of one axis, which DTensors live on."""
+        """The same as a one-dimensional mesh, for DTensors."""
         if self.mesh is None or self.get_size(axis) == 1:
             return None
         return self._get_mesh(axis)
@@ -64,16 +66,16 @@ class Topology:
 
     @property
     def is_first_process(self) -> bool:
-        """Whether this process speaks for all of them."""
+        """Whether this is rank 0."""
         return self.mesh is None or dist.get_rank() == 0
 
     @property
     def num_replicas(self) -> int:
-        """Processes that each see other tokens."""
+        """Number of ranks that see different tokens."""
         return self.data * self.context
 
     def get_replica_mesh(self) -> DeviceMesh | None:
-        """Those processes as a mesh of one axis: what weights are split over."""
+        """Those ranks as a one-dimensional mesh: what weights are sharded over."""
         if self.mesh is None or self.num_replicas == 1:
             return None
         if self.context == 1:
@@ -84,7 +86,7 @@ class Topology:
         return self.mesh[names]._flatten("replica")
 
     def get_sharding_mesh(self) -> DeviceMesh | None:
-        """Those processes as ``fully_shard`` takes them: with two axes where there are copies."""
+        """Those ranks as ``fully_shard`` takes them: two-dimensional with hybrid sharding."""
         replicas = self.get_replica_mesh()
         if self.mesh is None or self.sharding in (None, self.num_replicas):
             return replicas
@@ -92,17 +94,19 @@ class Topology:
             return self.mesh["copies", "shards"]
         self.mesh["shards", "context"]._flatten("shards_context")
         with warnings.catch_warnings():
-            # torch would have joined axes kept by hand, but has no other way to put them together.
+            # torch wants flattened axes to be created by hand, but offers no other way to combine
+            # these.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.mesh["copies", "shards_context"]
 
     def get_expert_mesh(self, axis: str) -> DeviceMesh | None:
         """The replicas that share a mixture's experts (``expert``), or that hold the same ones
-        (``expert_data``); None where experts are not shared."""
+        (``expert_data``); None if experts are not split.
+        """
         return None if self.expert_mesh is None else self.expert_mesh[axis]
 
     def get_replica_group(self) -> dist.ProcessGroup | None:
-        """Those processes as a group: what losses and gradients are summed over."""
+        """Those ranks as a group: what losses and gradients are summed over."""
         mesh = self.get_replica_mesh()
         return None if mesh is None else mesh.get_group()
 
@@ -120,12 +124,12 @@ def build_topology(
     expert: int = 1,
     sharding: int | None = None,
 ) -> Topology:
-    """Make the groups of every axis, on every process, and make them the current ones."""
+    """Create the groups of every axis, on every rank, and make them current."""
     global _current
     sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
     mesh, joined = None, {}
     if pipeline * data * context * tensor > 1:
-        # An axis of one process needs no group; data has one, for what is sent along it.
+        # An axis of size one needs no group; data always has one, for what is sent along it.
         axes = {axis: sizes[axis] for axis in AXES if sizes[axis] > 1 or axis == "data"}
         has_copies = sharding not in (None, data * context)
         if has_copies:
@@ -153,7 +157,7 @@ def build_topology(
 
 
 def build_lone_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of this process alone, for what needs one though there is nobody to talk to."""
+    """A mesh of this process alone, for code that needs one although there are no peers."""
     if not dist.is_initialized():
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -161,7 +165,7 @@ def build_lone_mesh(device_type: str) -> DeviceMesh:
 
 
 def _replace_axis(axes: dict[str, int], name: str, parts: dict[str, int]) -> dict[str, int]:
-    """The same axes in the same order, one of them in two."""
+    """The same axes in the same order, with one of them split in two."""
     replaced: dict[str, int] = {}
     for axis, size in axes.items():
         replaced |= parts if axis == name else {axis: size}
@@ -169,5 +173,5 @@ def _replace_axis(axes: dict[str, int], name: str, parts: dict[str, int]) -> dic
 
 
 def get_topology() -> Topology:
-    """The current run's: of the process group, of which there is one as well."""
+    """The topology of the current run; there is one, as there is one process group."""
     return _current

@@ -1,7 +1,7 @@
-"""Cross entropy over a vocabulary that is split over processes: no one holds a whole row of logits.
+"""Cross entropy over a split vocabulary: no rank holds a whole row of logits.
 
-Two small sums per token pass between the processes instead of the row: the greatest logit, then
-the sum of exponentials beside the label's logit.
+Instead of the row, two small reductions per token pass between the ranks: the largest logit, then
+the sum of exponentials together with the label's logit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _IGNORED = -100
 
 
 def is_split_over_vocabulary(logits: Tensor) -> bool:
-    """Whether each process holds the logits of its part of the vocabulary alone."""
+    """Whether each rank holds only the logits of its part of the vocabulary."""
     return isinstance(logits, DTensor) and logits.placements == (Shard(logits.dim() - 1),)
 
 
 def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -> None:
-    """Refuse an id that no process has, without waiting for the device."""
+    """Refuse an id outside the vocabulary, without waiting for the device."""
     is_known = (ids >= 0) & (ids < length)
     if ignored is not None:
         is_known |= ids == ignored
@@ -32,7 +32,7 @@ def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -
 
 
 def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
-    """Cross entropy of each token in fp32, shaped as the labels; 0 where a label is ignored."""
+    """Cross entropy of each token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     group = logits.device_mesh.get_group()
     check_ids(labels, logits.shape[-1], "a label", ignore_index)
@@ -48,7 +48,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, group: Group
     ) -> Tensor:
         width = logits.shape[-1]
-        # The last of many processes may have no part of a small vocabulary.
+        # With many ranks and a small vocabulary, the last rank may have no part of it.
         greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
         exponentials = (logits - greatest[:, None]).exp()
@@ -71,6 +71,6 @@ class _SplitCrossEntropy(torch.autograd.Function):
         result = shares.clone()
         if result.shape[-1]:
             result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
-        # Not times zero: the gradient of a mean over no labels is not a number.
+        # Not multiplied by zero: the gradient of a mean over no labels is NaN.
         result *= gradient.masked_fill(~is_kept, 0.0)[:, None]
         return result, None, None, None, None

@@ -1,8 +1,8 @@
-"""A split tensor, joined again.
+"""Join a split tensor again.
 
-``full_tensor`` does it for most. What a reader would get wrong: a fused weight (query, key and value
-side by side) of which a process holds a piece of each part is not one stretch, and torch 2.11 does
-not join such a tensor at all; here its parts are joined as what they are, matrices of their own.
+``full_tensor`` does it for most. The exception is a fused weight (query, key and value side by
+side) of which a rank holds a piece of each part: it is not one contiguous slice, and torch 2.11
+cannot join such a tensor at all. Here its parts are joined as separate matrices.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def join_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on every process; all that hold a part of it must come here."""
+    """The whole tensor, on every rank; every rank that holds a part must call this."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     split: Any = tensor
     device_type = split.device_mesh.device_type
-    if split.device.type != device_type:  # it lives in the host's memory: groups may not reach it
+    if split.device.type != device_type:  # it lives in host memory, which the process group may not reach
         split = split.to(device_type)
     axis = find_strided_axis(split)
     return split.full_tensor() if axis is None else _join_parts(split, axis)  # type: ignore[no-any-return]
@@ -47,9 +47,10 @@ def _join_parts(tensor: DTensor, axis: int) -> torch.Tensor:
 
 
 def find_strided_axis(tensor: torch.Tensor) -> int | None:
-    """The axis along which a process's pieces are apart; None where it has one.
+    """The axis along which a rank's pieces are not contiguous; None if they are.
 
-    FSDP uses the same mark where it splits a dimension that is already split: not apart.
+    FSDP uses the same marker when it splits a dimension that is already split; those pieces are
+    contiguous.
     """
     if not isinstance(tensor, DTensor):
         return None

@@ -1,8 +1,8 @@
-"""torch's elastic agent, with rounds that all nodes count alike and an end that leaves nobody.
+"""torch's elastic agent, with rounds shared by all nodes and a shutdown that leaves nothing behind.
 
-Three things are ours: a failure that the user must mend is not tried again; every process group of
-a worker is ended, also where the worker itself is dead already (its data loaders are not); and a
-second Ctrl-C does not interrupt the clearing up.
+Three things are ours: a failure that the user must fix is not retried; every process group of a
+worker is ended, even if the worker itself is dead (its data loader workers may not be); and a
+second Ctrl-C does not interrupt the cleanup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STOP_SECONDS = 5
 
 
 class Agent(LocalElasticAgent):
-    """Starts, watches, restarts and ends the processes of this node."""
+    """Starts, watches, restarts and stops the processes of this node."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Agent(LocalElasticAgent):
         self._watch = watch
         self._say = say
         self.failure: Failure | None = None
-        """The first failure of this node's workers in the round that is over."""
+        """The first failure of this node's workers in the last round."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
@@ -101,10 +101,10 @@ class Agent(LocalElasticAgent):
         with _undisturbed():
             self._watch.end_round()
             groups = list(self._pcontext.pids().values()) if self._pcontext else []
-            # torch's own callers say 30 s; the user has been promised seconds.
+            # torch's own callers pass 30 s; we promise the user seconds.
             super()._shutdown(death_sig, min(timeout, _STOP_SECONDS))
             for group in groups:
-                # Workers lead groups of their own; the leader may be dead and its children not.
+                # Workers lead their own groups; the leader may be dead and its children alive.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
             self._logs.finish()
@@ -112,7 +112,7 @@ class Agent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore signals meanwhile: what they ask for is being done."""
+    """Ignore signals meanwhile: what they ask for is already happening."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

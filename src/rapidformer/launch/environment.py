@@ -1,6 +1,6 @@
-"""How many processes to start and where, from flags and from the variables of the shell.
+"""How many processes to start and where, from flags and environment variables.
 
-No torch here: a run of one process on a CPU should not pay for the launcher.
+No torch here: a single CPU process should not pay for the launcher.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_slurm_step
 
-# A node that the hostfile's launcher has started: its plan, which wins over flags and variables.
+# Set on a node that the hostfile's launcher started; overrides flags and variables.
 NODE_VARIABLE = "RAPIDFORMER_NODE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """Processes per node, nodes, and where node 0 is."""
+    """Processes per node, nodes, and the address of node 0."""
 
     processes: int
     nodes: int
@@ -30,9 +30,11 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     local_rank_offset: int = 0
-    """The first process's LOCAL_RANK: not 0 where Slurm starts one task per GPU."""
+    """LOCAL_RANK of the first process; not 0 if Slurm starts one task per GPU."""
     has_lifeline: bool = False
-    """Whether this node ends when its standard input does: a launcher elsewhere holds it."""
+    """Whether this node stops when its standard input closes, because a launcher elsewhere holds
+    it.
+    """
 
     @property
     def endpoint(self) -> str:
@@ -40,7 +42,7 @@ class LaunchPlan:
 
     @property
     def world_size(self) -> int:
-        """Processes in all, if every node has as many as this one."""
+        """Total number of processes, if every node has as many as this one."""
         return self.processes * self.nodes
 
     def to_text(self) -> str:
@@ -49,17 +51,17 @@ class LaunchPlan:
 
 
 def is_launched() -> bool:
-    """Whether a launcher (ours, torchrun) has started this process already."""
+    """Whether a launcher (ours or torchrun) started this process."""
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def is_started_node() -> bool:
-    """Whether the launcher of a hostfile has started this node: the file is not read again."""
+    """Whether a hostfile launcher started this node; the file is not read again."""
     return NODE_VARIABLE in os.environ
 
 
 def needs_agent(plan: LaunchPlan, settings: LaunchArguments) -> bool:
-    """Whether processes are to be watched; one without wishes runs right here."""
+    """Whether processes need watching; a single process without special flags runs right here."""
     return plan.world_size > 1 or settings.max_restarts > 0 or settings.log_dir is not None
 
 
@@ -101,7 +103,7 @@ def _plan_from_variables(settings: LaunchArguments) -> LaunchPlan:
 
 def _plan_from_step(settings: LaunchArguments, step: SlurmStep) -> LaunchPlan:
     port = settings.master_port
-    # A task that Slurm has given a GPU of its own sees only that one, as its first.
+    # A task that Slurm gave one GPU sees only that one, as its first.
     offset = step.local_rank if step.is_task_per_gpu and count_gpus() > 1 else 0
     return LaunchPlan(
         processes=1 if step.is_task_per_gpu else 0,
@@ -123,7 +125,7 @@ def _fill_processes(settings: LaunchArguments, plan: LaunchPlan) -> LaunchPlan:
 
 
 def count_gpus() -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves visible, asked of the driver and not of torch."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible, from the driver rather than torch."""
     if shutil.which("nvidia-smi") is None:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

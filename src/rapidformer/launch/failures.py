@@ -1,7 +1,7 @@
-"""Which rank failed first, in its own words.
+"""Find the rank that failed first, and its own error message.
 
-When one rank dies, the others fail within moments because they have lost it, often faster than the
-dead one is noticed. So the first failure is not simply the earliest: a lost connection comes after
+When one rank dies, the others lose their connection and fail within moments, often before the dead
+one is noticed. So the first failure is not simply the earliest: a lost connection ranks after
 anything that can have caused it.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from rapidformer.errors import RapidformerError
 
-# Set by the launcher: errors are left for it to show, once, instead of by every process.
+# Set by the launcher: it shows errors once, instead of every process showing them.
 QUIET_VARIABLE = "RAPIDFORMER_ERRORS_TO_PARENT"
 _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
@@ -39,31 +39,31 @@ class WorkerError(RapidformerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one process ended that should not have."""
+    """How a process ended that should not have."""
 
     rank: int
     node: int
     host: str
     nodes: int
     status: int
-    """Its exit status; negative: the signal that ended it."""
+    """Its exit status; if negative, the signal that ended it."""
     time: float
     message: str | None = None
     is_mistake: bool = False
-    """Whether the user has to mend something: the same command would fail again."""
+    """Whether the user has to fix something: the same command would fail again."""
     log: str | None = None
 
     @property
     def exit_code(self) -> int:
         if self.message is not None and self.status == -signal.SIGTERM:
-            return 1  # it had failed by itself when the launcher ended it with the others
+            return 1  # it had already failed when the launcher ended it with the others
         return self.status if self.status > 0 else 128 - self.status
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this process has only lost another one."""
+        """Whether this process merely lost another one."""
         if self.message is None:
-            return self.status == -signal.SIGTERM  # how the launcher ends the others
+            return self.status == -signal.SIGTERM  # the signal the launcher sends to the others
         return any(text in self.message for text in _LOST_CONNECTION)
 
     def describe(self) -> str:
@@ -86,10 +86,10 @@ class Failure:
     def _describe_end(self) -> str:
         where = f"; its output is in {self.log}" if self.log else ""
         if self.status >= 0:
-            where = where or "; its own message stands above"
+            where = where or "; see its own message above"
             return f"ended with status {self.status}{where}."
         name = signal.Signals(-self.status).name
-        hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
+        hint = " (usually because memory ran out)" if name == "SIGKILL" else ""
         return f"was ended by signal {name}{hint}{where}."
 
     def to_text(self) -> str:
@@ -101,17 +101,17 @@ class Failure:
 
 
 def choose_first(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from."""
+    """The failure that caused the others."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.time, failure.rank))
 
 
 def report_failure(message: str, *, is_mistake: bool = False) -> bool:
-    """In a worker: leave the message for the parent to show. False where there is no parent."""
+    """In a worker: leave the message for the parent to show. False if there is no parent."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or QUIET_VARIABLE not in os.environ:
         return False
     now = time.time()
-    # torch's own form of the file; what it does not know stands in extraInfo.
+    # torch's own file format; anything it does not know goes into extraInfo.
     extra = {"timestamp": str(int(now)), "time": now, "is_mistake": is_mistake}
     content = {"message": {"message": message, "extraInfo": extra}}
     Path(path).write_text(json.dumps(content), encoding="utf-8")
@@ -119,7 +119,7 @@ def report_failure(message: str, *, is_mistake: bool = False) -> bool:
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """What ``report_failure`` has left: message, time and is_mistake; empty without a report."""
+    """What ``report_failure`` left: message, time and is_mistake; empty without a report."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
         extra = content["extraInfo"]

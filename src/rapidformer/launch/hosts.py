@@ -1,9 +1,9 @@
 """Start every node of a hostfile over ssh, from one command.
 
-The command on a host is the very command that the user typed, in the same folder, with the same
-environment where it matters; a variable tells it which node it is. ssh does not end what it has
-started when it is ended itself, so each node holds its standard input as a lifeline and stops when
-that closes: whatever becomes of this process, nothing stays behind.
+A host runs the command the user typed, in the same folder, with the relevant environment; a
+variable tells it which node it is. Ending ssh does not end what it started, so each node treats its
+standard input as a lifeline and stops when it closes. Whatever happens to this process, nothing is
+left behind.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rapidformer.launch.failures import WorkerError
 
 _DEFAULT_PORT = 29500
 _LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
-# What the processes on other machines need to behave as they would here.
+# What processes on other machines need in order to behave as they would here.
 _PASSED_ON = re.compile(
     r"(RAPIDFORMER|NCCL|GLOO|TORCH|PYTORCH|CUDA|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|OMP|MKL|"
     r"WANDB|UCX|FI|OMPI|PYTHON)[A-Z0-9]*_\w+|PYTHON\w*|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|"
     r"(HTTPS?|NO|https?|no)_(PROXY|proxy)"
 )
 _NOT_PASSED_ON = frozenset({"CUDA_VISIBLE_DEVICES", NODE_VARIABLE, "PYTHONSTARTUP"})
-# Never on a command line, which everybody on the host can read: they go down the lifeline.
+# Sent down the lifeline, never on a command line, which everyone on the host can read.
 _SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
 _STOP_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
-# ssh itself failed, or the node was killed from outside: not an end of the run's own making.
+# ssh itself failed, or the node was killed from outside: the run did not end by itself.
 _LOST = (255, 128 + signal.SIGKILL, -signal.SIGKILL)
-# What a node says instead where these are a rank's own statuses: its agent is well.
+# What a node returns instead if these are a rank's own statuses: its agent is fine.
 _SAID_INSTEAD = {255: 254, 128 + signal.SIGKILL: 253}
 
 
@@ -52,11 +52,11 @@ class Host:
 
     name: str
     slots: int | None
-    """Processes there; None: one per GPU."""
+    """Number of processes; None means one per GPU."""
 
 
 def load_hostfile(path: str) -> list[Host]:
-    """Read the hosts; every bad line is told."""
+    """Read the hosts; report every bad line."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as reason:
@@ -67,7 +67,7 @@ def load_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
-    """Lines ``host slots=N``; empty ones and what follows a # do not count."""
+    """Lines ``host slots=N``; blank lines and comments (#) are ignored."""
     hosts: dict[str, Host] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -92,7 +92,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
 
 
 def plan_hosts(hosts: list[Host], settings: LaunchArguments) -> list[LaunchPlan]:
-    """A plan for each host, in the order of the file."""
+    """A plan for each host, in file order."""
     port = settings.master_port or int(os.environ.get("MASTER_PORT") or _DEFAULT_PORT)
     address = settings.master_addr or hosts[0].name
     if len(hosts) > 1 and settings.master_addr is None and is_this_machine(address, only_loop=True):
@@ -126,7 +126,7 @@ def build_command(
     settings: LaunchArguments,
     variables: Mapping[str, str],
 ) -> list[str]:
-    """What starts the node: ssh, or the plain command where the host is this machine."""
+    """The command that starts the node: ssh, or the plain command if the host is this machine."""
     command = [sys.executable, "-m", "rapidformer.cli.main", *argv]
     if is_this_machine(host.name):
         return ["env", f"{NODE_VARIABLE}={plan.to_text()}", *command]
@@ -138,7 +138,7 @@ def build_command(
     words = ["exec", "env", *(f"{name}={value}" for name, value in sorted(passed.items()))]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*words, *command])}"
     ssh = shlex.split(settings.ssh_command)
-    # Without a terminal there is nobody to ask: a password or an unknown host is an error.
+    # Without a terminal nobody can answer: a password prompt or an unknown host is an error.
     ssh += ["-o", "BatchMode=yes"]
     if settings.ssh_port is not None:
         ssh += ["-p", str(settings.ssh_port)]
@@ -172,7 +172,7 @@ class _Node:
 def launch_hosts(
     argv: list[str], settings: LaunchArguments, say: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Start all nodes, wait for them, and end all when one ends badly."""
+    """Start all nodes, wait for them, and stop all if one fails."""
     assert settings.hostfile is not None
     hosts = load_hostfile(settings.hostfile)
     plans = plan_hosts(hosts, settings)
@@ -198,7 +198,7 @@ def launch_hosts(
 
 
 def disguise_status(code: int) -> int:
-    """The status of a node that ends by itself, which must not look like one that was lost."""
+    """The status of a node that ends by itself; it must not look like a lost node."""
     return _SAID_INSTEAD.get(code, code)
 
 
@@ -219,13 +219,13 @@ def _raise_signal(number: int, frame: object) -> None:
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:
     try:
-        # In a session of its own: Ctrl-C reaches a node by the lifeline alone, and only once.
+        # In its own session: Ctrl-C reaches a node only through the lifeline, and only once.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     except OSError as reason:
         raise ConfigurationError(f"{command[0]} cannot be run: {reason.strerror}.") from None
     secrets = {k: v for k, v in _choose_variables(os.environ).items() if _SECRET.search(k)}
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended already, which is found soon
+    with contextlib.suppress(OSError):  # it has ended already; that is noticed soon
         process.stdin.write(json.dumps(secrets).encode() + b"\n")
         process.stdin.flush()
     return process
@@ -257,7 +257,7 @@ def _wait_for_nodes(
 def _revive(
     node: _Node, nodes: list[_Node], settings: LaunchArguments, say: Callable[[str], None]
 ) -> None:
-    """Start a lost node again, if that is asked for; node 0 holds what the others need."""
+    """Restart a lost node if allowed; node 0 cannot be restarted, because it holds the store."""
     if node.plan.node_rank == 0 or node.lives > settings.max_restarts:
         raise _build_error(node, is_told=False)
     ended = [other for other in nodes if other is not node and other.status is not None]
@@ -269,7 +269,7 @@ def _revive(
 
 
 def _let_others_end(nodes: list[_Node]) -> None:
-    """A node that fails has told the others; they need a moment to end by themselves."""
+    """A node that fails has told the others; give them a moment to end by themselves."""
     deadline = time.monotonic() + 2 * _GRACE_SECONDS
     while time.monotonic() < deadline and any(node.process.poll() is None for node in nodes):
         time.sleep(0.05)
@@ -286,13 +286,13 @@ def _build_error(node: _Node, *, is_told: bool) -> WorkerError:
             "It must work without a password"
         )
     error = WorkerError(what + ".", code)
-    # Node 0 has shown the first failure itself.
+    # Node 0 has already shown the first failure.
     error.is_told = is_told
     return error
 
 
 def _stop(nodes: list[_Node], number: signal.Signals) -> None:
-    """Pass a signal on, cut the lifelines, and wait; a second Ctrl-C must not leave anyone."""
+    """Forward a signal, cut the lifelines, and wait; a second Ctrl-C must leave no one behind."""
     alive = [node for node in nodes if node.process.poll() is None]
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {name: signal.signal(name, signal.SIG_IGN) for name in names}

@@ -1,6 +1,6 @@
 """Start this node's processes on torch's elastic agent, in this process.
 
-When one fails, the agent ends the others; the first failure's own message is what the user sees.
+When one fails, the agent stops the others, and the user sees the first failure's own message.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def launch(
 ) -> None:
     """Run ``rapidformer <argv>`` in every process of this node and wait for all of them.
 
-    ``say`` shows what a person should know while the run goes on.
+    ``say`` shows what the user should know during the run.
     """
-    # torch's C++ side would talk of sockets whose names it cannot find. The workers may.
+    # torch's C++ code would complain about sockets it cannot resolve. The workers may log.
     with _variables(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -66,7 +66,7 @@ def launch(
         except WorkerError as error:
             if rounds is not None and not isinstance(error, RefusedError):
                 rounds.close(str(error), error.exit_code)
-            # The hostfile's launcher shows every node's output: once is enough.
+            # The hostfile's launcher shows every node's output; once is enough.
             error.is_told = plan.has_lifeline and plan.node_rank > 0 and rounds is not None
             raise
         except SignalException as caught:
@@ -99,7 +99,7 @@ def _run_agent(
         logs = RankLogs(scratch, log_dir, has_terminal=plan.node_rank == 0)
     except OSError as reason:
         raise ConfigurationError(
-            f"the ranks' output cannot be kept in {log_dir}: {reason.strerror}. Give --log-dir."
+            f"the ranks' output cannot be written to {log_dir}: {reason.strerror}. Give --log-dir."
         ) from None
     watch = Watch(scratch, rounds, stall_seconds=_get_stall_seconds(settings), say=say)
     spec = WorkerSpec(
@@ -122,25 +122,25 @@ def _run_agent(
         first = rounds.find_first_failure(agent.failure)
         message = first.describe()
         if first.is_consequence and watch.stall:
-            message += f"\nBefore, the run had stalled: {watch.stall}."
+            message += f"\nBefore that, the run had stalled: {watch.stall}."
         raise WorkerError(message, first.exit_code)
 
 
 def _silence_torch() -> None:
-    """What torch's agent would log about a failure, we say ourselves and better."""
+    """Silence torch's agent: we report failures ourselves, and more clearly."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # each logger has its own level
 
 
 def _get_stall_seconds(settings: LaunchArguments) -> float:
-    """Always before the collective itself gives up, and takes the answer with it."""
+    """Shorter than the collective's own timeout, so that the report comes first."""
     return 60 * min(settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes)
 
 
 @contextlib.contextmanager
 def _variables(**values: str) -> Iterator[None]:
-    """Set for the children; put back for a caller that goes on."""
+    """Set variables for the children; restore them for a caller that continues."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -155,7 +155,7 @@ def _variables(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """torch's agent listens only once its workers run; nodes may wait for each other before."""
+    """Start listening early: torch's agent does so only once its workers run."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def raise_it(number: int, frame: object) -> None:
@@ -174,10 +174,10 @@ def _signals_as_exceptions() -> Iterator[None]:
 
 
 def _hold_lifeline() -> None:
-    """End this node when standard input ends: then the launcher, or the way to it, is gone.
+    """Stop this node when standard input closes: the launcher, or the connection to it, is gone.
 
-    Its first line holds variables that are too secret for a command line. Another line is the name
-    of a signal that the launcher has got.
+    The first line holds variables that are too secret for a command line. Any other line is the
+    name of a signal that the launcher received.
     """
     stream = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the workers must not read from it

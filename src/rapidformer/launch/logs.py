@@ -1,8 +1,8 @@
-"""Each rank's output in a file of its own, and still on the terminal.
+"""Write each rank's output to its own file as well as to the terminal.
 
-Output goes through pipes that the agent reads, so that what a rank writes to either stream, from
-Python or from C, stands in one file in the order in which it came. Where the terminal is a real
-one, node 0's first rank is given a terminal too: progress bars look as they do without a launcher.
+The agent reads the output through pipes, so whatever a rank writes to either stream, from Python or
+C, ends up in one file in order. If the terminal is a real one, node 0's first rank gets a terminal
+too, so progress bars look as they do without a launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class RankLogs(LogsSpecs):
-    """Where the workers' streams and error files go. Without a folder: to the terminal alone."""
+    """Where the workers' streams and error files go. Without a folder, only to the terminal."""
 
     def __init__(self, scratch: Path, folder: Path | None, *, has_terminal: bool) -> None:
         super().__init__(log_dir=str(scratch))
@@ -44,7 +44,7 @@ class RankLogs(LogsSpecs):
         return str(self._scratch)
 
     def get_path(self, rank: int) -> str | None:
-        """The file of a rank; None where there are none."""
+        """The log file of a rank; None without a folder."""
         return None if self._folder is None else str(self._folder / f"rank_{rank}.log")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -82,23 +82,23 @@ class RankLogs(LogsSpecs):
         )
 
     def finish(self) -> None:
-        """Write out what the workers have left in the pipes."""
+        """Flush what the workers left in the pipes."""
         if self._pump is not None:
             self._pump.stop()
             self._pump = None
 
 
 class _LineLog:
-    """Whole lines of one stream; of a line that is written again and again, the last form."""
+    """Complete lines of one stream; of a line that is rewritten repeatedly, its last form."""
 
     def __init__(self, path: Path) -> None:
-        # Both streams of a rank append to its file, each write whole.
+        # Both streams of a rank append to its file, in whole writes.
         self._file = path.open("ab", buffering=0)
         self._rest = b""
 
     def write(self, data: bytes) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
-        # A carriage return at the end may be the first half of a line's end.
+        # A trailing carriage return may be the first half of a line ending.
         self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]
         if lines:
             self._file.write(b"".join(_clean(line) + b"\n" for line in lines))
@@ -114,7 +114,9 @@ def _clean(line: bytes) -> bytes:
 
 
 class _Shown:
-    """A rank's stream on the command's own. Lines stay whole, for several ranks share it."""
+    """Forwards a rank's stream to the command's own. Lines stay whole, since several ranks share
+    it.
+    """
 
     def __init__(self, stream: Any, *, holds_lines: bool) -> None:
         self._stream = stream
@@ -123,7 +125,7 @@ class _Shown:
 
     def write(self, data: bytes) -> None:
         data = self._rest + data
-        # A bar ends its line with a carriage return, again and again.
+        # A progress bar ends its line with a carriage return, repeatedly.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if self._holds_lines else len(data)
         self._rest = data[end:]
         self._show(data[:end])
@@ -133,13 +135,13 @@ class _Shown:
 
     def _show(self, data: bytes) -> None:
         if data:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # nobody is reading any more
                 self._stream.buffer.write(data)
                 self._stream.flush()
 
 
 class _Pump(threading.Thread):
-    """Carries bytes from the workers to the terminal and to their files."""
+    """Copies bytes from the workers to the terminal and to their log files."""
 
     def __init__(self) -> None:
         super().__init__(name="rapidformer-logs", daemon=True)
@@ -150,11 +152,11 @@ class _Pump(threading.Thread):
         self._is_stopping = threading.Event()
 
     def add(self, log_path: Path, shown_on: Any, *, wants_terminal: bool) -> str:
-        """A new stream; returns the path under which the worker's end is opened."""
+        """A new stream; returns the path that the worker opens."""
         is_terminal = wants_terminal and shown_on.isatty()
         if is_terminal:
             source, end = pty.openpty()
-            tty.setraw(end)  # or line ends would be changed twice
+            tty.setraw(end)  # otherwise line endings would be converted twice
             with contextlib.suppress(OSError):
                 size = fcntl.ioctl(shown_on.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
                 fcntl.ioctl(end, termios.TIOCSWINSZ, size)

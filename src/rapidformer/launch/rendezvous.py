@@ -1,10 +1,10 @@
-"""How the agents of a run find each other, again after every failure.
+"""How the agents of a run find each other, and again after every failure.
 
-A handler for torch's elastic agent with fixed node numbers. Time goes in *rounds*: a round begins
-when every node has joined it, and whoever needs a restart asks for the next one, so all nodes
-restart together and count alike. Node 0's agent holds the store in which all this stands. What a
-reader would get wrong: the workers' own store is a new one each round, since keys of a round that
-broke would mislead the next.
+A rendezvous handler for torch's elastic agent with fixed node numbers. Time is divided into
+*rounds*: a round starts when every node has joined it, and a node that needs a restart asks for the
+next one, so all nodes restart together. Node 0's agent holds the store.
+
+The workers get a new store each round, because keys from a broken round would mislead the next.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ALIVE_SECONDS = 1.0
 """How often each node says that it is there."""
 _LOST_SECONDS = 30.0
 _FAREWELL_SECONDS = 5.0
-# A name that is not known may become so while a cluster starts, but not after minutes.
+# A host name may become known while a cluster starts, but not after minutes.
 _NAME_SECONDS = 30.0
 
 
 class RunClosedError(WorkerError):
-    """Another node has ended the run; carries that node's word."""
+    """Another node has ended the run; carries that node's message."""
 
 
 class RefusedError(WorkerError):
@@ -65,7 +65,7 @@ class Rounds(RendezvousHandler):
             self._run_id = self._wait_for("run").decode()
             self.store.set(f"host/{plan.node_rank}", socket.gethostname())
 
-    # ---- what torch's agent asks ---------------------------------------------------------------
+    # ---- called by torch's agent ---------------------------------------------------------------
 
     def get_backend(self) -> str:
         return "rapidformer"
@@ -78,7 +78,7 @@ class Rounds(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round and wait until every node is there."""
+        """Join the next round and wait until every node has."""
         deadline = time.monotonic() + self._timeout
         with self._losing_node_0():
             self.round = self._ask_for_round() if self.round >= 0 else self._enter()
@@ -96,7 +96,7 @@ class Rounds(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Whether this node's workers must stop for a new round; raises when the run is over."""
+        """Whether this node's workers must stop for a new round; raises if the run is over."""
         if self.plan.nodes == 1 or time.monotonic() - self._looked_at < _LOOK_SECONDS:
             return 0
         self._looked_at = time.monotonic()
@@ -108,9 +108,9 @@ class Rounds(RendezvousHandler):
             if not lost:
                 return 0
             if self.round < self.max_restarts:
-                return 1  # the agent comes back through next_rendezvous, which asks for a round
+                return 1  # the agent calls next_rendezvous again, which asks for a round
             names = ", ".join(self.describe_node(node) for node in lost)
-            raise WorkerError(f"{names} has not been heard of for {_LOST_SECONDS:.0f} s.", 1)
+            raise WorkerError(f"{names} has been silent for {_LOST_SECONDS:.0f} s.", 1)
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -135,7 +135,7 @@ class Rounds(RendezvousHandler):
             return [Failure.from_text(self.store.get(k)) for k in keys if self.store.check([k])]
 
     def find_first_failure(self, own: Failure) -> Failure:
-        """The failure of this round that came first, on whichever node."""
+        """The first failure of this round, on any node."""
         deadline = time.monotonic() + (2.0 if own.is_consequence and self.plan.nodes > 1 else 0.0)
         while True:
             found = [own, *self.read_failures(self.round)]
@@ -145,7 +145,7 @@ class Rounds(RendezvousHandler):
             time.sleep(_POLL_SECONDS)
 
     def close(self, message: str, exit_code: int) -> None:
-        """End the run on every node with this word."""
+        """End the run on every node with this message."""
         if self.plan.nodes == 1 or self._is_closed:
             return
         self._is_closed = True
@@ -154,10 +154,10 @@ class Rounds(RendezvousHandler):
             self.store.compare_set("closed", "", word)
             self.leave()
         except RuntimeError:
-            pass  # node 0 is gone already, and with it everybody who would have to know
+            pass  # node 0 is gone already, and with it everyone who would need to know
 
     def leave(self) -> None:
-        """Say goodbye; node 0 holds the store and so goes last."""
+        """Sign off; node 0 holds the store, so it goes last."""
         self.store.set(f"left/{self.plan.node_rank}", "1")
         if self.plan.node_rank == 0:
             here = [n for n in range(self.plan.nodes) if self.store.check([f"host/{n}"])]
@@ -165,7 +165,7 @@ class Rounds(RendezvousHandler):
             self._wait_for_keys(keys, time.monotonic() + _FAREWELL_SECONDS)
 
     def finish(self) -> None:
-        """Wait until the workers of every node have come to their end."""
+        """Wait until the workers of every node have finished."""
         if self.plan.nodes == 1:
             return
         with self._losing_node_0():
@@ -174,7 +174,7 @@ class Rounds(RendezvousHandler):
             while not self._wait_for_keys(keys, time.monotonic() + _LOOK_SECONDS):
                 self._raise_if_closed()
                 if self._get_round() != self.round:
-                    raise WorkerError("another node broke when this one had finished.", 1)
+                    raise WorkerError("another node failed after this one had finished.", 1)
             self.leave()
 
     def describe_node(self, node: int) -> str:
@@ -183,14 +183,14 @@ class Rounds(RendezvousHandler):
         return f"node {node} ({host})"
 
     def say_alive(self, store: TCPStore, beat: int) -> None:
-        """Called now and then by the watching thread, on a connection of its own."""
+        """Called regularly by the watching thread, on its own connection."""
         store.set(f"alive/{self.plan.node_rank}", f"{self._token} {beat}")
 
     def open_client(self) -> TCPStore:
-        """Another connection: one that waits must not hold up another thread."""
+        """A separate connection, so that a waiting call does not block another thread."""
         return _connect(self.plan.master_addr, self.store.port, self._timeout)
 
-    # ---- inside --------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------
 
     def _open_store(self) -> TCPStore:
         plan = self.plan
@@ -215,7 +215,7 @@ class Rounds(RendezvousHandler):
         return _connect(plan.master_addr, plan.master_port, self._timeout)
 
     def _enter(self) -> int:
-        """The round for a node that has just come; one that comes back starts a new one."""
+        """The round for a node that has just arrived; a returning node starts a new one."""
         current = int(self.store.compare_set("round", "", "0"))
         if not self._has_joined(current):
             return current
@@ -227,7 +227,7 @@ class Rounds(RendezvousHandler):
             raise RefusedError(str(error), error.exit_code) from None
 
     def _refuse_double(self) -> None:
-        """Two nodes of one number would throw each other out for ever."""
+        """Two nodes with the same number would keep evicting each other."""
         key = f"alive/{self.plan.node_rank}"
         before = self.store.get(key) if self.store.check([key]) else b""
         deadline = time.monotonic() + 3.5 * ALIVE_SECONDS
@@ -248,14 +248,14 @@ class Rounds(RendezvousHandler):
         wanted = self.round + 1
         if wanted > self.max_restarts:
             raise WorkerError(
-                f"a node has come back, but the run has used its {self.max_restarts} restarts "
+                f"a node came back, but the run has used up its {self.max_restarts} restarts "
                 "(--max-restarts).",
                 1,
             )
         return int(self.store.compare_set("round", str(self.round), str(wanted)))
 
     def _join(self) -> list[int]:
-        """Be in the newest round; returns the nodes that are not there yet."""
+        """Enter the newest round; returns the nodes that are still missing."""
         self._raise_if_closed()
         self.round = max(self.round, self._get_round())
         key = f"joined/{self.round}/{self.plan.node_rank}"
@@ -305,7 +305,7 @@ class Rounds(RendezvousHandler):
             raise RunClosedError(word["message"], word["exit_code"])
 
     def _find_lost_nodes(self) -> list[int]:
-        """Nodes whose agent no longer says that it is there."""
+        """Nodes whose agent has stopped reporting."""
         now, lost = time.monotonic(), []
         for node in range(self.plan.nodes):
             key = f"alive/{node}"
@@ -327,7 +327,7 @@ class Rounds(RendezvousHandler):
 
     @contextmanager
     def _losing_node_0(self) -> Iterator[None]:
-        """Say it in words when the store's connection breaks."""
+        """Explain a broken connection to the store."""
         try:
             yield
         except WorkerError:
@@ -346,7 +346,7 @@ def _connect(address: str, port: int, timeout_seconds: float) -> TCPStore:
 
 
 def _wait_for_port(address: str, port: int, timeout_seconds: float) -> None:
-    """Wait for node 0 to listen, without the many lines that torch would say meanwhile."""
+    """Wait for node 0 to listen, without torch's many log lines."""
     started = time.monotonic()
     deadline = started + timeout_seconds
     while True:

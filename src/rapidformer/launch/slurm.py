@@ -1,8 +1,7 @@
-"""What Slurm's variables say about this task: which node it is, of how many, and where node 0 is.
+"""Read a task's place from Slurm's variables: its node, the number of nodes, and where node 0 is.
 
-Only a task that ``srun`` has started has a place among others. A batch script's own shell, and the
-shell that ``salloc`` opens, have most of the variables too, but they run once, on the first node:
-there ``srun`` is still to be typed.
+Only a task started by ``srun`` has peers. A batch script's shell and the shell opened by ``salloc``
+have most of the variables too, but run once, on the first node; ``srun`` is still missing there.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 
 from rapidformer.errors import ConfigurationError
 
-# Ports for node 0, one per job: two jobs on the same node must not meet.
+# Ports for node 0, one per job, so that two jobs on one node don't collide.
 _FIRST_PORT, _PORTS = 20000, 20000
-# Steps that Slurm makes by itself (batch, interactive, ...) have numbers from here on.
+# Steps that Slurm creates itself (batch, interactive, ...) are numbered from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _GROUP = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -24,16 +23,16 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """A task of ``srun``: one task is one node of ours."""
+    """A task of ``srun``; to us, one task is one node."""
 
     nodes: int
     node_rank: int
     master_addr: str
     master_port: int
     is_task_per_gpu: bool
-    """Whether Slurm starts every process itself; else one task per node starts all of its own."""
+    """Whether Slurm starts every process; otherwise one task per node starts its own."""
     local_rank: int
-    """The number of this task among those of its machine."""
+    """The index of this task on its machine."""
 
 
 def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
@@ -55,26 +54,26 @@ def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
 
 
 def _is_task(variables: Mapping[str, str]) -> bool:
-    """Whether srun has started this, rather than a shell that stands in a step of Slurm's own."""
+    """Whether srun started this process, as opposed to a shell inside one of Slurm's own steps."""
     step = _read_int(variables, "SLURM_STEP_ID", 0)
     return "SLURM_STEP_NUM_TASKS" in variables and step < _FIRST_SPECIAL_STEP
 
 
 def count_idle_nodes(variables: Mapping[str, str]) -> int:
-    """Nodes of this job that stay idle when the command is run without ``srun``."""
+    """Number of nodes that stay idle if the command runs without ``srun``."""
     if "SLURM_JOB_ID" not in variables or _is_task(variables):
         return 0
     return max(_read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """``node[08-10,12],login1`` -> every name, in Slurm's order; zeros in front are kept."""
+    """``node[08-10,12],login1`` -> every name, in Slurm's order; leading zeros are kept."""
     if text.count("[") != text.count("]"):
         raise ConfigurationError(f"SLURM_JOB_NODELIST {text!r}: a bracket is not closed.")
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", text):
         pieces = _GROUP.split(part.strip())
-        # Text and groups take turns: node, 08-10, "".
+        # Text and groups alternate: node, 08-10, "".
         choices = [
             list(_expand_group(piece, text)) if index % 2 else [piece]
             for index, piece in enumerate(pieces)

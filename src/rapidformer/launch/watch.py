@@ -1,8 +1,8 @@
-"""Watches the ranks' heartbeats: when nobody moves any more, it says who is missing, and where.
+"""Watch the ranks' heartbeats; when no rank makes progress, report which one is missing and where.
 
-Each rank keeps one line in a file of its own (``rapidformer.dist.heartbeat`` writes it): how many
-beats, which step, which phase, when. Every rank beats equally often, so the one with fewer beats is
-the one that the others wait for. Its stack comes by a signal, which works in a rank that hangs too.
+Each rank keeps one line in its own file, written by ``rapidformer.dist.heartbeat``: number of
+beats, step, phase, time. Every rank beats equally often, so the rank with fewer beats is the one
+the others wait for. A signal makes it print its stack, even if it hangs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Beat:
     step: int
     phase: str
     age: float
-    """Seconds since it came there."""
+    """Seconds since it got there."""
     has_ended: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Beat:
 
 
 class Watch(threading.Thread):
-    """Looks after the ranks of this node; on node 0 after those of all nodes."""
+    """Watches the ranks of this node; on node 0, the ranks of all nodes."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Watch(threading.Thread):
         self._pids: dict[int, int] = {}
         self._round = -1
         self._told: dict[int, tuple[int, int]] = {}
-        """Who was missing when that was last said, and where each of them was."""
+        """The ranks missing in the last report, and where each of them was."""
         self.stall = ""
-        """Who was missing in a stall that is not over, in a few words."""
+        """The ranks missing in a stall that is still going on, as a short text."""
         self._answered = ""
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
@@ -92,7 +92,7 @@ class Watch(threading.Thread):
         beat = 0
         while True:
             beat += 1
-            # The store is gone when node 0 is: that is told elsewhere.
+            # The store is gone if node 0 is; that is reported elsewhere.
             with contextlib.suppress(RuntimeError):
                 self._look(beat)
             if self._is_stopping.wait(interval):
@@ -102,7 +102,7 @@ class Watch(threading.Thread):
         with self._lock:
             pids, number = dict(self._pids), self._round
         if number < 0:
-            return  # not yet one of the run: another node may still be it
+            return  # not part of the run yet: another node may still take this number
         own = self._read_beats(pids)
         if self._store is not None:
             self._rounds.say_alive(self._store, beat)
@@ -113,7 +113,7 @@ class Watch(threading.Thread):
         beats = own + self._read_others(number)
         missing = find_missing(beats)
         if not is_stalled(beats, self._stall_seconds):
-            # Others may move (they give up, and end) while the one they waited for does not.
+            # The others may move (they give up and exit) while the rank they waited for does not.
             if not any(self._told.get(beat.rank) == beat.position for beat in beats):
                 self._told, self.stall = {}, ""
         elif (places := {beat.rank: beat.position for beat in missing}) != self._told:
@@ -162,7 +162,7 @@ class Watch(threading.Thread):
         return stacks
 
     def _answer(self, pids: dict[int, int]) -> None:
-        """Give node 0 the stacks that it asks for."""
+        """Send node 0 the stacks it asks for."""
         assert self._store is not None
         if self._rounds.plan.node_rank == 0 or not self._store.check(["stacks/wanted"]):
             return
@@ -185,7 +185,7 @@ class Watch(threading.Thread):
 
 
 def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
-    """A rank's line; None before its first, or in the moment in which it is written."""
+    """A rank's line; None before the first one, or while it is being written."""
     for _ in range(3):
         try:
             words = get_beat_path(folder, rank).read_text(encoding="ascii").split()
@@ -206,18 +206,18 @@ def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
 
 
 def is_stalled(beats: Iterable[Beat], seconds: float) -> bool:
-    """Whether nobody has moved for so long; ranks that have ended cannot."""
+    """Whether no live rank has moved for this long."""
     beats = list(beats)
     waiting = [beat for beat in beats if not beat.has_ended]
     if not waiting or any(beat.age <= seconds for beat in waiting):
         return False
-    # Before and after training, all may be busy for long with work of their own.
+    # Before and after training, all ranks may be busy with their own work for a long time.
     is_outside = all(beat.phase in ("start", "end") for beat in beats)
     return not (is_outside and len({beat.position for beat in beats}) == 1)
 
 
 def find_missing(beats: list[Beat]) -> list[Beat]:
-    """The ranks that the others wait for: those behind. All of them where all are equally far."""
+    """The ranks that the others wait for: those behind, or all if none is behind."""
     furthest = max(beat.position for beat in beats)
     return [beat for beat in beats if beat.position < furthest] or beats
 
@@ -225,9 +225,9 @@ def find_missing(beats: list[Beat]) -> list[Beat]:
 def describe_stall(
     beats: list[Beat], missing: list[Beat], stacks: dict[int, str], nodes: int
 ) -> str:
-    """The report that a person reads."""
+    """The report shown to the user."""
     seconds = min(beat.age for beat in beats if not beat.has_ended)
-    lines = [f"stalled: no rank has moved for {seconds:.0f} s; the run goes on waiting"]
+    lines = [f"stalled: no rank has moved for {seconds:.0f} s; still waiting"]
     if len(missing) == len(beats):
         lines.append(
             f"  all {len(beats)} ranks are at {_join_places(beats)}: nobody is behind. They may "
@@ -259,7 +259,7 @@ def _join_places(beats: list[Beat]) -> str:
 
 
 def dump_stack(path: Path, pid: int) -> str:
-    """Ask a process of this node for its stack; it writes it into the file."""
+    """Ask a process on this node for its stack; it writes it to its file."""
     before = path.stat().st_size if path.exists() else 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
@@ -275,6 +275,6 @@ def dump_stack(path: Path, pid: int) -> str:
 
 
 def _shorten(stack: str) -> str:
-    """Without the frames that started everything: they are the same everywhere."""
+    """Drop the frames that every process shares."""
     lines = [line for line in stack.strip().splitlines() if not any(p in line for p in _DULL)]
     return "\n".join(lines[:_LINES] + ["  ..."] * (len(lines) > _LINES))

@@ -1,7 +1,7 @@
-"""What a process does first when our launcher has started it; no torch, so it is done at once.
+"""The first thing a process does when our launcher starts it. It avoids torch, so it is quick.
 
-It is tied to the launcher (should that be killed outright, the kernel ends this process too), it
-answers the stack signal, and it has a heartbeat from the start.
+It ties the process to the launcher (if the launcher is killed, the kernel ends this process too),
+answers the stack signal, and creates the heartbeat file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import signal
 import time
 from pathlib import Path
 
-# The folder where heartbeats stand; rapidformer.dist.heartbeat reads the same variable.
+# The folder with the heartbeat files; rapidformer.dist.heartbeat reads the same variable.
 HEARTBEAT_VARIABLE = "RAPIDFORMER_HEARTBEATS"
-# One that neither Slurm (USR1, USR2) nor anything else sends.
+# A signal that neither Slurm (USR1, USR2) nor anything else sends.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _PR_SET_PDEATHSIG = 1
 
@@ -29,7 +29,7 @@ def get_stack_path(folder: Path, rank: int) -> Path:
 
 
 def attach_to_launcher() -> None:
-    """Do nothing under other launchers, or without one."""
+    """Does nothing under other launchers, or without one."""
     name = os.environ.get(HEARTBEAT_VARIABLE)
     if name is None or "RANK" not in os.environ:
         return
@@ -38,7 +38,7 @@ def attach_to_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher or not folder.is_dir():
         os.kill(os.getpid(), signal.SIGKILL)  # the launcher died in between
-    # Kept open for good: the handler writes to it whenever the signal comes.
+    # Kept open for good: the signal handler writes to it.
     stacks = get_stack_path(folder, rank).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     line = f"0 0 start {time.monotonic():.3f} 0"
