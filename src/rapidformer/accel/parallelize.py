@@ -11,12 +11,14 @@ gates stand outside of that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.context.parallel import apply_context_parallel
@@ -30,6 +32,7 @@ from rapidformer.accel.expert.parallel import (
 from rapidformer.accel.pipeline.pipeline import Pipeline, build_pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, apply_sharding
 from rapidformer.accel.tensor.parallel import apply_tensor_parallel
 from rapidformer.accel.tensor.sequence import apply_sequence_parallel
@@ -82,10 +85,27 @@ class Parallelized:
         else:
             loss.backward()
 
-    def settle(self) -> None:
-        """Bring the model into the state between two updates (after an evaluation, say)."""
+    @property
+    def _gathered_weights(self) -> GatheredWeights | None:
         if isinstance(self.synchronizer, ShardedGradients):
-            self.synchronizer.reshard()
+            return self.synchronizer.gathered_weights
+        return None
+
+    def settle(self) -> None:
+        """Reshard weights that a forward pass has left gathered."""
+        if self._gathered_weights is not None:
+            self._gathered_weights.release()
+
+    def keep_gathered(self) -> AbstractContextManager[None]:
+        """Gather sharded weights once for all forward passes inside (an evaluation)."""
+        return (
+            self._gathered_weights.keep() if self._gathered_weights is not None else nullcontext()
+        )
+
+    def watch_updates(self, optimizer: Optimizer) -> None:
+        """Reshard gathered weights before every update of this optimizer."""
+        if self._gathered_weights is not None:
+            self._gathered_weights.watch_updates(optimizer)
 
 
 def parallelize(

@@ -137,6 +137,7 @@ class RapidformerEngine(Run):
         assert optimizer is not None
         if self.topology.expert > 1:
             split_groups_by_mesh(optimizer, lr_scheduler)
+        self._parallelized.watch_updates(optimizer)
         # Taken over only now: making a scheduler patches `optimizer.step`, and must come before.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
         self.optimizer = take_over_optimizer(

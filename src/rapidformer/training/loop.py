@@ -409,8 +409,7 @@ def evaluate_model(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), in_phase("evaluate"):
+        with torch.no_grad(), in_phase("evaluate"), engine.parallelized.keep_gathered():
             return run()
     finally:
         model.train(was_training)
-        engine.parallelized.settle()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.models.plan import ModelPlan
 
 
@@ -26,7 +27,7 @@ class ShardedGradients:
 
     def __init__(self, model: nn.Module, stage: int) -> None:
         self._root = _as_sharded(model)
-        self._groups = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.gathered_weights = GatheredWeights(model, stage)
         self._stage = stage
         self._was_last: bool | None = None
 
@@ -42,11 +43,6 @@ class ShardedGradients:
 
     def after_backward(self) -> None:
         """Nothing: fully_shard finishes in the backward pass itself."""
-
-    def reshard(self) -> None:
-        """Split parameters that a forward pass without a backward pass has left whole."""
-        for group in self._groups:
-            group.reshard()
 
 
 def apply_sharding(
@@ -69,9 +65,12 @@ def apply_sharding(
             # Both calls are needed: the factor alone is refused by gloo.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    gradients = ShardedGradients(model, stage)
     if hasattr(model, "generate"):
-        model.__class__ = _get_generating_class(type(model), is_synced=stage == 3)
-    return ShardedGradients(model, stage)
+        model.__class__ = _get_generating_class(
+            type(model), gradients.gathered_weights, is_synced=stage == 3
+        )
+    return gradients
 
 
 def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dic
     return {"mesh": mesh, "reshard_after_forward": stage == 3, "offload_policy": policy}
 
 
-def _get_generating_class(cls: Any, *, is_synced: bool) -> Any:
+def _get_generating_class(cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool) -> Any:
     """Let ``generate`` work on split weights.
 
     It calls an encoder by itself, past the root whose weights (the embeddings) the encoder uses;
@@ -93,11 +92,9 @@ def _get_generating_class(cls: Any, *, is_synced: bool) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The root must know that it is one before a part of it is called.
         self._get_fsdp_state()._lazy_init()
-        self.unshard()
-        try:
+        with gathered_weights.keep():
+            self.unshard()
             return cls.generate(self, *args, **{"synced_gpus": is_synced, **kwargs})
-        finally:
-            self.reshard()
 
     return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
 

@@ -1,0 +1,89 @@
+"""Gathered weights: when they are released, so that nobody uses or changes a stale copy.
+
+ZeRO-1 and ZeRO-2 keep weights gathered from a forward pass to the end of its backward pass. After a
+pass without a backward pass (a look at validation data) they would stay gathered: the optimizer
+would update the shards while later passes used the old copies, and a user's change to the weights
+would change only the copies. So weights are resharded after such a pass and before every update,
+and changes that were made to gathered weights are copied to the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class GatheredWeights:
+    """Reshards gathered weights before they can go stale."""
+
+    def __init__(self, model: nn.Module, stage: int) -> None:
+        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._is_kept = False
+        self._versions: dict[Any, int] = {}
+        if stage < 3:  # ZeRO-3 reshards after every forward pass anyway
+            # Kept out of a model that is compiled as a whole, as torch does with its own hooks.
+            skip = torch.compiler.disable
+            model.register_forward_pre_hook(skip(self._before_forward), prepend=True)
+            model.register_forward_hook(skip(self._after_forward))
+
+    def release(self) -> None:
+        """Reshard what is gathered."""
+        self._keep_changes()
+        for module in self._modules:
+            module.reshard()
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Gather weights once for all forward passes inside, instead of once for each."""
+        before, self._is_kept = self._is_kept, True
+        try:
+            yield
+        finally:
+            self._is_kept = before
+            if not before:
+                self.release()
+
+    def watch_updates(self, optimizer: Optimizer) -> None:
+        """Reshard before every update: the optimizer updates the shards."""
+        optimizer.register_step_pre_hook(lambda *_: self.release())
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        self._keep_changes()
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        # In training, the backward pass needs the weights, and reshards them when it is done.
+        if not self._is_kept and not (torch.is_grad_enabled() and model.training):
+            self.release()
+
+    def _keep_changes(self) -> None:
+        """Copy to the shards what somebody has written to gathered weights."""
+        for group in self._list_groups():
+            if not group.is_unsharded:
+                continue
+            for parameter in group.fsdp_params:
+                # Gathering leaves the version counter alone: only a user's change moves it.
+                version = parameter.unsharded_param._version
+                if version != self._versions.setdefault(parameter, 0):
+                    self._versions[parameter] = version
+                    _copy_to_shard(parameter)
+
+    def _list_groups(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def _copy_to_shard(parameter: Any) -> None:
+    whole = parameter.unsharded_param.detach()
+    if isinstance(whole, DTensor):  # it is split by tensor parallelism as well
+        whole = whole.to_local()
+    mesh = parameter.mesh_info
+    parts = whole.chunk(mesh.shard_mesh_size, parameter.fsdp_placement.dim)
+    if mesh.shard_mesh_rank < len(parts):
+        parameter.sharded_param.detach().to_local().copy_(parts[mesh.shard_mesh_rank])
