@@ -68,7 +68,7 @@ def run_rapidformer(rows: list[dict[str, Any]], batch: int, more: dict[str, Any]
             return model(**batch).loss
 
     settings = {"micro_batch_size": batch, "epochs": 1, "lr": 2e-5, "mixed_precision": "bf16"}
-    settings |= {"dataloader_type": "single", "log_interval": 50, **more}
+    settings |= {"dataloader_type": "single", "log_interval": 50, "save": "none", **more}
     Bench(RapidformerEngine(args=settings)).train()
     watch.stop()
     return watch

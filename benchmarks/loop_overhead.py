@@ -83,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         settings = {"micro_batch_size": BATCH, "epochs": 1, "lr": 1e-4, "log_interval": 10}
-        settings |= {"log_level": "error", "tensorboard_dir": folder}
+        settings |= {"log_level": "error", "tensorboard_dir": folder, "save": "none"}
         engine = RapidformerEngine(args=settings)
         finetuner = BenchmarkFinetuner(engine, make_pair_rows(BATCH * options.steps))
         finetuner.train()

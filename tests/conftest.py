@@ -23,6 +23,12 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs without --save must not fill the folder that the tests are started in."""
+    os.environ["RAPIDFORMER_RUNS"] = str(tmp_path_factory.mktemp("runs"))
+
+
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test is one process unless it starts others itself."""

@@ -39,6 +39,11 @@ def set_context(
     _current.tokenizer, _current.build_tokenizer = None, build_tokenizer
 
 
+def replace_args(args: Settings) -> None:
+    """Let the current run's arguments be these: its folder may be chosen after it has begun."""
+    _current.args = args
+
+
 def get_args() -> Settings:
     """The settings of the current run."""
     if _current.args is None:

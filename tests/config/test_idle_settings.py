@@ -13,7 +13,8 @@ from rapidformer.config.validate import find_idle_settings
     [
         ("--recompute-interval 2", "--recompute-interval has no effect without --checkpoint"),
         ("--compile-backend eager", "without --compile"),
-        ("--save-interval 5", "without --save"),
+        ("--save-interval 5 --save none", "with --save none"),
+        ("--overwrite", "without --save"),
         ("--hysteresis 3 --bf16", "without --mixed-precision fp16"),
         ("--min-lr 1e-6 --lr 1e-3 --lr-decay-style constant", "--lr-decay-style constant"),
         ("--epochs 3 --train-iters 10", "--train-iters 10 wins"),
@@ -31,6 +32,7 @@ def test_idle_settings_are_named(flags: str, message: str) -> None:
         "--recompute-interval 2 --checkpoint-activations",
         "--onnx-runtime-training --compile-backend eager",
         "--save-interval 5 --save x",
+        "--save-interval 5",
         "--hysteresis 3 --fp16",
         "--epochs 3",
     ],

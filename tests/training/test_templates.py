@@ -67,7 +67,13 @@ class LinePreTrainer(PreTrainer):
 
 
 def make_engine(**settings: Any) -> RapidformerEngine:
-    values = {"micro_batch_size": 4, "lr": 0.05, "log_level": "error", "optimizer": "sgd"}
+    values = {
+        "micro_batch_size": 4,
+        "lr": 0.05,
+        "log_level": "error",
+        "optimizer": "sgd",
+        "save": "none",
+    }
     return RapidformerEngine(args={**values, **settings})
 
 

@@ -14,7 +14,7 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import Settings
 
-_OWNER_FILE = ".launch"
+OWNER_FILE = ".launch"
 _SOURCE = "restart"
 
 
@@ -23,12 +23,12 @@ def claim_folder(folder: Path) -> None:
     name = _get_launch_name()
     if name is not None and _read_owner(folder) != name:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / _OWNER_FILE, name)
+        replace_text(folder / OWNER_FILE, name)
 
 
 def continue_after_restart(args: Settings) -> Settings:
     """The settings for another attempt: load what was saved, or begin again where nothing was."""
-    if args.save is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) == 0:
+    if args.save is None or not _is_restart():
         return args
     folder = Path(args.save)
     name = _get_launch_name()
@@ -39,6 +39,18 @@ def continue_after_restart(args: Settings) -> Settings:
     return args.replace(_SOURCE, overwrite=True)
 
 
+def find_claimed_folder(root: Path) -> Path | None:
+    """The folder under ``root`` that an earlier attempt of this launch has claimed."""
+    name = _get_launch_name()
+    if name is None or not _is_restart() or not root.is_dir():
+        return None
+    return next((folder for folder in root.iterdir() if _read_owner(folder) == name), None)
+
+
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
 def _get_launch_name() -> str | None:
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return name if name not in ("", "none") else None  # "none" is torchrun's for any run
@@ -46,6 +58,6 @@ def _get_launch_name() -> str | None:
 
 def _read_owner(folder: Path) -> str | None:
     try:
-        return (folder / _OWNER_FILE).read_text(encoding="utf-8").strip()
+        return (folder / OWNER_FILE).read_text(encoding="utf-8").strip()
     except OSError:
         return None

@@ -72,13 +72,14 @@ ALIASES: dict[str, str] = {
     "context_parallel": "context_parallel_size",
 }
 
-# Other systems' words for a value, by our name of the setting.
+# Words for a value, by the name of the setting; None says that there is to be none.
 VALUES: dict[str, dict[str, bool | str | None]] = {
     "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
     # Hugging Face
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
     "lr_decay_style": {"constant_with_warmup": "constant"},
     "train_iters": {"-1": None},
+    "save": {"none": None},  # keep nothing: without it, a run has a folder by itself
 }
 
 # Switches that another system's scripts put bare beside the flag that has the value.

@@ -121,7 +121,7 @@ def _collect(
     for source, layer in layers:
         for name, raw in layer.items():
             setting = settings[name]
-            if raw is None and setting.default is not None:
+            if raw is None and (setting.default is not None or source != COMMAND_LINE):
                 continue  # `seed:` with nothing behind it: the default
             label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
             try:

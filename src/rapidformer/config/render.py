@@ -19,6 +19,7 @@ _PER_LAUNCH = frozenset(
         "load",
         "local_rank",
         "micro_batch_size",
+        "save",
     }
 )
 
@@ -28,7 +29,10 @@ def render_arguments(args: Settings) -> Iterator[str]:
     for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
         yield f"# {section}"
         for setting in settings:
-            text = f"{setting.name}: {_render(getattr(args, setting.name))}"
+            value = getattr(args, setting.name)
+            if setting.name == "save" and args.keeps_nothing:
+                value = "none"
+            text = f"{setting.name}: {_render(value)}"
             source = args.sources.get(setting.name, "default")
             is_shown_only = setting.name in _PER_LAUNCH and source.startswith("derived")
             yield f"{'# ' if is_shown_only else ''}{text:<60} # {source}"

@@ -415,7 +415,8 @@ class CheckpointArguments:
     """Checkpoints"""
 
     save: str | None = None
-    """folder of the run: checkpoints, metrics.jsonl, the best and the last model"""
+    """folder of the run: checkpoints, metrics.jsonl, the best and the last model; none keeps
+    nothing (default: runs/TASK-MODEL-DATE, or the run that --load resumes)"""
     save_interval: int | float | None = None
     """updates between checkpoints, or a share of the run below 1 (default: fine-tuning saves after
     each epoch)"""

@@ -67,6 +67,15 @@ class Settings(
         source = self.sources.get(name, "default")
         return source != "default" and not source.startswith("derived")
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether the run is to have no folder: ``--save none``."""
+        return self.save is None and self.is_given("save")
+
+    def keep_nothing(self, source: str) -> Settings:
+        """A copy whose run has no folder."""
+        return dataclasses.replace(self, save=None, sources={**self.sources, "save": source})
+
     def replace(self, source: str, **values: Any) -> Settings:
         """A copy with other values, whose origin is told by ``--print-config``."""
         changed = {name: value for name, value in values.items() if getattr(self, name) != value}

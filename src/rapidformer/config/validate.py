@@ -65,7 +65,7 @@ def find_problems(args: Settings) -> list[str]:
 
 # Settings that mean something only beside another one; those of switches say so in their rows.
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
-    "save": ("save_interval", "save_total_limit", "overwrite"),
+    "save": ("overwrite",),
     "load": ("finetune",),
 }
 
@@ -80,6 +80,12 @@ def find_idle_settings(args: Settings) -> list[str]:
     ]
     for switch in SWITCHES:
         idle += _find_idle_settings_of(switch, args)
+    if args.keeps_nothing:
+        idle += [
+            f"{to_flag(name)} has no effect with --save none."
+            for name in ("save_interval", "save_total_limit")
+            if args.is_given(name)
+        ]
     if args.lr_decay_style == "constant" and args.is_given("min_lr"):
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
     if args.train_iters is not None and args.is_given("epochs"):

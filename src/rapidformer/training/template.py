@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import Settings
+from rapidformer.context import replace_args
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
@@ -21,6 +22,7 @@ from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerE
 from rapidformer.log import get_logger
 from rapidformer.models.plan import shifts_labels
 from rapidformer.training.closing import describe_finished
+from rapidformer.training.default_folder import choose_folder, dropped_if_unused
 from rapidformer.training.forward import interpret_forward
 from rapidformer.training.loop import (
     Evaluation,
@@ -104,6 +106,11 @@ class Template(ABC):
 
     def train(self) -> dict[str, float]:
         """Train to the end; returns the last evaluation's numbers."""
+        made = self._choose_folder()
+        with dropped_if_unused(made):
+            return self._train()
+
+    def _train(self) -> dict[str, float]:
         resume = self.find_resume_folder()
         train_data, valid_data, test_data, collate = self.get_datasets()
         loader = self.engine.build_data_loader(
@@ -129,6 +136,31 @@ class Template(ABC):
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """How the finished model is measured on test data; None where it is not."""
         return None
+
+    def _choose_folder(self) -> str | None:
+        """Give the run a folder, unless it has one or is to keep nothing (``--save none``).
+
+        Returns the folder where this process has made it.
+        """
+        args = self.args
+        if args.save is not None or args.keeps_nothing:
+            return None
+        problem: str | None = None
+        if self.engine.is_main:
+            try:
+                args = choose_folder(args)
+            except CheckpointError as error:
+                problem = str(error)
+        save, load, overwrite, problem = broadcast_object(
+            (args.save, args.load, args.overwrite, problem)
+        )
+        if problem is not None:
+            raise CheckpointError(problem)
+        self.engine.args = self.args.replace(
+            "derived: every run has a folder", save=save, load=load, overwrite=overwrite
+        )
+        replace_args(self.engine.args)
+        return save if self.engine.is_main else None
 
     def find_resume_folder(self) -> Path | None:
         """The checkpoint that ``--load`` names, if it names one; checks ``--save`` as well."""

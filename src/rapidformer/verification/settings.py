@@ -120,7 +120,7 @@ def change_settings(args: Settings, job: Job) -> Settings:
 
 def _make_plain(args: Settings, job: Job) -> Settings:
     """Exact arithmetic, no randomness, a few updates, and nothing read back or left behind."""
-    args = _turn_off(args, _LEFT_OUT).replace(
+    args = _turn_off(args.keep_nothing(SOURCE), _LEFT_OUT).replace(
         SOURCE,
         hidden_dropout=0.0, attention_dropout=0.0,
         optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
@@ -128,7 +128,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
         rampup_batch_size=None,
         data_parallel=None,  # it only checks the number of processes, which is not the run's here
-        save=None, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
+        tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Every run has a folder: without ``--save`` it is ``runs/<task>-<model>-<date>``.
+
+The first process chooses, and all others take its word. A run that the launcher starts again finds
+the folder that its first attempt has claimed; a resumed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rapidformer.checkpoint.restart import (
+    OWNER_FILE,
+    claim_folder,
+    continue_after_restart,
+    find_claimed_folder,
+)
+from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.config import Settings
+from rapidformer.errors import CheckpointError
+from rapidformer.training.run_folder import BEST, LAST
+
+# Where runs without --save are kept; a folder named runs in the current one, if it is not set.
+RUNS_VARIABLE = "RAPIDFORMER_RUNS"
+_SOURCE = "derived: every run has a folder"
+
+
+def choose_folder(args: Settings) -> Settings:
+    """The settings with a folder in ``save``: for the first process only, since it makes one."""
+    resumed = _find_resumed_run(args)
+    if resumed is not None:
+        return args.replace(_SOURCE, save=str(resumed))
+    root = Path(os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
+    claimed = find_claimed_folder(root)
+    if claimed is not None:
+        return continue_after_restart(args.replace(_SOURCE, save=str(claimed)))
+    folder = _make_folder(root, "-".join([*_describe_run(args), time.strftime("%Y%m%d-%H%M%S")]))
+    claim_folder(folder)
+    return args.replace(_SOURCE, save=str(folder))
+
+
+@contextmanager
+def dropped_if_unused(folder: str | None) -> Iterator[None]:
+    """Leave no empty folder behind where a run failed before it had written anything."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            path = Path(folder)
+            with suppress(OSError):  # it holds something, or was never made
+                if [child.name for child in path.iterdir()] == [OWNER_FILE]:
+                    (path / OWNER_FILE).unlink()
+                path.rmdir()
+                path.parent.rmdir()
+        raise
+
+
+def _find_resumed_run(args: Settings) -> Path | None:
+    """The run that ``--load`` goes on with, whose folder stays its folder."""
+    if args.load is None or args.finetune:
+        return None
+    source = Path(args.load).expanduser()
+    checkpoint = find_checkpoint(source) if source.is_dir() else None
+    return checkpoint.parent if checkpoint is not None else None
+
+
+def _make_folder(root: Path, name: str) -> Path:
+    for number in range(1, 1000):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as reason:
+            raise CheckpointError(
+                f"the run's folder {folder} cannot be made ({reason.strerror}): choose one with "
+                "--save FOLDER."
+            ) from None
+        return folder
+    raise CheckpointError(f"{root} is full of runs named {name}: choose a folder with --save.")
+
+
+def _describe_run(args: Settings) -> list[str]:
+    script = args.user_script or sys.argv[0]
+    is_black_box = args.task is not None and args.user_script is None
+    task = args.task if is_black_box else Path(script).stem
+    return [_clean(part) for part in (task, _get_model_name(args)) if part]
+
+
+def _get_model_name(args: Settings) -> str | None:
+    named = args.pretrained_model_name_or_path or args.load
+    if named is None:
+        return args.model_type
+    path = Path(named)
+    # `best` and `last` say nothing about the model.
+    return _read_model_type(path) if path.name in (BEST, LAST) else path.name
+
+
+def _read_model_type(folder: Path) -> str | None:
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(kind)
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
