@@ -22,6 +22,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.training.meter import Meter
 from tests.parity import tensor_harness
+from tests.parity.hooks import only_looking
 from tests.parity.tensor_harness import (
     MODELS,
     SETTINGS,
@@ -107,8 +108,13 @@ def _leaky(dropout: float) -> nn.Module:
     """A Hugging Face model whose feed-forward layers look at the neighbouring token."""
     model = MODELS["llama"](dropout)
     for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda m, given, output: output + output.roll(1, dims=1))
+        layer.mlp = nn.Sequential(layer.mlp, _AddNeighbour())
     return model
+
+
+class _AddNeighbour(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + hidden.roll(1, dims=1)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +185,8 @@ def _look_inside() -> dict[str, Any]:
     model: Any = build_model("llama")
     engine.compose(model, make_sgd(model), _constant)
     seen: list[int] = []
-    model.model.layers[1].mlp.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
+    look = only_looking(lambda m, x, y: seen.append(y.shape[1]))
+    model.model.layers[1].mlp.register_forward_hook(look)
     ids = torch.arange(1, 15).view(2, 7)
     output = model.train()(input_ids=ids, labels=ids)
     kind, own = type(output.logits), output.logits.to_local().shape[1]
@@ -286,7 +293,7 @@ def _drop_out() -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarra
         module.dropout = module.dropout if module is model.bert.embeddings else None
         layer = module.dropout or module.output.dropout
         layer.register_forward_hook(
-            lambda m, x, y, kept=kept: kept.append((y == 0).float().numpy())
+            only_looking(lambda m, x, y, kept=kept: kept.append((y == 0).float().numpy()))
         )
     train(engine, model, loader)
     weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}

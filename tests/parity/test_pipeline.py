@@ -20,6 +20,7 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
 from tests.parity.harness import build_data
+from tests.parity.hooks import only_looking
 from tests.parity.pipeline_harness import (
     PIPELINE,
     build_model,
@@ -344,7 +345,8 @@ def _train_with_dropout() -> tuple[list[float], bool]:
     losses: list[float] = []
     masks: list[torch.Tensor] = []
     own = engine.parallelized.pipeline.local_plan.get_blocks(model)[0]
-    own.mlp.dropout.register_forward_hook(lambda module, given, out: masks.append(out == 0))
+    look = only_looking(lambda module, given, out: masks.append(out == 0))
+    own.mlp.dropout.register_forward_hook(look)
     for _ in range(2):
         for update in engine.iterate_updates(loader):
             losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]

@@ -40,6 +40,12 @@ from rapidformer.accel.dropout import has_dropout
 from rapidformer.accel.known_loss import has_labels
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.styles import extend_module, replace_first
+from rapidformer.accel.watched import (
+    describe_watched,
+    find_asked,
+    find_watched,
+    list_inner_modules,
+)
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
@@ -48,8 +54,6 @@ from rapidformer.models.tensor_plans import describe_model
 
 _FLAG = "--context-parallel-size"
 _LENGTH = "rapidformer_length"
-_ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""What comes out of every layer, where it would be a share of the tokens."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,7 +97,8 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
             if hasattr(module, "context_region"):
                 module.context_region = region  # type: ignore[assignment]
     head = None if _get_tensor_size(model) > 1 else apply_shared_loss(model, plan, region, mesh)
-    extend_module(model, SharedModel, _WholeModel(region=region, head=head))
+    inner = list_inner_modules(model, plan.blocks)
+    extend_module(model, SharedModel, _WholeModel(region=region, head=head, inner=inner))
     prove_context(model, region)
     return region
 
@@ -180,6 +185,16 @@ class _WholeModel:
     region: ContextRegion
     head: SharedHeadPlace | None
     """Of the output layer, where the model's own loss takes a share of the tokens."""
+    inner: dict[str, nn.Module]
+    """The blocks and what is in them."""
+
+    def find_reason(self, model: Any, kwargs: dict[str, Any]) -> str | None:
+        """Why somebody must see all tokens between the blocks; None: nobody does."""
+        asked = find_asked(model, kwargs)
+        if asked is not None:
+            return f"{asked} asks"
+        watched = find_watched(self.inner)
+        return f"a hook on {describe_watched(watched)} asks" if watched else None
 
 
 class SharedModel:
@@ -189,18 +204,18 @@ class SharedModel:
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        place, config = self.rapidformer_place, getattr(self, "config", None)
+        place = self.rapidformer_place
         region, head = place.region, place.head
         was_off = region.is_off
-        for name in _ASKS_FOR_LAYERS:
-            asked = kwargs.get(name)
-            if getattr(config, name, False) if asked is None else asked:
-                region.is_off = True
-                if self.training:
-                    warn_once(
-                        f"{_FLAG}: {name} asks for something of all tokens from every layer, so "
-                        "every process computes whole sequences: right, but no memory is saved."
-                    )
+        reason = place.find_reason(self, kwargs)
+        if reason is not None:
+            region.is_off = True
+            if self.training:
+                warn_once(
+                    f"{_FLAG}: {reason} for activations of all tokens, so every process computes "
+                    "whole sequences: right, but no memory is saved. (A hook that only looks may "
+                    "say so: hook.only_looks = True.)"
+                )
         cls: Any = type(self)
         if _takes_cache(cls) and not any(map(is_cache, (*args, *kwargs.values()))):
             # A cache holds whole sequences, and would be made only to be thrown away.

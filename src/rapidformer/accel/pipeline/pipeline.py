@@ -28,6 +28,7 @@ from rapidformer.accel.pipeline.discovery import Usage, find_usage
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
 from rapidformer.accel.pipeline.gradients import SharedGradients
 from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
+from rapidformer.accel.pipeline.refusals import find_hook_problem, list_far_modules
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
@@ -107,6 +108,7 @@ class Pipeline:
     def attach(self, model: nn.Module) -> None:
         """Put the gates around everything that has been switched on."""
         self.model = model
+        self._far_modules = list_far_modules(model, self.layout, self.plan)
         apply_gates(model, self.plan.get_blocks(model), self._context)
         relay = functools.partial(
             relay_call,
@@ -123,6 +125,9 @@ class Pipeline:
 
     def run(self, compute: Compute, count: int, *, step: int, synchronizer: Any) -> None:
         """Forward and backward of an update's micro-batches; leaves sums in every ``.grad``."""
+        problem = find_hook_problem(self._far_modules)
+        if problem:
+            raise RapidformerError(problem)
         self._compute, self._step = compute, step
         self._results.clear()
         synchronizer.before_backward(False)
@@ -298,6 +303,7 @@ def build_pipeline(
         model=type(model).__name__,
     )
     problem = _find_schedule_problem(model, layout, usage)
+    problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
     if problem:
         raise ConfigurationError(problem)
     holdings = find_holdings(model, plan, layout, usage)

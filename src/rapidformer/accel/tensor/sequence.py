@@ -4,12 +4,15 @@ What tensor parallelism leaves whole on every process (norms, dropout, residual 
 tokens: each rank takes its share before the first block; attention and feed-forward layers gather
 all tokens and scatter their sums; after the last block tokens are joined. A part of a block that
 the plan does not know is given all tokens, as without the switch. Only in training: an evaluation
-keeps its tokens together. Rows of any length will do; shares may differ by a few tokens.
+keeps its tokens together. Rows of any length will do; shares may differ by a few tokens. Where
+somebody looks at activations between the blocks (a hook, ``output_hidden_states``), that forward
+pass keeps its tokens together as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,11 +22,19 @@ from rapidformer.accel.tensor.styles import (
     LastBlock,
     SequenceRegion,
     Split,
+    Style,
     TokenGatherer,
     WholeTokens,
     extend_class,
 )
+from rapidformer.accel.watched import (
+    describe_watched,
+    find_asked,
+    find_watched,
+    list_inner_modules,
+)
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
 
@@ -63,11 +74,35 @@ def apply_sequence_parallel(
             if name in tensor_plan.styles:
                 _get_split(module, mesh).region = region
             if "rapidformer_split" in module.__dict__:
-                _get_split(module, mesh).is_among_tokens = True
+                _get_split(module, mesh).surroundings = region
     for stack in stacks or [plan.blocks]:
         _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
         _extend(model.get_submodule(stack[-1]), region, mesh, LastBlock)
+    split = _get_split(model, mesh)
+    split.region, split.inner = region, list_inner_modules(model, plan.blocks)
+    extend_class(model, split, SequenceModel)
     return model
+
+
+class SequenceModel(Style):
+    """The whole model: says which forward passes keep their tokens together."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        split = self.rapidformer_split
+        assert split.region is not None
+        reason = find_asked(self, kwargs)
+        watched = find_watched(split.inner)
+        if watched:
+            reason = f"a hook on {describe_watched(watched)}"
+        # Not reset at the end: a block that is recomputed in the backward pass must find it.
+        split.region.is_off = reason is not None
+        if reason and self.training:
+            warn_once(
+                f"--sequence-parallel: {reason} asks for activations of all tokens, so they stay "
+                "together in such a forward pass: right, but no memory is saved. (A hook that only "
+                "looks may say so: hook.only_looks = True.)"
+            )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:

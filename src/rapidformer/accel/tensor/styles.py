@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class SequenceRegion:
     group: Group
     length: int = 0
     """Tokens of the rows that are passing through."""
+    is_off: bool = False
+    """True while tokens stay whole: somebody looks at them between the blocks."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         if hidden.dim() != 3:
@@ -93,9 +95,11 @@ class Split:
     """How many of the last outputs, whole here, every process uses on its own heads."""
     head: Split | None = None
     """For a model whose loss takes split logits: its head's."""
-    is_among_tokens: bool = False
-    """Whether the module stands where tokens are split: whole weights then have partial gradients
-    (of this process's tokens, or heads), which are summed."""
+    inner: Mapping[str, nn.Module] = field(default_factory=dict)
+    """For a model whose tokens are split: its blocks and what is in them."""
+    surroundings: SequenceRegion | None = None
+    """Set where tokens are split around the module: whole weights then have partial gradients (of
+    this process's tokens, or heads), which are summed."""
 
     @property
     def group(self) -> Group:
@@ -113,9 +117,15 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     local = parameter.to_local()
     if name in split.readings:
         return split.readings[name](local)
-    if split.is_among_tokens and module.training and parameter.placements[0].is_replicate():
+    is_among_tokens = module.training and is_split_by_tokens(split.surroundings)
+    if is_among_tokens and parameter.placements[0].is_replicate():
         return copy_in(local, split.group)
     return local
+
+
+def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegion]:
+    """Whether processes hold shares of the tokens there, if a module trains."""
+    return region is not None and not region.is_off
 
 
 def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
@@ -162,13 +172,13 @@ class Style:
     def _take_whole(self, hidden: Tensor) -> Tensor:
         """A whole input of a split product; its gradients must be summed somewhere."""
         split = self.rapidformer_split
-        if split.region is not None and self.training:
+        if self.training and is_split_by_tokens(split.region):
             return hidden  # done where the tokens were gathered
         return copy_in(hidden, split.group)
 
     def _sum(self, part: Tensor) -> Tensor:
         split = self.rapidformer_split
-        if split.region is not None and self.training:
+        if self.training and is_split_by_tokens(split.region):
             return split.region.scatter(part)
         return sum_out(part, split.group)
 
@@ -228,7 +238,7 @@ class SharedOutputs(Style):
     def forward(self, hidden: Tensor) -> Tensor:
         split = self.rapidformer_split
         outputs = self._multiply(hidden, self.bias)
-        if split.region is not None and self.training:
+        if self.training and is_split_by_tokens(split.region):
             return outputs  # all gradients are summed where the tokens were gathered
         own, shared = outputs.tensor_split([outputs.shape[-1] - split.shared_outputs], dim=-1)
         return torch.cat([own, copy_in(shared, split.group)], dim=-1)
@@ -255,7 +265,7 @@ class TokenGatherer(Style):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
-        if region is not None and self.training:
+        if self.training and is_split_by_tokens(region):
             args, kwargs = replace_first(args, kwargs, region.gather)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -265,7 +275,7 @@ class WholeTokens(Style):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
-        if region is None or not self.training:
+        if not (self.training and is_split_by_tokens(region)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = replace_first(args, kwargs, region.leave)
         return replace_output(super().forward(*args, **kwargs), region.enter)  # type: ignore[misc]
@@ -276,7 +286,7 @@ class FirstBlock(Style):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
-        if region is not None and self.training:
+        if self.training and is_split_by_tokens(region):
             args, kwargs = replace_first(args, kwargs, region.enter)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -287,7 +297,7 @@ class LastBlock(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         region = self.rapidformer_split.region
-        if region is None or not self.training:
+        if not (self.training and is_split_by_tokens(region)):
             return output
         return replace_output(output, region.leave)
 

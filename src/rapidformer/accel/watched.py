@@ -1,0 +1,64 @@
+"""Who asks for the activations inside a model: hooks on its blocks, ``output_hidden_states``.
+
+Where tokens are split, or blocks live on other processes, a hook would be handed a part of what it
+would see in one process, and a loss made from it would be another one. A hook that only looks (a
+logger, a timer) may say so: ``hook.only_looks = True``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What a Hugging Face model collects from every block."""
+_SHOWN = 3
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Their hooks know what they do: sharding's, and those that collect what was asked for by name.
+_LIBRARIES = ("torch", "transformers", "rapidformer")
+
+
+def list_inner_modules(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module]:
+    """Blocks and everything inside them, by name."""
+    return {
+        name: module
+        for block in blocks
+        for name, module in model.get_submodule(block).named_modules(prefix=block)
+    }
+
+
+def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of those that carry a hook of the user's."""
+    return [
+        name
+        for name, module in modules.items()
+        if any(_is_users(hook) for kind in _HOOKS for hook in module.__dict__[kind].values())
+    ]
+
+
+def find_asked(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """What a call asks of every block, by its argument or by the model's configuration."""
+    config = getattr(model, "config", None)
+    for name in ASKS_FOR_LAYERS:
+        asked = kwargs.get(name)
+        if getattr(config, name, False) if asked is None else asked:
+            return name
+    return None
+
+
+def describe_watched(names: list[str]) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _is_users(hook: Any) -> bool:
+    if getattr(hook, "only_looks", False):
+        return False
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return where.partition(".")[0] not in _LIBRARIES

@@ -1,0 +1,184 @@
+"""Losses of a user's own, made from more than ``outputs.loss``, under every split.
+
+Each is exact, or refused by name. Gradients are compared with a bare loop in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from tests.parity.tensor_harness import collate, get_gradients
+from tests.processes import run_in_processes
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context": {"context_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+SETTINGS = {
+    "global_batch_size": 4, "micro_batch_size": 2, "clip_grad": 0.0, "seed": 5,
+    "log_level": "error",
+}  # fmt: skip
+Loss = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def build_model() -> Any:
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40, head_dim=8,
+            pad_token_id=0, attn_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+def build_rows() -> list[dict[str, Any]]:
+    dice = np.random.default_rng(3)
+    rows = [dice.integers(1, 67, size=9).tolist() for _ in range(4)]
+    return [{"input_ids": row, "attention_mask": [1] * 9, "labels": row} for row in rows]
+
+
+# ---- the losses ----------------------------------------------------------------------------------
+
+
+def use_hooks(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Hidden states caught by hooks, as for a distillation."""
+    caught: list[torch.Tensor] = []
+
+    def catch(module: nn.Module, given: Any, output: Any) -> None:
+        caught.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [block.register_forward_hook(catch) for block in model.model.layers]
+    try:
+        loss = model(**batch).loss
+    finally:
+        for handle in handles:
+            handle.remove()
+    return loss + sum(hidden.mean(1).square().mean() for hidden in caught)
+
+
+def use_hidden_states(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    outputs = model(**batch, output_hidden_states=True)
+    return outputs.loss + sum(h.mean(1).square().mean() for h in outputs.hidden_states)
+
+
+LOSSES: dict[str, Loss] = {"hooks": use_hooks, "hidden states": use_hidden_states}
+EXACT = [
+    ("sequence", "hooks"), ("context", "hooks"),
+    ("sequence", "hidden states"), ("context", "hidden states"),
+]  # fmt: skip
+REFUSED = {
+    ("pipeline", "hidden states"): "output_hidden_states=True collects something from every block",
+}
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def run_one(loss: str) -> dict[str, np.ndarray]:
+    model, rows = build_model().train(), build_rows()
+    for start in (0, 2):
+        (LOSSES[loss](model, collate(rows[start : start + 2])) / 2).backward()
+    return get_gradients(model)
+
+
+def compose(layout: str, model: nn.Module) -> tuple[RapidformerEngine, Any]:
+    engine = RapidformerEngine(args={**SETTINGS, **LAYOUTS[layout]})
+    loader = engine.build_data_loader(build_rows(), collate, shuffle=False, is_training=True)
+    engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_rate)
+    return engine, loader
+
+
+def keep_rate(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def run_update(engine: RapidformerEngine, loader: Any, loss: Loss) -> None:
+    model: Any = engine.model
+    model.train()
+    for update in engine.iterate_updates(loader):
+        engine.run_update(lambda batch: (loss(model, batch), 1.0), update)
+
+
+def run_split(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """Gradients of each case, or why it was refused; called in every process."""
+    found: dict[tuple[str, str], Any] = {}
+    for layout, loss in cases:
+        try:
+            engine, loader = compose(layout, build_model())
+            run_update(engine, loader, LOSSES[loss])
+            found[layout, loss] = get_gradients(engine.model)
+        except RapidformerError as error:
+            found[layout, loss] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[tuple[str, str], Any]]:
+    return run_in_processes(run_split, 2, [*EXACT, *REFUSED])
+
+
+@pytest.mark.parametrize(("layout", "loss"), EXACT)
+def test_the_gradient_is_that_of_one_process(layout: str, loss: str, found: Any) -> None:
+    expected = run_one(loss)
+    for process in found:
+        gradients = process[layout, loss]
+        assert not isinstance(gradients, str), gradients
+        for name, gradient in gradients.items():
+            scale = np.abs(expected[name]).max()
+            assert np.abs(gradient - expected[name]).max() <= 1e-5 * scale, name
+    held = set().union(*(process[layout, loss] for process in found))
+    assert held == expected.keys()
+
+
+@pytest.mark.parametrize(("layout", "loss"), REFUSED)
+def test_what_would_differ_is_refused_by_name(layout: str, loss: str, found: Any) -> None:
+    for process in found:
+        assert REFUSED[layout, loss] in process[layout, loss]
+
+
+# ---- hooks under a pipeline ----------------------------------------------------------------------
+
+
+def hook_under_pipeline() -> dict[str, str]:
+    """Hooks on blocks of either stage, before and after the model was composed."""
+
+    def look(module: nn.Module, given: Any, output: Any) -> None: ...
+
+    found = {}
+    model = build_model()
+    model.model.layers[0].mlp.register_forward_hook(look)
+    try:
+        compose("pipeline", model)
+    except RapidformerError as error:
+        found["before"] = str(error)
+    model = build_model()
+    engine, loader = compose("pipeline", model)
+    handle = model.model.layers[1].register_forward_hook(look)
+    try:
+        run_update(engine, loader, lambda model, batch: model(**batch).loss)
+    except RapidformerError as error:
+        found["after"] = str(error)
+    handle.remove()
+    model.model.layers[3].register_forward_hook(look)
+    look.only_looks = True  # type: ignore[attr-defined]
+    model.model.layers[1].register_forward_hook(look)
+    run_update(engine, loader, lambda model, batch: model(**batch).loss)
+    return found
+
+
+def test_a_hook_on_a_block_of_another_stage_is_refused() -> None:
+    for found in run_in_processes(hook_under_pipeline, 2):
+        assert "a hook on model.layers.0.mlp, which runs on another stage" in found["before"]
+        assert "a hook on model.layers.1, which runs on another stage" in found["after"]
