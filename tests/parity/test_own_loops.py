@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
 from rapidformer.dist.whole import join_whole
-from tests.parity.own_loop import Loop, assert_same, zero
+from tests.parity.harness import build_model
+from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, zero
 
 GPT2 = {"model_name": "gpt2"}
 VALIDATION = 100
@@ -64,3 +67,55 @@ def test_looks_and_changes_by_hand_between_updates() -> None:
     # Changes to gathered weights are copied to shards of uneven sizes, some of them empty.
     runs += [(clamp_while_accumulating, zero(stage), {}) for stage in (1, 2, 3)]
     assert_same(runs)
+
+
+# ---- parameters unfrozen after compose -----------------------------------------------------------
+
+
+def make_half_frozen() -> nn.Module:
+    """A whole block is frozen, and parts of others."""
+    model = build_model("gpt2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.1." in name or "ln_f" in name)
+    return model
+
+
+def unfreeze_between_updates(loop: Loop) -> None:
+    for number in range(4):
+        if number == 2:
+            loop.model.requires_grad_(True)
+        # A weight other than 1: the gradient must be divided as well as summed.
+        loop.engine.backward(loop.compute_loss(number), 3.0)
+        loop.engine.step()
+
+
+def unfreeze_while_accumulating(loop: Loop) -> None:
+    for number in range(2):
+        for micro_batch in range(2):
+            with loop.engine.accumulate(is_last=micro_batch == 1):
+                loop.engine.backward(loop.compute_loss(2 * number + micro_batch), 3.0)
+            loop.model.requires_grad_(True)
+        loop.engine.step()
+
+
+def test_parameters_unfrozen_after_compose_are_trained_alike_on_all_ranks() -> None:
+    options = {"make_model": make_half_frozen}
+    layouts = [{}, zero(1), zero(2), zero(3), TENSOR]
+    cases = [unfreeze_between_updates, unfreeze_while_accumulating]
+    assert_same([(case, layout, options) for case in cases for layout in layouts])
+
+
+def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def train_only_what_was_trainable(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    with caplog.at_level("WARNING"):
+        run_case(
+            unfreeze_between_updates,
+            {"log_level": "warning"},
+            make_model=make_half_frozen,
+            make_optimizer=train_only_what_was_trainable,
+        )
+    assert "unfrozen after compose(), but the optimizer does not hold them" in caplog.text

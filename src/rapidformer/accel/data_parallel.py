@@ -34,15 +34,29 @@ class GradientReducer:
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._buckets = _build_buckets(p for p in parameters if p.requires_grad)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._frozen = list(parameters)
         self._is_active = False
         self._next = 0
-        for parameter in self._bucket_of:
+        self._adopt_unfrozen()
+
+    def _adopt_unfrozen(self) -> None:
+        """Sum gradients of parameters that have been unfrozen since the last update, too."""
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        if not unfrozen:
+            return
+        self._frozen = [p for p in self._frozen if not p.requires_grad]
+        for bucket in _build_buckets(unfrozen):
+            self._buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+        for parameter in unfrozen:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def before_backward(self, is_last: bool) -> None:
         """Sum in the coming backward pass, if it is the last one of the update."""
+        if is_last:
+            self._adopt_unfrozen()
         self._is_active = is_last
         self._next = 0
         for bucket in self._buckets:

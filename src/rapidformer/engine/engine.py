@@ -40,6 +40,7 @@ from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.errors import RapidformerError
+from rapidformer.log import warn_once
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan
 from rapidformer.optim.observer import get_observer
@@ -72,7 +73,8 @@ class RapidformerEngine(Run):
         self.lr_scheduler: LRScheduler | None = None
         self.resumed_from: Path | None = None
         self._first_update = 0
-        self._trainable: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        self._num_trainable = 0
         self._parallelized: Parallelized | None = None
         atexit.register(self.close)
 
@@ -124,7 +126,8 @@ class RapidformerEngine(Run):
         self._parallelized = self._switch_on(model, plan, for_training=True)
         self.model = model
         # Found once: to walk a model's modules takes longer than many of its kernels.
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list(model.parameters())
+        self._num_trainable = self._count_trainable()
         deepspeed = self._parallelized.deepspeed
         if deepspeed is not None:
             deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
@@ -265,10 +268,37 @@ class RapidformerEngine(Run):
     def _finish_gradients(
         self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None
     ) -> None:
-        self.clock.finish_gradients(self._trainable, self.scaler, measure)
+        self.clock.finish_gradients(self._parameters, self.scaler, measure)
+        has_changed = self._notice_unfrozen()
         group = self.topology.get_group("tensor")
-        if group is not None and self.clock.updates == self._first_update:
+        if group is not None and (has_changed or self.clock.updates == self._first_update):
             check_whole_gradients(self.parallelized.model, group)
+
+    def _count_trainable(self) -> int:
+        return sum(p.requires_grad for p in self._parameters)
+
+    def _notice_unfrozen(self) -> bool:
+        """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""
+        count = self._count_trainable()
+        if count == self._num_trainable:
+            return False
+        self._num_trainable = count
+        assert self.optimizer is not None
+        if self.parallelized.deepspeed is not None:
+            raise RapidformerError(
+                "parameters were frozen or unfrozen after compose(), but DeepSpeed divides the "
+                "trainable ones among the ranks when it starts: choose them before compose(), or "
+                "use --zero-1-memory-optimization, -2- or -3- instead of a DeepSpeed file."
+            )
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        idle = [p for p in self._parameters if p.requires_grad and id(p) not in held]
+        if idle:
+            warn_once(
+                f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "
+                "hold them, so they are not updated. Add them once they are unfrozen: "
+                'optimizer.add_param_group({"params": [...]}).'
+            )
+        return True
 
     def _run_alone(
         self,

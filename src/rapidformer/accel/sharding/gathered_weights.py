@@ -63,13 +63,16 @@ class GatheredWeights:
             self.release()
 
     def _keep_changes(self) -> None:
-        """Copy to the shards what somebody has written to gathered weights."""
+        """Copy to the shards what a user has done to gathered weights."""
         for group in self._list_groups():
             if not group.is_unsharded:
                 continue
             for parameter in group.fsdp_params:
                 # Gathering leaves the version counter alone: only a user's change moves it.
-                version = parameter.unsharded_param._version
+                whole = parameter.unsharded_param
+                if whole.requires_grad != parameter.sharded_param.requires_grad:
+                    parameter.sharded_param.requires_grad_(whole.requires_grad)
+                version = whole._version
                 if version != self._versions.setdefault(parameter, 0):
                     self._versions[parameter] = version
                     _copy_to_shard(parameter)
