@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel import processor
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import ConfigurationError, TrainingError
+from rapidformer.log import warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +42,39 @@ class Precision:
 
 
 def choose_precision(asked: str | None, device: torch.device) -> Precision:
-    """bf16 where the device computes in it, fp16 otherwise, or what the user asked for."""
+    """bf16 where the device computes in it, fp16 otherwise, or what the user asked for.
+
+    A processor that would have to emulate 16-bit arithmetic stays in fp32.
+    """
     if asked is None:
         return Precision(dtype=None, reason="fp32")
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return _choose_on_cpu(asked)
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "bf16" and not has_bf16:
         name = torch.cuda.get_device_name(device)
         raise ConfigurationError(f"--mixed-precision bf16: {name} has no bf16; use fp16.")
     if asked == "fp16" or not has_bf16:
         why = "asked for" if asked == "fp16" else "this device has no bf16"
         return Precision(dtype=torch.float16, reason=f"fp16 with loss scaling ({why})")
-    why = "asked for" if asked == "bf16" else "this device has it"
-    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({why})")
+    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({_explain_bf16(asked)})")
+
+
+def _choose_on_cpu(asked: str) -> Precision:
+    wanted = "fp16" if asked == "fp16" else "bf16"
+    if not (processor.has_fp16() if wanted == "fp16" else processor.has_bf16()):
+        warn_once(
+            f"this processor has no {wanted}: the run stays in fp32, which is many times faster "
+            f"than emulating {wanted}."
+        )
+        return Precision(dtype=None, reason=f"fp32 (this processor has no {wanted})")
+    if wanted == "fp16":
+        return Precision(dtype=torch.float16, reason="fp16 with loss scaling (asked for)")
+    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({_explain_bf16(asked)})")
+
+
+def _explain_bf16(asked: str) -> str:
+    return "asked for" if asked == "bf16" else "this device has it"
 
 
 def apply_fp32_weights(model: nn.Module, precision: Precision) -> nn.Module:

@@ -345,7 +345,8 @@ class AccelerationArguments:
     """Acceleration switches"""
 
     mixed_precision: Literal["auto", "bf16", "fp16"] | None = None
-    """16-bit arithmetic over fp32 weights: bf16 where the device has it, fp16 otherwise"""
+    """16-bit arithmetic over fp32 weights: bf16 where the device has it, fp16 otherwise; a
+    processor that has neither in hardware stays in fp32"""
     fp16: bool = False
     """mixed precision in fp16, with dynamic loss scaling"""
     bf16: bool = False

@@ -1,0 +1,62 @@
+"""Which 16-bit arithmetic this machine's processor has in hardware.
+
+torch computes in bf16 and fp16 on any processor. Without instructions for it, torch emulates
+it, which takes hundreds of times as long as fp32. So the processor's own flags decide.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+# Set to 1 to compute in 16 bits though the processor must emulate it: for tests of numerics.
+EMULATE_VARIABLE = "RAPIDFORMER_EMULATE_16_BIT"
+_CPU_INFO = Path("/proc/cpuinfo")
+# x86 names its flags so; an ARM processor says `bf16`. torch has no fp16 matrix product for ARM
+# that is faster than fp32, whatever the processor can do.
+_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_FP16 = frozenset({"avx512_fp16", "amx_fp16"})
+
+
+def has_bf16() -> bool:
+    """Whether this processor multiplies in bf16."""
+    return _is_emulation_wanted() or bool(_BF16 & _read_flags())
+
+
+def has_fp16() -> bool:
+    """Whether this processor multiplies in fp16."""
+    return _is_emulation_wanted() or bool(_FP16 & _read_flags())
+
+
+def _is_emulation_wanted() -> bool:
+    return os.environ.get(EMULATE_VARIABLE, "") not in ("", "0")
+
+
+@cache
+def _read_flags() -> frozenset[str]:
+    if platform.system() == "Darwin":
+        return _read_apple_flags()
+    try:
+        text = _CPU_INFO.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return frozenset()
+    return parse_flags(text)
+
+
+def parse_flags(text: str) -> frozenset[str]:
+    """The flags of the first processor in Linux's list: ``flags`` on x86, ``Features`` on ARM."""
+    for line in text.splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()
+
+
+def _read_apple_flags() -> frozenset[str]:
+    asked = subprocess.run(
+        ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, text=True, check=False
+    )
+    return frozenset({"bf16"}) if asked.stdout.strip() == "1" else frozenset()
