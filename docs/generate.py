@@ -1,4 +1,4 @@
-"""Make ``settings.md`` and ``tasks.md`` from the code itself; a test checks that they are fresh.
+"""Make pages and tables of the docs from the code itself; a test checks that they are fresh.
 
 python docs/generate.py
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rapidformer.config import get_settings
 from rapidformer.config.dialects import ALIASES
+from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
 FOLDER = Path(__file__).parent
@@ -70,6 +71,69 @@ def render_tasks() -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_switches() -> str:
+    """The table of switches, in the order in which they are applied."""
+    lines = [
+        "| switch | settings | exact? | with `--deepspeed` | `verify` |",
+        "|---|---|---|---|---|",
+    ]
+    settings = get_settings()
+    verified = {"off": "compares it", "left out": "leaves it out", "refused": "refuses it"}
+    for switch in SWITCHES:
+        if switch.settings:
+            flags = [f"`{settings[name].flag}`: {settings[name].help}" for name in switch.settings]
+            lines.append(
+                f"| {switch.name} | {'<br>'.join(flags)} | {switch.exact} "
+                f"| {_describe_with_deepspeed(switch)} | {verified[switch.verification]} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _describe_with_deepspeed(switch: Switch) -> str:
+    deepspeed = get_switch("DeepSpeed")
+    if switch is deepspeed:
+        return ""
+    if any(rule.switch == switch.name for rule in deepspeed.excludes):
+        return "refused"
+    return "done by DeepSpeed" if switch.done_by_deepspeed else "applied"
+
+
+def render_exclusions() -> str:
+    """Which switches cannot be combined, with the reason that an error gives."""
+    lines = ["| switch | cannot be combined with | why, or what to do |", "|---|---|---|"]
+    for switch in SWITCHES:
+        for rule in switch.excludes:
+            other = f"{rule.switch} (`{rule.describe()}`)"
+            lines.append(f"| {switch.name} (`{switch.describe()}`) | {other} | {rule.reason} |")
+    for switch in SWITCHES:
+        if switch.turned_on_by and switch.needs:
+            needed = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            without = "a run without" if len(switch.needs) == 1 else "a run without either"
+            effect = "refused" if switch.is_refused_alone else "no effect, and a warning"
+            own = to_flag(switch.turned_on_by[0])
+            lines.append(f"| {switch.name} (`{own}`) | {without} {needed} | {effect} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    ("switches.md", "switches"): render_switches,
+    ("parity.md", "exclusions"): render_exclusions,
+}
+
+
+def fill_tables(page: str, text: str) -> str:
+    """A page with its tables made anew, each between two comments that name it."""
+    for (owner, name), render in TABLES.items():
+        if owner == page:
+            begin, end = f"<!-- {name}: made by docs/generate.py -->\n", f"<!-- end of {name} -->"
+            before, rest = text.split(begin)
+            text = before + begin + "\n" + render() + "\n" + end + rest.split(end)[1]
+    return text
+
+
 if __name__ == "__main__":
+    for name in {page for page, _ in TABLES}:
+        filled = fill_tables(name, (FOLDER / name).read_text(encoding="utf-8"))
+        (FOLDER / name).write_text(filled, encoding="utf-8")
     (FOLDER / "settings.md").write_text(render_settings(), encoding="utf-8")
     (FOLDER / "tasks.md").write_text(render_tasks(), encoding="utf-8")

@@ -26,6 +26,9 @@ def test_generated_pages_are_fresh() -> None:
     hint = "run: python docs/generate.py"
     assert (ROOT / "docs" / "settings.md").read_text() == generator.render_settings(), hint
     assert (ROOT / "docs" / "tasks.md").read_text() == generator.render_tasks(), hint
+    for page in {page for page, _ in generator.TABLES}:
+        text = (ROOT / "docs" / page).read_text()
+        assert text == generator.fill_tables(page, text), hint
 
 
 def test_links_lead_somewhere() -> None:

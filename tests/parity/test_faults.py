@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer.accel import data_parallel, tensor_parallel, tensor_styles
+from rapidformer.accel import data_parallel
+from rapidformer.accel.tensor import parallel as tensor_parallel
+from rapidformer.accel.tensor import styles as tensor_styles
 from rapidformer.engine import engine
 from rapidformer.optim.update import UpdateClock
 from rapidformer.verification.compare import Comparison, compare

@@ -1,1 +1,1 @@
-"""The switches: one file, one ``apply_*`` function each; ``parallelize`` is their order."""
+"""The switches: a module with an ``apply`` each, in the order of their rows in ``config``."""

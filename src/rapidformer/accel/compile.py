@@ -12,8 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+
+
+def apply(assembly: Assembly) -> str:
+    """Compile the blocks that this process has."""
+    args, plan = assembly.args, assembly.plan
+    apply_compile(assembly.model, plan, backend=args.compile_backend)
+    what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
+    why = (
+        " (--onnx-runtime-training: ONNX Runtime's training package has ended)"
+        if args.onnx_runtime_training
+        else ""
+    )
+    return f"torch.compile of {what} with {args.compile_backend}{why}"
 
 
 def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: str = "inductor") -> nn.Module:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 
@@ -34,6 +35,15 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
+
+
+def apply(assembly: Assembly) -> str:
+    """Recompute the blocks that this process has."""
+    granularity = assembly.args.recompute_granularity or "full"
+    interval = assembly.args.recompute_interval
+    apply_recompute(assembly.model, assembly.plan, granularity=granularity, interval=interval)
+    which = f"one block in {interval} of" if interval > 1 else "all"
+    return f"{granularity}, {which} {len(assembly.whole_plan.blocks)} blocks"
 
 
 def apply_recompute(

@@ -74,7 +74,7 @@ class Switch:
     name: str
     """As the start-up lines and the docs call it."""
     turned_on_by: tuple[str, ...] = ()
-    """Its settings: any of them turns it on. None: it is always on and decides for itself."""
+    """Any of these settings turns it on. Without any it is on wherever it has what it needs."""
     options: tuple[str, ...] = ()
     """Settings that say how; without effect while it is off."""
     kinds: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Switch:
     why: str = ""
     """Why verification does not compare it."""
     question: Question | None = None
-    exact: str = "yes"
+    exact: str = "to 1e-6"
     """For the docs: how its result compares with a run without it."""
 
     @property
@@ -109,6 +109,10 @@ class Switch:
     def is_on(self, args: Settings) -> bool:
         """Whether the settings ask for it."""
         return not self.turned_on_by or bool(self.list_given(args, self.turned_on_by))
+
+    def has_what_it_needs(self, args: Settings) -> bool:
+        """Whether it would have an effect."""
+        return not self.needs or any(rule.holds(args) for rule in self.needs)
 
     def list_given(self, args: Settings, names: tuple[str, ...] | None = None) -> list[str]:
         """Those of its settings that are not what they are by default."""
@@ -167,7 +171,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="DeepSpeed",
         turned_on_by=("deepspeed",),
-        module="deepspeed.strategy",
+        module="deepspeed.switch",
         moment="whole",
         excludes=(
             Rule(switch="pipeline", reason="a pipeline goes with --zero-1-memory-optimization"),
@@ -197,7 +201,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="tensor parallelism",
         turned_on_by=("tensor_model_parallel_size",),
-        module="tensor.parallel",
+        module="tensor.switch",
         done_by_deepspeed=True,
         exact=f"to 3e-6{_NEW_DROPOUT}",
     ),
@@ -207,6 +211,13 @@ SWITCHES: tuple[Switch, ...] = (
         module="tensor.sequence",
         needs=(Rule(switch="tensor parallelism"),),
         exact=f"to 3e-6{_NEW_DROPOUT}",
+    ),
+    Switch(
+        name="loss over a split vocabulary",
+        module="tensor.vocabulary_loss",
+        done_by_deepspeed=True,
+        needs=(Rule(switch="tensor parallelism"),),
+        exact="to 3e-6",
     ),
     # Before compilation, so that a compiled block is recomputed as compiled.
     Switch(
@@ -241,7 +252,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="context parallelism",
         turned_on_by=("context_parallel_size",),
-        module="context.parallel",
+        module="context.switch",
         excludes=(
             Rule(
                 switch="pipeline",
@@ -254,7 +265,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="expert parallelism",
         turned_on_by=("expert_model_parallel_size",),
-        module="expert.parallel",
+        module="expert.switch",
         excludes=(
             Rule(
                 switch="tensor parallelism",
@@ -267,14 +278,13 @@ SWITCHES: tuple[Switch, ...] = (
                 reason="give --zero-3-memory-optimization instead of pipeline stages",
             ),
         ),
-        exact="to 1e-6",
     ),
     # Sharding must see the final blocks.
     Switch(
         name="ZeRO",
         turned_on_by=tuple(_ZERO_STAGES),
         kinds=_ZERO_STAGES,
-        module="sharding.zero",
+        module="sharding.switch",
         done_by_deepspeed=True,
         question=Question(
             flag="zero",
@@ -313,10 +323,9 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="data parallelism",
         options=("data_parallel",),
-        module="data_parallel",
+        module="gradient_sums",
         moment="made",
         done_by_deepspeed=True,
-        exact="to 1e-6",
     ),
     # Around everything: the whole model runs under autocast.
     Switch(

@@ -96,7 +96,7 @@ def find_idle_settings(args: Settings) -> list[str]:
 def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
     """Options of a switch that is off, and a switch that lacks what it needs."""
     names = [name for name in switch.options if args.is_given(name)]
-    if not _has_what_it_needs(switch, args):
+    if not switch.has_what_it_needs(args):
         names += switch.list_given(args, switch.turned_on_by)
         missing = " or ".join(rule.describe() for rule in switch.needs)
     elif not switch.is_on(args):
@@ -105,10 +105,6 @@ def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
         return
     for name in names:
         yield f"{to_flag(name)} has no effect without {missing}."
-
-
-def _has_what_it_needs(switch: Switch, args: Settings) -> bool:
-    return not switch.needs or any(rule.holds(args) for rule in switch.needs)
 
 
 def has_sound_batches(args: Settings) -> bool:
@@ -208,7 +204,7 @@ def _check_switches(args: Settings) -> Iterator[str]:
         for rule in switch.excludes:
             if rule.holds(args):
                 yield _describe_exclusion(switch, rule, args)
-        if switch.is_refused_alone and not _has_what_it_needs(switch, args):
+        if switch.is_refused_alone and not switch.has_what_it_needs(args):
             needed = " or ".join(rule.describe() for rule in switch.needs)
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.tensor.styles import (
     FirstBlock,
     LastBlock,
@@ -41,6 +42,15 @@ from rapidformer.models.tensor_plans import TensorPlan, describe_model
 _GATHERED = {"colwise", "key_value", "fused_qkv"}
 # Styles after which the outputs are a share, whose sums may be scattered by tokens.
 _KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj"}
+
+
+def apply(assembly: Assembly) -> str:
+    """Split the tokens of the blocks that this process has."""
+    mesh, tensor_plan = assembly.topology.get_submesh("tensor"), assembly.tensor_plan
+    assert mesh is not None and tensor_plan is not None
+    stacks = assembly.pipeline.stacks if assembly.pipeline else ()
+    apply_sequence_parallel(assembly.model, assembly.plan, tensor_plan, mesh, stacks)
+    return "between the layers of each block"
 
 
 def apply_sequence_parallel(

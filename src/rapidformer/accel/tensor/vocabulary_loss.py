@@ -14,10 +14,19 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.known_loss import build_split_loss, find_known_loss, has_labels
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
 from rapidformer.models.plan import ModelPlan
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Keep the logits of the model split, if its loss can be computed from split ones."""
+    mesh = assembly.topology.get_submesh("tensor")
+    assert mesh is not None
+    is_split = apply_vocabulary_loss(assembly.model, assembly.plan, mesh)
+    return "no process holds a whole row of logits" if is_split else None
 
 
 def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:

@@ -1,0 +1,59 @@
+"""A model on its way to training: what every switch is handed, and what it leaves for the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from rapidformer.accel.pipeline.pipeline import Pipeline
+from rapidformer.accel.precision import Precision
+from rapidformer.config import Settings
+from rapidformer.dist.topology import Topology
+from rapidformer.models.deferred import DeferredWeights
+from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import TensorPlan
+
+
+class GradientSynchronizer(Protocol):
+    """What every data-parallel strategy does around a backward pass: leave *sums* in ``.grad``."""
+
+    def before_backward(self, is_last: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+class Alone:
+    """One process: nothing to synchronize."""
+
+    def before_backward(self, is_last: bool) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Assembly:
+    """The model and its run, for ``apply(assembly)`` of every switch; models change in place."""
+
+    model: nn.Module
+    whole_plan: ModelPlan
+    args: Settings
+    device: torch.device
+    topology: Topology
+    precision: Precision
+    deferred: DeferredWeights | None
+    """How to make the weights of a model that was built without any."""
+    uses_deepspeed: bool = False
+
+    # What switches leave for those that follow.
+    plan: ModelPlan
+    """The plan of the blocks that this process has: its own stages of a pipeline."""
+    pipeline: Pipeline | None = None
+    tensor_plan: TensorPlan | None = None
+    experts: list[nn.Module] = field(default_factory=list)
+    """Modules whose experts are split over processes."""
+    synchronizer: GradientSynchronizer = field(default_factory=Alone)
+    needs_autocast: bool = True
+    """False where DeepSpeed keeps the weights in 16 bits itself."""

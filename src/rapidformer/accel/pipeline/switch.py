@@ -1,0 +1,20 @@
+"""``--pipeline-model-parallel-size``: cut the model into stages; ``attach`` comes at the end."""
+
+from __future__ import annotations
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.pipeline.pipeline import build_pipeline
+
+
+def apply(assembly: Assembly) -> str:
+    """Keep this process's stages only: the plan that follows is theirs."""
+    pipeline = build_pipeline(
+        assembly.model,
+        assembly.whole_plan,
+        assembly.args,
+        device=assembly.device,
+        topology=assembly.topology,
+        is_mixed=assembly.precision.dtype is not None,
+    )
+    assembly.pipeline, assembly.plan = pipeline, pipeline.local_plan
+    return f"{assembly.topology.pipeline} processes ({pipeline.layout.describe()})"

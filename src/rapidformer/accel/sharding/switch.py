@@ -1,0 +1,61 @@
+"""ZeRO, with its copies (``--hybrid-sharding-size``) and the host's memory (``--cpu-offload``)."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.expert.parallel import shard_experts
+from rapidformer.accel.sharding.zero import apply_sharding
+from rapidformer.config import Settings
+from rapidformer.dist.topology import build_lone_mesh
+from rapidformer.log import warn_once
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Shard the training state over the processes that see different tokens."""
+    model, args = assembly.model, assembly.args
+    mesh = _find_mesh(assembly)
+    if mesh is None:
+        return None
+    same_experts = assembly.topology.get_expert_mesh("expert_data")
+    if same_experts is not None:
+        shard_experts(assembly.experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
+    stage = 1 if _is_reduced_late(args) else args.zero_stage
+    assembly.synchronizer = apply_sharding(
+        model, assembly.plan, mesh, stage, offloads=args.cpu_offload
+    )
+    return _describe(args, mesh)
+
+
+def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
+    """The processes that see different tokens; a single one, where its weights live elsewhere."""
+    args, topology, device = assembly.args, assembly.topology, assembly.device
+    mesh = topology.get_sharding_mesh()
+    if mesh is not None:
+        return mesh
+    if args.cpu_offload and topology.mesh is not None:
+        return topology.mesh["data"]
+    if args.cpu_offload and device.type != "cpu":
+        return build_lone_mesh(device.type)
+    if args.cpu_offload:
+        warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
+    elif topology.is_first_process:
+        where = "in one process" if topology.mesh is None else "without data parallelism"
+        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: nothing to split.")
+    return None
+
+
+def _is_reduced_late(args: Settings) -> bool:
+    """Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end."""
+    return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
+
+
+def _describe(args: Settings, mesh: DeviceMesh) -> str:
+    count = mesh.size(mesh.ndim - 1)
+    text = f"stage {args.zero_stage} over {count} process{'es' * (count > 1)}"
+    if mesh.ndim > 1:
+        text += f", {mesh.size(0)} copies"
+    if _is_reduced_late(args):
+        text += ", but weights and gradients are whole during an update"
+    return text + (", kept in the host's memory" if args.cpu_offload else "")
