@@ -13,6 +13,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import warn_once
 from tests.processes import run_in_processes
 
 
@@ -215,11 +216,11 @@ def _gather_both_ways() -> tuple[list[int], list[int], int]:
     engine = make_engine(micro_batch_size=2)
     rows = [{"x": torch.tensor(i)} for i in range(9)]
     loader = engine.build_data_loader(rows, is_training=False)
-    inside, mine, count = [], [], 0
+    inside, mine = [], []
     for batch in loader:
         inside += engine.gather(batch["x"]).tolist()
         mine.append(batch["x"])
-        count += loader.info.rows
+    count = sum(each.info.rows for each in loader.iterate_micro_batches())
     joined = engine.gather(torch.cat(mine)).tolist()
     return inside, joined, int(engine.gather(torch.tensor([count, count])).sum()) // 2
 
@@ -322,3 +323,75 @@ def _train_in_fp16() -> tuple[int, float]:
         engine.step()
     assert engine.scaler is not None
     return engine.clock.skipped, engine.scaler.scale
+
+
+# ---- what a loss weighs ------------------------------------------------------------------------
+
+
+class ShiftedCausalLM(nn.Linear):
+    """Named as models are that compare each position with the next label."""
+
+
+def make_labelled_rows(*counts: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of 4 labels, of which the first so many count."""
+    labels = torch.full((len(counts), 4), -100)
+    for row, count in zip(labels, counts, strict=True):
+        row[:count] = 1
+    return [{"x": torch.rand(3), "labels": row} for row in labels]
+
+
+@pytest.mark.parametrize(
+    ("model", "weight"), [(nn.Linear(3, 1), 6.0), (ShiftedCausalLM(3, 1), 4.0)]
+)
+def test_backward_counts_the_labels_of_the_batch_in_hand(model: Any, weight: float) -> None:
+    engine = make_engine(micro_batch_size=2)
+    loader = engine.build_data_loader(make_labelled_rows(2, 4))
+    engine.compose(model)
+    for batch in loader:
+        engine.backward(model(batch["x"]).mean())
+        assert engine.clock.total_weight == weight
+        engine.step()
+    (update,) = engine.iterate_updates(loader)
+    (result,) = engine.run_update(lambda batch: model(batch["x"]).mean(), update)
+    assert result.weight == engine.clock.total_weight == weight
+
+
+def test_a_fillers_loss_and_its_parts_weigh_nothing() -> None:
+    engine = make_engine(micro_batch_size=2)
+    model, optimizer = make_parts()
+    loader = engine.build_data_loader(make_labelled_rows(2))
+    engine.compose(model, optimizer)
+    (micro_batch,) = loader.iterate_micro_batches()
+
+    def forward(batch: Any) -> Any:
+        loss = model(batch["x"]).mean()
+        return loss, None, {"own": (loss, 5.0), "same": (loss, None)}
+
+    weights = {name: w for name, (_, w) in engine.run_forward(forward, micro_batch).means.items()}
+    assert weights == {"own": 5.0, "same": 2.0, "loss": 2.0}
+    filler = micro_batch._replace(is_filler=True)
+    assert {w for _, w in engine.run_forward(forward, filler).means.values()} == {0.0}
+
+
+def test_a_loss_of_unknown_weight_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_once.cache_clear()
+    model, optimizer = make_parts()
+    engine = make_engine(gradient_accumulation_steps=2, micro_batch_size=1, log_level="warning")
+    engine.compose(model, optimizer)
+    for _ in range(4):
+        engine.backward(model(torch.rand(2, 3)).mean())
+        engine.step()
+    said = capsys.readouterr().err
+    assert said.count("what this loss is a mean over") == 1 and "weight=n" in said
+
+
+def test_batches_without_tensors_train_too() -> None:
+    """Texts that the loop itself makes into tensors: nothing is counted, nothing is lost."""
+    model, optimizer = make_parts()
+    engine = make_engine(micro_batch_size=2)
+    loader = engine.build_data_loader(["some text", "and more"], collate_fn=list)
+    engine.compose(model, optimizer)
+    for texts in loader:
+        assert texts == ["some text", "and more"]
+        engine.backward(model(torch.ones(2, 3)).mean())
+    assert model.weight.grad.abs().sum() > 0

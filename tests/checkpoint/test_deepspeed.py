@@ -57,12 +57,9 @@ def train(
     losses = []
     model.train()
     while engine.clock.updates < updates:
-        for batch in loader:
-            loss = model(**batch)["loss"]
-            engine.backward(loss, loader.info.labels)
-            losses.append(float(loss) if loader.info.labels else 0.0)
-            if not loader.is_update_end:
-                continue
+        for update in engine.iterate_updates(loader):
+            results = engine.run_update(lambda batch: model(**batch)["loss"], update)
+            losses += [float(result.loss) if result.weight else 0.0 for result in results]
             engine.step()
             if save is not None and engine.clock.updates == 3:
                 engine.save_checkpoint(save)

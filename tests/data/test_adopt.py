@@ -38,7 +38,7 @@ def adopt(
 
 
 def take(loader: DistributedLoader) -> list[list[int]]:
-    return [batch.tolist()[: loader.info.rows] for batch in loader]
+    return [each.batch.tolist()[: each.info.rows] for each in loader.iterate_micro_batches()]
 
 
 def take_all(loader: DataLoader[Any], replicas: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from rapidformer.config.batches import BatchSchedule
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import UPDATE_COUNTS
 from rapidformer.dist.collectives import sum_over_rows
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.topology import build_topology
@@ -47,14 +49,10 @@ def build(count: int = 100, **options: Any) -> DistributedLoader:
 
 
 def take_updates(loader: DistributedLoader, limit: int) -> list[list[int]]:
-    updates: list[list[int]] = [[]]
-    for batch in loader:
-        updates[-1] += batch["rows"].tolist()
-        if loader.is_update_end:
-            if len(updates) == limit:
-                break
-            updates.append([])
-    return [update for update in updates if update]
+    updates = []
+    for update in islice(loader.iterate_updates(), limit):
+        updates.append([row for each in update for row in each.batch["rows"].tolist()])
+    return updates
 
 
 def test_updates_grow_as_the_schedule_says() -> None:
@@ -87,16 +85,12 @@ def test_second_epoch_does_not_start_small_again() -> None:
 
 def test_counts_of_an_update_are_known_from_its_first_round_on() -> None:
     loader = build(13, micro_batch_size=2, rounds_per_update=2, sum_counts=lambda counts: counts)
-    seen, expected, pending = [], [], []
-    for batch in loader:
-        assert loader.update_info is not None
-        seen.append((loader.update_info.rows, loader.update_info.labels))
-        pending.append((len(batch["rows"]), int((batch["labels"] != -100).sum())))
-        if loader.is_update_end:
-            expected += [tuple(map(sum, zip(*pending, strict=True)))] * len(pending)
-            pending = []
-    assert seen == expected
-    assert len(seen) == 7
+    seen = []
+    for update in loader.iterate_updates():
+        rows = sum(len(each.batch["rows"]) for each in update)
+        labels = sum(int((each.batch["labels"] != -100).sum()) for each in update)
+        seen += [each.batch[UPDATE_COUNTS].tolist() == [rows, labels] for each in update]
+    assert seen == [True] * 7
 
 
 def _count_ahead() -> list[tuple[int, int, int]]:
@@ -110,9 +104,8 @@ def _count_ahead() -> list[tuple[int, int, int]]:
         sum_counts=partial(sum_over_rows, topology=topology),
     )
     totals = []
-    for _ in loader:
-        assert loader.update_info is not None
-        totals.append((loader.info.labels, loader.update_info.rows, loader.update_info.labels))
+    for each in loader.iterate_micro_batches():
+        totals.append((each.info.labels, *each.batch[UPDATE_COUNTS].tolist()))
     return totals
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import MicroBatch
 from rapidformer.errors import DataError
 
 
@@ -51,8 +52,8 @@ Round = tuple[list[int], int, bool]
 def take_epoch(loader: DistributedLoader, limit: int | None = None) -> list[Round]:
     """(samples, rows counted, ends an update) of each round."""
     rounds: list[Round] = []
-    for batch in loader:
-        rounds.append((batch.tolist(), loader.info.rows, loader.is_update_end))
+    for each in loader.iterate_micro_batches():
+        rounds.append((each.batch.tolist(), each.info.rows, each.is_last))
         if len(rounds) == limit:
             break
     return rounds
@@ -175,11 +176,11 @@ def test_resuming_anywhere_gives_exactly_the_rest(
     stop = min(position, len(whole))
     state = whole.state_dict()
     rest: list[Round] = []
-    for done, batch in enumerate(whole, start=1):
+    for done, each in enumerate(whole.iterate_micro_batches(), start=1):
         if done <= stop:
             state = whole.state_dict()
         else:
-            rest.append((batch.tolist(), whole.info.rows, whole.is_update_end))
+            rest.append((each.batch.tolist(), each.info.rows, each.is_last))
     rest += take_epoch(whole)  # and the whole of the next epoch
     resumed = make()
     resumed.load_state_dict(state)
@@ -222,8 +223,8 @@ def test_resuming_on_other_processes_at_an_update_border(
 
     first = make(*before)[0]
     state, done = first.state_dict(), 0
-    for _ in first:
-        if first.is_update_end and done < updates:
+    for _ in first.iterate_updates():
+        if done < updates:
             state, done = first.state_dict(), done + 1
     assert state["consumed_samples"] == min(done * global_batch, count)
     whole = [sample for row in join([take_epoch(part) for part in make(*after)]) for sample in row]
@@ -256,16 +257,17 @@ def test_filler_counts_for_nothing() -> None:
     ]
     infos = []
     for loader in loaders:
-        (_,) = list(loader)
-        infos.append(loader.info)
+        (only,) = loader.iterate_micro_batches()
+        infos.append(only.info)
     assert [info.rows for info in infos] == [2, 2, 1]
     loaders = [
         build(Numbers(4), 2, num_replicas=3, replica=replica, collate=collate)
         for replica in range(3)
     ]
-    (filler,) = list(loaders[2])
-    assert filler["input_ids"].tolist() == [[0, 0, 0]]
-    info = loaders[2].info
+    (filler,) = loaders[2].iterate_micro_batches()
+    assert filler.is_filler and filler.is_last
+    assert filler.batch["input_ids"].tolist() == [[0, 0, 0]]
+    info = filler.info
     assert (info.rows, info.labels, info.shifted_labels, info.tokens, info.slots) == (0, 0, 0, 0, 3)
 
 
@@ -308,13 +310,32 @@ def test_rewind_starts_from_the_first_sample() -> None:
     assert take_epoch(loader) == first
 
 
-def test_on_batch_is_told_before_the_batch_is_handed_out() -> None:
+def test_a_follower_sees_each_micro_batch_before_it_is_handed_out() -> None:
     loader = build(Numbers(5), 2)
-    told: list[tuple[int, bool, int]] = []
-    loader.on_batch = lambda it: told.append((it.info.rows, it.is_update_end, it.consumed_samples))
+    seen: list[tuple[int, bool, int]] = []
+
+    def follow(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for each in micro_batches:
+            seen.append((each.info.rows, each.is_last, loader.consumed_samples))
+            yield each
+
+    loader.follow = follow
     for number, _ in enumerate(loader, start=1):
-        assert len(told) == number
-    assert told == [(2, True, 2), (2, True, 4), (1, True, 5)]
+        assert len(seen) == number
+    assert seen == [(2, True, 2), (2, True, 4), (1, True, 5)]
+
+
+def test_an_update_is_a_value() -> None:
+    """What it says stays true, wherever the loader has gone meanwhile."""
+    loader = build(Numbers(10), 2, num_replicas=2, replica=1, rounds_per_update=2)
+    updates = list(loader.iterate_updates())
+    assert [[each.batch.tolist() for each in update] for update in updates] == [
+        [[2, 3], [6, 7]],
+        [[8]],
+    ]
+    facts = [(each.is_filler, each.is_last, each.epoch, each.number) for u in updates for each in u]
+    assert facts == [(False, False, 0, 1), (False, True, 0, 3), (True, True, 0, 5)]
+    assert [each.epoch for update in loader.iterate_updates() for each in update] == [1, 1, 1]
 
 
 def test_datasets_that_fetch_many_rows_at_once() -> None:

@@ -80,12 +80,13 @@ def test_the_loader_shuffles_rows_and_counts_what_the_model_averages_over() -> N
             seed=epoch,
         )
         seen = []
-        for batch in loader:
+        for micro_batch in loader.iterate_micro_batches():
+            batch, info = micro_batch.batch, micro_batch.info
             # A packed example of n tokens has n - 1 predictions.
             starts = int((batch["position_ids"] == 0)[batch["attention_mask"] == 1].sum())
             tokens = int(batch["attention_mask"].sum())
-            assert loader.info.shifted_labels == loader.info.labels == tokens - starts
-            assert loader.info.tokens == tokens
+            assert info.shifted_labels == info.labels == tokens - starts
+            assert info.tokens == tokens
             seen += [tuple(row) for row in batch["input_ids"].tolist()]
         return seen
 

@@ -38,9 +38,9 @@ class Rig:
         self.scheduler = take_over_scheduler(scheduler, self.clock)
 
     def backward(
-        self, loss: torch.Tensor, weight: float = 1.0, *, ends_epoch: bool = False
+        self, loss: torch.Tensor, weight: float = 1.0, *, ends_update: bool = False
     ) -> bool:
-        is_last = self.clock.start_micro_batch(ends_epoch=ends_epoch)
+        is_last = self.clock.start_micro_batch(ends_update=ends_update)
         share = self.clock.add_weight(weight, shared_unit=None)
         scale = self.scaler.scale if self.scaler else 1.0
         (loss * (share * scale)).backward()

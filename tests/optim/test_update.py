@@ -99,7 +99,7 @@ def test_micro_batch_without_labels_adds_nothing() -> None:
 def test_epoch_end_closes_an_update_early() -> None:
     rig = Rig(rounds=4)
     assert not rig.backward(rig.loss(2, 1))
-    assert rig.backward(rig.loss(2, 2), ends_epoch=True)
+    assert rig.backward(rig.loss(2, 2), ends_update=True)
     rig.optimizer.step()
     assert rig.clock.updates == 1
     # and the next update has its full number of micro-batches again
@@ -109,9 +109,9 @@ def test_epoch_end_closes_an_update_early() -> None:
 def test_accumulation_may_be_decided_by_hand() -> None:
     clock = UpdateClock(1, Topology())
     clock.forced = False
-    assert not clock.start_micro_batch(ends_epoch=True)
+    assert not clock.start_micro_batch(ends_update=True)
     clock.forced = True
-    assert clock.start_micro_batch(ends_epoch=False)
+    assert clock.start_micro_batch(ends_update=False)
 
 
 # ---- order of calls ----------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import nn
 from rapidformer.data.collate import PadCollator
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.engine import RapidformerEngine
-from rapidformer.models.plan import shifts_labels
 from tests.parity.harness import build_data, build_model, get_order
 
 SETTINGS: dict[str, Any] = {
@@ -68,25 +67,17 @@ def run_case(engine: RapidformerEngine, model_name: str, epochs: int) -> Trace:
         make_optimizer(model),
         lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
     )
-    is_shifted = shifts_labels(model)
     losses: list[float] = []
     gradients: dict[str, Any] = {}
     model.train()
     for _ in range(epochs):
-        loss_sum = torch.zeros(1)
-        for batch in loader:
-            loss = model(**batch)["loss"]
-            weight = loader.info.shifted_labels if is_shifted else loader.info.labels
-            engine.backward(loss, weight)
-            if weight:
-                loss_sum += loss.detach() * weight
-            if not loader.is_update_end:
-                continue
+        for update in engine.iterate_updates(loader):
+            results = engine.run_update(lambda batch: model(**batch)["loss"], update)
+            loss_sum = sum((r.loss * r.weight for r in results if r.weight), torch.zeros(1))
             gradients = gradients or get_gradients(engine)
             losses.append(
                 float(sum_over_replicas(loss_sum, engine.topology) / engine.clock.total_weight)
             )
-            loss_sum = torch.zeros(1)
             engine.step()
     return Trace(losses, gradients, get_weights(engine))
 

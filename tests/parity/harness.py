@@ -28,7 +28,6 @@ from transformers import (
 
 from rapidformer.data.collate import PadCollator
 from rapidformer.engine import RapidformerEngine
-from rapidformer.models.plan import shifts_labels
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.compare import Comparison, compare
 from rapidformer.verification.recorder import (
@@ -194,12 +193,11 @@ def _train(
         make_optimizer(model),
         lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
     )
-    is_shifted = shifts_labels(model)
     model.train()
     for _ in range(epochs):
         for batch in loader:
             loss = model(**batch)["loss"]
-            engine.backward(loss, loader.info.shifted_labels if is_shifted else loader.info.labels)
+            engine.backward(loss)
             engine.step()
     return engine
 

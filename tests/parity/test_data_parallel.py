@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from rapidformer import RapidformerEngine
+from rapidformer.data.collate import PadCollator
+from rapidformer.optim.observer import observe_runs
+from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import check_equal, get_order, run_reference, run_switched
+from tests.parity.harness import (
+    build_data,
+    build_model,
+    check_equal,
+    get_order,
+    run_reference,
+    run_switched,
+)
 from tests.processes import run_in_processes
 
 EPOCHS = 4
@@ -47,6 +60,40 @@ def _check(models: str | list[str], world_size: int, make_optimizer=make_sgd, **
     for name in names:
         reference = get_reference(name, make_optimizer)
         check_equal(reference, [traces[name] for traces in everyone])
+
+
+def _run_the_readmes_loop() -> Trace:
+    """The loop of the README's first page, word for word."""
+    torch.set_num_threads(1)
+    recorder = Recorder()
+    with observe_runs(recorder):
+        engine = RapidformerEngine(args=_settings(micro_batch_size=4))
+        model: Any = build_model("gpt2")
+        loader = DataLoader(
+            build_data("gpt2"),  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            collate_fn=PadCollator(),
+        )
+        model, optimizer, lr_scheduler, train_dataloader = engine.compose(
+            model=model,
+            optimizer=make_sgd(model),
+            lr_scheduler_fn=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+            train_dataloader=loader,
+        )
+        for _ in range(EPOCHS):
+            for batch in train_dataloader:
+                loss = model(**batch).loss
+                engine.backward(loss)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+        return recorder.finish()
+
+
+def test_the_readmes_loop_is_exact_for_unequal_label_counts() -> None:
+    """Two processes, two micro-batches each, without a word about weights."""
+    check_equal(get_reference("gpt2"), run_in_processes(_run_the_readmes_loop, 2))
 
 
 MODELS = ["bert", "bert-mlm", "gpt2", "t5", "llama", "custom"]

@@ -7,49 +7,40 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.data.batch import BatchInfo
 from rapidformer.errors import RapidformerError
 from rapidformer.training.forward import SingleBatch, interpret_forward
 
-INFO = BatchInfo(rows=2, labels=7, shifted_labels=5, tokens=10, slots=12)
 LOSS = torch.tensor(1.5)
 
 
 @pytest.mark.parametrize(
     ("returned", "loss", "weight"),
     [
-        (LOSS, 1.5, 7),
+        (LOSS, 1.5, None),
         ((LOSS, 3), 1.5, 3),
         ((LOSS, torch.tensor(4)), 1.5, 4),
-        ({"loss": LOSS, "logits": torch.zeros(2)}, 1.5, 7),
-        ((torch.tensor([1.0, 3.0]), lambda output: (output.mean(), {"lm loss": 2.0})), 2.0, 7),
-        ((torch.tensor([1.0, 3.0]), lambda output: output.sum()), 4.0, 7),
+        ({"loss": LOSS, "logits": torch.zeros(2)}, 1.5, None),
+        ((torch.tensor([1.0, 3.0]), lambda output: (output.mean(), {"lm loss": 2.0})), 2.0, None),
+        ((torch.tensor([1.0, 3.0]), lambda output: output.sum()), 4.0, None),
     ],
     ids=["loss", "loss and count", "loss and tensor", "dict", "Megatron", "Megatron, loss alone"],
 )
-def test_forms(returned: Any, loss: float, weight: float) -> None:
-    result = interpret_forward(returned, INFO, shifts_labels=False)
+def test_forms(returned: Any, loss: float, weight: float | None) -> None:
+    result = interpret_forward(returned)
     assert result.loss.item() == loss
-    assert float(result.weight) == weight
-
-
-def test_models_that_shift_their_labels_weigh_fewer() -> None:
-    assert interpret_forward(LOSS, INFO, shifts_labels=True).weight == 5
-    assert interpret_forward((LOSS, 3), INFO, shifts_labels=True).weight == 3
+    assert result.weight == weight
 
 
 def test_hugging_faces_output_is_a_dict_with_a_loss() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
-    result = interpret_forward(
-        CausalLMOutput(loss=LOSS, logits=torch.zeros(1)), INFO, shifts_labels=True
-    )
+    result = interpret_forward(CausalLMOutput(loss=LOSS, logits=torch.zeros(1)))
     assert result.loss is LOSS
 
 
 def test_gradient_flows_through() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
-    interpret_forward({"loss": weight * 3}, INFO, shifts_labels=False).loss.backward()
+    interpret_forward({"loss": weight * 3}).loss.backward()
     assert weight.grad == 3
 
 
@@ -67,7 +58,7 @@ def test_gradient_flows_through() -> None:
 )
 def test_other_forms_are_explained(returned: Any, text: str) -> None:
     with pytest.raises(RapidformerError, match=f"run_forward_step {text}"):
-        interpret_forward(returned, INFO, shifts_labels=False)
+        interpret_forward(returned)
 
 
 def test_iterator_of_a_step_has_one_batch() -> None:
@@ -81,11 +72,10 @@ def test_iterator_of_a_step_has_one_batch() -> None:
 def test_parts_of_a_loss_are_kept_by_name() -> None:
     """Megatron's loss functions name what they average; a hook may do so as well."""
     parts = {"lm loss": LOSS * 2, "text": "no number", "many": torch.zeros(3), "sop": (LOSS, 2)}
-    forms = (((LOSS, 4, parts), 4), ((LOSS, lambda output: (output, parts)), 7))
+    forms = (((LOSS, 4, parts), 4), ((LOSS, lambda output: (output, parts)), None))
     for returned, weight in forms:
-        result = interpret_forward(returned, INFO, shifts_labels=False)
+        result = interpret_forward(returned)
         assert result.loss is LOSS
         assert result.weight == weight
         assert result.parts == {"lm_loss": (LOSS * 2, weight), "sop": (LOSS, 2)}
-        assert result.means == {**result.parts, "loss": (LOSS, weight)}
-    assert interpret_forward(LOSS, INFO, shifts_labels=False).parts == {}
+    assert interpret_forward(LOSS).parts == {}

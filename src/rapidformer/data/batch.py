@@ -27,6 +27,12 @@ class BatchInfo(NamedTuple):
     slots: int
     """Tokens with padding."""
 
+    def count_labels(self, *, shifts_labels: bool) -> int | None:
+        """What the mean loss of the batch is taken over; None where nothing was counted."""
+        if self.rows == 0:
+            return None
+        return self.shifted_labels if shifts_labels else self.labels
+
     def as_filler(self) -> BatchInfo:
         """The same batch when it only keeps a process in step with the others."""
         return BatchInfo(rows=0, labels=0, shifted_labels=0, tokens=0, slots=self.slots)

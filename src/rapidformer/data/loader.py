@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +20,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.prefetch import read_ahead
+from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
 Collate = Callable[[list[Any]], Any]
 _Key = tuple[int, list[int], bool]
-_Round = tuple[Any, BatchInfo, bool]
-
-
-class MicroBatch(NamedTuple):
-    """One micro-batch with what the loader knows of it."""
-
-    batch: Any
-    info: BatchInfo
-    is_filler: bool
+_Fetched = tuple[Any, tuple[int, ...], int, bool]
+Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
 class DistributedLoader:
@@ -84,18 +78,8 @@ class DistributedLoader:
         self._position = 0
         """Rounds of the current epoch that have been handed out."""
         self._is_resuming = False
-        self.info = BatchInfo(0, 0, 0, 0, 0)
-        """Counts of the micro-batch handed out last."""
-        self.update_info: BatchInfo | None = None
-        """Counts of the whole update over all processes, if they are counted ahead."""
-        self.is_update_end = False
-        """Whether that micro-batch is the last of its update."""
-        self.is_filler = False
-        """Whether that micro-batch, now being worked on, only keeps this process in step."""
-        self._rows_handed_out = 0
-        self._ended_with_filler = False
-        self.on_batch: Callable[[DistributedLoader], None] | None = None
-        """Told of every micro-batch before it is handed out."""
+        self.follow: Follow | None = None
+        """Sees micro-batches go by on their way to a loop that asks for them one by one."""
         self._check_size()
 
     @property
@@ -128,6 +112,26 @@ class DistributedLoader:
         return -(-self.num_samples // self.samples_per_round)
 
     def __iter__(self) -> Iterator[Any]:
+        """The bare batches, for a loop of the user's own."""
+        for micro_batch in self.iterate_micro_batches():
+            yield micro_batch.batch
+
+    def iterate_micro_batches(self) -> Iterator[MicroBatch]:
+        """The micro-batches of an epoch with their facts, one by one."""
+        micro_batches = self._hand_out()
+        yield from self.follow(micro_batches) if self.follow else micro_batches
+
+    def iterate_updates(self) -> Iterator[Update]:
+        """The updates of an epoch."""
+        collected: list[MicroBatch] = []
+        for micro_batch in self._hand_out():
+            collected.append(micro_batch)
+            if micro_batch.is_last:
+                update, collected = Update(tuple(collected)), []
+                yield update
+
+    def _hand_out(self) -> Iterator[MicroBatch]:
+        """Count what is handed out, and mark the last micro-batch of each update."""
         resumed_at = -1
         if self._is_resuming:
             self._is_resuming = False
@@ -135,51 +139,21 @@ class DistributedLoader:
         elif self._position:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
             self.epoch, self._position = self.epoch + 1, 0
-        self._rows_handed_out = 0
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
         rounds = read_ahead(rounds, self._device)
         if self._sum_counts is not None:
             rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left = 0
         beat("data")
-        for batch, info, is_last in rounds:
+        for micro_batch in rounds:
             rounds_left = (rounds_left or self._count_rounds()) - 1
             self._position += 1
-            self.info = info
-            self.is_filler = self._ended_with_filler = info.rows == 0
-            self._rows_handed_out += info.rows or 1
-            self.is_update_end = is_last or rounds_left == 0
-            if self.on_batch is not None:
-                self.on_batch(self)
-            yield batch
+            yield micro_batch._replace(is_last=micro_batch.is_last or rounds_left == 0)
             beat("data")
-        self.is_filler = False
         was_over = self._position == resumed_at > 0
         self.epoch, self._position = self.epoch + 1, 0
         if was_over:  # a stream does not know beforehand that it was saved at its end
-            yield from iter(self)
-
-    def ends_with_filler(self, rows: int) -> bool:
-        """Whether results of so many rows, made from batches of this pass, end with a filler's.
-
-        True for a filler's own row while it is worked on, and for all rows of the pass joined.
-        """
-        is_own_row = self.is_filler and rows == 1
-        return self._ended_with_filler and (is_own_row or rows == self._rows_handed_out)
-
-    def iterate_updates(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each update, together."""
-        collected: list[MicroBatch] = []
-        for batch in self:
-            collected.append(MicroBatch(batch, self.info, self.is_filler))
-            if self.is_update_end:
-                yield collected
-                collected = []
-
-    def look_at(self, micro_batch: MicroBatch) -> Any:
-        """Make one of an update's micro-batches the one that is being worked on."""
-        self.info, self.is_filler = micro_batch.info, micro_batch.is_filler
-        return micro_batch.batch
+            yield from self._hand_out()
 
     def rewind(self) -> None:
         """Start from the first sample again."""
@@ -206,31 +180,40 @@ class DistributedLoader:
         return self._get_batch_size(consumed) // self.samples_per_round
 
     def _count_ahead(
-        self, rounds: Iterator[_Round], sum_counts: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Iterator[_Round]:
+        self, rounds: Iterator[MicroBatch], sum_counts: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[MicroBatch]:
         """Hold the rounds of each update until they are counted, on every process."""
-        while update := list(islice(rounds, self._count_rounds())):
-            counts = [sum(column) for column in zip(*(info for _, info, _ in update), strict=True)]
-            self.update_info = BatchInfo(*map(int, sum_counts(torch.tensor(counts))))
-            yield from update
+        while held := list(islice(rounds, self._count_rounds())):
+            counts = torch.tensor([(each.info.rows, each.info.labels) for each in held]).sum(0)
+            total = sum_counts(counts)
+            if self._device.type == "cuda":
+                total = total.pin_memory()
+            total = total.to(self._device, non_blocking=True)
+            for each in held:
+                yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
 
-    def _iterate_rounds(self) -> Iterator[_Round]:
+    def _iterate_rounds(self) -> Iterator[MicroBatch]:
+        """An epoch's rounds; the last of them is marked, wherever it stands in its update."""
         rounds_left = len(self) - self._position
+        num_workers = min(self._num_workers, rounds_left)
         fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
-        loader: DataLoader[Any] = DataLoader(
+        loader: DataLoader[_Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._build_keys(),  # type: ignore[arg-type]
             collate_fn=_pass_on,
-            num_workers=min(self._num_workers, rounds_left),
+            num_workers=num_workers,
+            # An update is handed out whole: the workers must get that far while another one runs.
+            prefetch_factor=max(2, self._rounds_per_update // num_workers) if num_workers else None,
             pin_memory=self._device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
         )
-        for number, (batch, info) in enumerate(loader, start=1):
+        for count_, (batch, info, number, is_filler) in enumerate(loader, start=1):
             if isinstance(batch, RapidformerError):
                 raise batch
-            yield batch, BatchInfo(*info), number == rounds_left
+            ends_epoch = count_ == rounds_left
+            yield MicroBatch(batch, BatchInfo(*info), is_filler, ends_epoch, self.epoch, number)
 
     def _build_keys(self) -> Iterator[_Key]:
         order = self._get_order()
@@ -254,7 +237,7 @@ class DistributedLoader:
             return range(len(self.dataset))
         return np.random.default_rng((self._seed, self.epoch)).permutation(len(self.dataset))
 
-    def _iterate_stream(self) -> Iterator[_Round]:
+    def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
         rounds = self._read_stream()
         current = next(rounds, None)
@@ -266,7 +249,14 @@ class DistributedLoader:
             with _random_numbers_from((self._seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine or samples[:1])
             info = describe_batch(batch)
-            yield batch, info if mine else info.as_filler(), following is None
+            yield MicroBatch(
+                batch,
+                info if mine else info.as_filler(),
+                is_filler=not mine,
+                is_last=following is None,
+                epoch=self.epoch,
+                number=number,
+            )
             current = following
 
     def _read_stream(self) -> Iterator[tuple[int, list[Any]]]:
@@ -311,7 +301,7 @@ class _Fetcher:
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, key: _Key) -> tuple[Any, tuple[int, ...]]:
+    def __getitem__(self, key: _Key) -> _Fetched:
         number, indices, is_filler = key
         try:
             with _random_numbers_from((*self._seed, number)):
@@ -320,9 +310,9 @@ class _Fetcher:
                 batch = self._collate(rows)
         except RapidformerError as error:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
-            return error, ()
+            return error, (), number, is_filler
         info = describe_batch(batch)
-        return batch, tuple(info.as_filler() if is_filler else info)
+        return batch, tuple(info.as_filler() if is_filler else info), number, is_filler
 
 
 class _random_numbers_from:  # noqa: N801 - reads as a statement

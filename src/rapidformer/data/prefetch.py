@@ -12,36 +12,38 @@ from typing import Any
 
 import torch
 
-from rapidformer.data.batch import BatchInfo, iterate_tensors, move_to_device
+from rapidformer.data.batch import iterate_tensors, move_to_device
+from rapidformer.data.update import MicroBatch
 
-_Round = tuple[Any, BatchInfo, bool]
 
-
-def read_ahead(rounds: Iterator[_Round], device: torch.device) -> Iterator[_Round]:
+def read_ahead(rounds: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """The same rounds with their batches on the device, one copied ahead of need."""
     if device.type != "cuda":
-        for batch, info, is_last in rounds:
-            yield move_to_device(batch, device), info, is_last
+        for each in rounds:
+            yield _move(each, device)
         return
     copying = torch.cuda.Stream(device)
-    coming: _Round | None = None
+    coming: MicroBatch | None = None
     while True:
         current, coming = coming, _start_copy(next(rounds, None), device, copying)
         if current is not None:
             yield current
         if coming is None:
             return
-        _make_usable(coming[0], torch.cuda.current_stream(device), copying)
+        _make_usable(coming.batch, torch.cuda.current_stream(device), copying)
 
 
 def _start_copy(
-    round_: _Round | None, device: torch.device, copying: torch.cuda.Stream
-) -> _Round | None:
-    if round_ is None:
+    micro_batch: MicroBatch | None, device: torch.device, copying: torch.cuda.Stream
+) -> MicroBatch | None:
+    if micro_batch is None:
         return None
-    batch, info, is_last = round_
     with torch.cuda.stream(copying):
-        return move_to_device(batch, device), info, is_last
+        return _move(micro_batch, device)
+
+
+def _move(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    return micro_batch._replace(batch=move_to_device(micro_batch.batch, device))
 
 
 def _make_usable(batch: Any, using: torch.cuda.Stream, copying: torch.cuda.Stream) -> None:

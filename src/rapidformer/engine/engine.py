@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +29,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
-from rapidformer.accel.pipeline.pipeline import MicroBatchResult
+from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.data.loader import DistributedLoader, MicroBatch
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.deferred import build_for_split
-from rapidformer.models.plan import GivenPlan
+from rapidformer.models.plan import GivenPlan, shifts_labels
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
@@ -53,6 +54,12 @@ from rapidformer.optim.takeover import (
     take_over_scheduler,
 )
 from rapidformer.optim.update import MeasureNorm, scale_loss
+
+UNKNOWN_WEIGHT = (
+    "nobody has said what this loss is a mean over, and the batch does not show it. All "
+    "micro-batches get the same weight, which is exact only if they have equally many labels. Say "
+    "it with engine.backward(loss, weight=n), or pass the DataLoader to engine.compose()."
+)
 
 
 class RapidformerEngine(Run):
@@ -72,6 +79,8 @@ class RapidformerEngine(Run):
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.resumed_from: Path | None = None
+        self.shifts_labels = False
+        """Whether the model compares each position with the next label; decides what counts."""
         self._first_update = 0
         self._parameters: list[nn.Parameter] = []
         self._num_trainable = 0
@@ -122,6 +131,7 @@ class RapidformerEngine(Run):
             if loader is not None
         ]
         get_observer().before_compose(model)
+        self.shifts_labels = shifts_labels(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
         self.model = model
@@ -165,6 +175,7 @@ class RapidformerEngine(Run):
         self, model: nn.Module, *, plan: GivenPlan | None = None
     ) -> nn.Module:
         """Switch on what a model needs without training: no optimizer, no schedule."""
+        self.shifts_labels = shifts_labels(model)
         self._parallelized = self._switch_on(model, plan, for_training=False)
         self.model = model.eval()
         return model
@@ -191,10 +202,11 @@ class RapidformerEngine(Run):
 
     # ---- the loop's verbs ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Back-propagate a micro-batch's mean loss.
 
-        ``weight`` is what the mean was taken over (label tokens or samples). After the last
+        ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
+        of the batch that the training loader handed out last are counted. After the last
         micro-batch of an update, gradients are those of the mean over the whole global batch.
         """
         if self.parallelized.pipeline is not None:
@@ -203,13 +215,24 @@ class RapidformerEngine(Run):
                 "and backward passes of several micro-batches at once: use engine.run_update(), "
                 "Finetuner or PreTrainer instead of engine.backward()."
             )
-        loader = self._train_loader if self._current_loader is self._train_loader else None
-        if loader is not None and loader.is_filler:
+        in_hand = self._own_loop.in_training
+        if in_hand is not None and in_hand.is_filler:
             weight = 0.0
-        get_observer().see_loss(loss, weight, loader.info if loader is not None else None)
-        is_last = self.clock.start_micro_batch(
-            ends_epoch=loader is not None and loader.is_update_end
-        )
+        elif weight is None:
+            weight = self._count_labels(in_hand)
+        self._back_propagate(loss, weight, in_hand, ends_update=bool(in_hand and in_hand.is_last))
+
+    def _back_propagate(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor,
+        micro_batch: MicroBatch | None,
+        *,
+        ends_update: bool,
+    ) -> None:
+        info = micro_batch.info if micro_batch is not None else None
+        get_observer().see_loss(loss, weight, info)
+        is_last = self.clock.start_micro_batch(ends_update=ends_update)
         share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
@@ -221,33 +244,47 @@ class RapidformerEngine(Run):
             beat("update")
             self._finish_gradients()
 
-    def iterate_updates(self, loader: DistributedLoader) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each update of an epoch, for ``run_update``."""
-        self._train_loader = self._train_loader or loader
+    def iterate_updates(self, loader: DistributedLoader) -> Iterator[Update]:
+        """The updates of an epoch, for ``run_update``."""
+        if self._train_loader is None:
+            self._train_loader = loader
         return loader.iterate_updates()
 
-    def run_update(
-        self, forward: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
-    ) -> list[MicroBatchResult]:
+    def run_update(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; ``step`` comes next.
 
-        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. This is the one way to
-        train a model that is cut into stages (``--pipeline-model-parallel-size``), and works for
-        any other as well.
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. This is how every loop of
+        the library trains, and the only way to train a model that is cut into stages
+        (``--pipeline-model-parallel-size``).
         """
         pipeline = self.parallelized.pipeline
         if pipeline is None:
-            return [self._run_alone(forward, each, micro_batches) for each in micro_batches]
-        count = len(micro_batches)
-        for number in range(count):
-            self.clock.start_micro_batch(ends_epoch=number == count - 1)
+            return self._run_in_turn(forward, update)
+        return self._run_pipelined(pipeline, forward, update)
+
+    def _run_in_turn(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
+        results = []
+        for micro_batch in update:
+            beat("forward", self.clock.updates + 1)
+            result = self.run_forward(forward, micro_batch)
+            with self.accumulate(is_last=micro_batch is update[-1]):
+                self._back_propagate(result.loss, result.weight, micro_batch, ends_update=False)
+            results.append(replace(result, loss=result.loss.detach()))
+        return results
+
+    def _run_pipelined(
+        self, pipeline: Pipeline, forward: Callable[[Any], Any], update: Update
+    ) -> list[MicroBatchResult]:
+        count = len(update)
+        for _ in update:
+            self.clock.start_micro_batch(ends_update=False)
         if self.scaler is not None and self.scaler.weight_unit is None:
-            self.scaler.agree_on_unit(float(micro_batches[0].info.labels))
+            self.scaler.agree_on_unit(float(update[0].info.labels))
         unit = (self.scaler.weight_unit if self.scaler else None) or 1.0
         scale = self.scaler.scale if self.scaler else 1.0
 
         def compute(number: int) -> tuple[torch.Tensor, MicroBatchResult]:
-            result = self._run_forward(forward, micro_batches[number])
+            result = self.run_forward(forward, update[number])
             return scale_loss(result.loss, result.weight / unit, scale), result
 
         beat("pipeline", self.clock.updates + 1)
@@ -259,7 +296,7 @@ class RapidformerEngine(Run):
         )
         beat("update")
         results = pipeline.share_results(count)
-        for each, result in zip(micro_batches, results, strict=True):
+        for each, result in zip(update, results, strict=True):
             get_observer().see_loss(result.loss, result.weight, each.info)
         self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
         self._finish_gradients(pipeline.measure_norm)
@@ -300,28 +337,35 @@ class RapidformerEngine(Run):
             )
         return True
 
-    def _run_alone(
-        self,
-        forward: Callable[[Any], Any],
-        micro_batch: MicroBatch,
-        update: Sequence[MicroBatch],
-    ) -> MicroBatchResult:
-        result = self._run_forward(forward, micro_batch)
-        with self.accumulate(is_last=micro_batch is update[-1]):
-            self.backward(result.loss, result.weight)
-        return replace(result, loss=result.loss.detach())
-
-    def _run_forward(
+    def run_forward(
         self, forward: Callable[[Any], Any], micro_batch: MicroBatch
     ) -> MicroBatchResult:
-        loader = self._train_loader
-        returned = forward(loader.look_at(micro_batch) if loader else micro_batch.batch)
+        """The forward step on one micro-batch; what it leaves open is counted from the batch."""
+        with self._own_loop.holding(micro_batch):
+            returned = forward(micro_batch.batch)
         loss, weight, parts = (
-            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, 1.0, {})
+            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
         )
         if micro_batch.is_filler:
             weight = 0.0
-        return MicroBatchResult(loss=loss, weight=weight, parts=parts)
+        elif weight is None:
+            weight = self._count_labels(micro_batch)
+        means = {
+            name: (mean, weight if own is None or micro_batch.is_filler else own)
+            for name, (mean, own) in parts.items()
+        }
+        return MicroBatchResult(loss=loss, weight=weight, parts=means)
+
+    def _count_labels(self, micro_batch: MicroBatch | None) -> float:
+        """What the mean loss of a micro-batch was taken over, as far as its batch shows."""
+        if micro_batch is not None:
+            count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
+            if count is not None:
+                return float(count)
+        clock = self.clock
+        if self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating:
+            warn_once(UNKNOWN_WEIGHT)
+        return 1.0
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
         if self.topology.num_replicas == 1:

@@ -1,7 +1,6 @@
 """A run before it has a model: settings, processes, their places, data.
 
-What a reader would get wrong: the first loader that is built is the training data's, and the engine
-looks at *its* counters to know when an update ends.
+The first loader that is built is the training data's, unless the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from rapidformer.data.lengths import group_by_length, measure_lengths
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import gather_objects, gather_rows, sum_over_rows, wait_for_all
-from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
+from rapidformer.engine.own_loop import OwnLoop
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.observer import get_observer
@@ -80,7 +79,7 @@ class Run:
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
         self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)
         self.batches = get_batch_schedule(self.args)
-        self._current_loader: DistributedLoader | None = None
+        self._own_loop = OwnLoop(self.clock)
         self._train_loader: DistributedLoader | None = None
         set_context(
             args=self.args, timers=self.timers, build_tokenizer=lambda: load_tokenizer(self.args)
@@ -109,7 +108,8 @@ class Run:
 
         The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
-        ``counts_ahead`` makes ``loader.update_info`` known from an update's first micro-batch on.
+        ``counts_ahead`` adds ``update_counts`` to every batch: rows and labels of its whole update
+        over all processes, for a loss that is made of several means.
         """
         if is_training is None:
             is_training = self._train_loader is None
@@ -189,22 +189,17 @@ class Run:
         return None
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
-        loader.on_batch = self._note_loader
+        self._own_loop.watch(loader, is_training=is_training)
         if is_training:
             self._train_loader = loader
         return loader
-
-    def _note_loader(self, loader: DistributedLoader) -> None:
-        self._current_loader = loader
-        is_training = loader is self._train_loader
-        beat("forward" if is_training else "evaluate", self.clock.updates + is_training)
 
     # ---- between processes ---------------------------------------------------------------------
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
         rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        if self._current_loader is not None and self._current_loader.ends_with_filler(len(rows)):
+        if self._own_loop.ends_with_filler(len(rows)):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)
 

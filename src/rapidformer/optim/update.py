@@ -75,7 +75,7 @@ class UpdateClock:
     def is_accumulating(self) -> bool:
         return self._rounds > 0 and not self._is_complete
 
-    def start_micro_batch(self, *, ends_epoch: bool) -> bool:
+    def start_micro_batch(self, *, ends_update: bool) -> bool:
         """Count one micro-batch; whether it is the last of its update."""
         if self._is_complete:
             if self._outcome is None:
@@ -88,7 +88,7 @@ class UpdateClock:
         self._rounds += 1
         if self.forced is not None:
             return self.forced
-        return ends_epoch or self._rounds >= self.rounds_per_update
+        return ends_update or self._rounds >= self.rounds_per_update
 
     def add_weight(
         self, weight: float | torch.Tensor, *, shared_unit: float | None

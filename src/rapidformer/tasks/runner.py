@@ -106,8 +106,8 @@ def collect_records(
 ) -> list[Record]:
     """One record per example of the whole split, in the order of the data, on every process."""
     rounds: list[list[Record]] = []
-    for batch in loader:
-        rounds.append(task.evaluate_step(model, batch, prepared)[: loader.info.rows])
+    for each in loader.iterate_micro_batches():
+        rounds.append(task.evaluate_step(model, each.batch, prepared)[: each.info.rows])
     return list(_interleave(gather_objects(rounds, topology)))
 
 

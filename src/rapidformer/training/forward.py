@@ -1,6 +1,6 @@
 """What users' ``run_forward_step`` may return, brought to one form: a mean loss and its weight.
 
-- a scalar loss: the weight is the number of labels in the batch, counted by the loader;
+- a scalar loss: the weight is the number of labels in the batch, which the engine knows;
 - ``(loss, n)``: the user says what the mean was taken over;
 - ``(loss, n, {name: value})``: and of what the loss is made; names in ``_loss`` are shown beside
   it, all go to metrics.jsonl; one that is a mean over something else comes as ``(value, n)``;
@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from rapidformer.data.batch import BatchInfo
 from rapidformer.errors import RapidformerError
 from rapidformer.training.loop import ForwardResult
-from rapidformer.training.meter import Mean
+
+Weight = float | torch.Tensor | None
+"""None: nobody has said what the mean was taken over, so the batch's labels are counted."""
 
 
-def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) -> ForwardResult:
+def interpret_forward(returned: Any) -> ForwardResult:
     """The loss and its weight, or an error that says what is expected."""
-    weight: float | torch.Tensor = info.shifted_labels if shifts_labels else info.labels
+    weight: Weight = None
     parts: Any = {}
     if isinstance(returned, Mapping):
         returned = returned.get("loss")
@@ -49,11 +50,11 @@ def interpret_forward(returned: Any, info: BatchInfo, *, shifts_labels: bool) ->
     return ForwardResult(returned, weight, _read_parts(parts, weight))
 
 
-def _read_parts(parts: Any, weight: float | torch.Tensor) -> dict[str, Mean]:
+def _read_parts(parts: Any, weight: Weight) -> dict[str, tuple[torch.Tensor, Weight]]:
     """The numbers that Megatron's loss functions give by name, such as ``lm loss``."""
     if not isinstance(parts, Mapping):
         return {}
-    read: dict[str, Mean] = {}
+    read: dict[str, tuple[torch.Tensor, Weight]] = {}
     for name, value in parts.items():
         is_pair = isinstance(value, tuple) and len(value) == 2
         mean, own = (value[0], _check_weight(value[1])) if is_pair else (value, weight)
@@ -62,7 +63,9 @@ def _read_parts(parts: Any, weight: float | torch.Tensor) -> dict[str, Mean]:
     return read
 
 
-def _check_weight(weight: Any) -> float | torch.Tensor:
+def _check_weight(weight: Any) -> Weight:
+    if weight is None:
+        return None
     is_number = isinstance(weight, (int, float)) or (
         isinstance(weight, torch.Tensor) and weight.numel() == 1
     )

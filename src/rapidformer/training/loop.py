@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.training.closing import describe_results
-from rapidformer.training.meter import Mean, Measurement, Meter
+from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
 from rapidformer.training.stop_signals import StopSignals
@@ -33,16 +33,12 @@ Metrics = dict[str, float]
 
 
 class ForwardResult(NamedTuple):
-    """A micro-batch's mean loss and what the mean was taken over."""
+    """What a forward step returned, in one form; a weight of None is counted by the engine."""
 
     loss: torch.Tensor
-    weight: float | torch.Tensor
-    parts: Mapping[str, Mean] = MappingProxyType({})
+    weight: float | torch.Tensor | None
+    parts: Mapping[str, tuple[torch.Tensor, float | torch.Tensor | None]] = MappingProxyType({})
     """What the loss is made of, by name, each a mean over a weight of its own: only to be shown."""
-
-    @property
-    def means(self) -> dict[str, Mean]:
-        return {**self.parts, "loss": (self.loss, self.weight)}
 
 
 @dataclass(kw_only=True)
@@ -158,7 +154,10 @@ class TrainingLoop:
 
     def _run_epoch(self) -> None:
         attempts = self._attempts
-        for _ in self._iterate_pipelined() if self.engine.has_pipeline else self._iterate():
+        for update in self.engine.iterate_updates(self.loader):
+            results = self.engine.run_update(self.forward, update)
+            for each, result in zip(update, results, strict=True):
+                self.meter.add_micro_batch(result.means, each.info)
             self._lr = self.engine.get_learning_rate()
             self.engine.step()
             self._after_update()
@@ -168,24 +167,6 @@ class TrainingLoop:
             self._after_epoch()
         if attempts == self._attempts:
             raise RapidformerError("the training data gave no batch: is the stream empty?")
-
-    def _iterate(self) -> Iterator[None]:
-        """Run the micro-batches of an epoch, and pause after the last of each update."""
-        for batch in self.loader:
-            result = self.forward(batch)
-            self.engine.backward(result.loss, result.weight)
-            self.meter.add_micro_batch(result.means, self.loader.info)
-            if self.loader.is_update_end:
-                yield
-
-    def _iterate_pipelined(self) -> Iterator[None]:
-        """The same for a model in stages, which several micro-batches pass through at once."""
-        for update in self.engine.iterate_updates(self.loader):
-            results = self.engine.run_update(self.forward, update)
-            for each, result in zip(update, results, strict=True):
-                forwarded = ForwardResult(result.loss, result.weight, result.parts)
-                self.meter.add_micro_batch(forwarded.means, each.info)
-            yield
 
     def _after_update(self) -> None:
         clock = self.engine.clock

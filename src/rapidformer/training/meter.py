@@ -16,13 +16,11 @@ from itertools import islice
 import torch
 
 from rapidformer.data.batch import BatchInfo
+from rapidformer.data.update import Mean
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
 from rapidformer.training.live_loss import LiveLoss
-
-Mean = tuple[torch.Tensor, float | torch.Tensor]
-"""A mean and what it was taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,10 @@ class WeightedSums:
         self.weights: dict[str, float | torch.Tensor] = {}
         self._dtype = dtype
 
-    def add(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
+    def add(self, means: Mapping[str, Mean]) -> None:
         for name, (mean, weight) in means.items():
             # A mean over no labels is not a number, and has no part in the whole either.
-            counts = bool(info.rows) and (isinstance(weight, torch.Tensor) or bool(weight))
+            counts = isinstance(weight, torch.Tensor) or bool(weight)
             value = mean.detach().to(self._dtype or mean.dtype)
             # Zero where it does not count: every process must have every name.
             part = value * weight if counts else torch.zeros_like(value)
@@ -92,7 +90,7 @@ class Meter:
 
     def add_micro_batch(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
         """Add the ``loss``, and what it is made of."""
-        self._update.add(means, info)
+        self._update.add(means)
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots

@@ -119,12 +119,12 @@ class PreTrainer(Template):
 
         The same batches every time, so that losses can be compared.
         """
-        forward = self.make_forward(loader, model)
+        forward = self.make_forward(model)
         rounds = self.args.eval_iters * self.engine.clock.rounds_per_update
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
-        for batch in islice(loader, rounds):
-            sums.add(forward(batch).means, loader.info)
+        for micro_batch in islice(loader.iterate_micro_batches(), rounds):
+            sums.add(self.engine.run_forward(forward, micro_batch).means)
         means = self.combine_means(sums.read_means(self.engine.topology))
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing of how well words are guessed.

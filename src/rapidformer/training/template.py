@@ -20,7 +20,6 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
-from rapidformer.models.plan import shifts_labels
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
 from rapidformer.training.forward import interpret_forward
@@ -48,7 +47,7 @@ class Template(ABC):
     saves_each_epoch = False
     """Whether a checkpoint is kept after each epoch where no interval is given."""
     counts_ahead = False
-    """Whether ``loader.update_info`` is to be known from an update's first micro-batch on."""
+    """Whether each batch gets ``update_counts``: rows and labels of its whole update."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: found by its class."""
 
@@ -216,17 +215,11 @@ class Template(ABC):
         )
         return composed[0]
 
-    def make_forward(self, loader: DistributedLoader, model: Any) -> Callable[[Any], ForwardResult]:
-        """The user's forward step, with the weight of its loss counted."""
-        is_shifted = self.has_shifted_labels
-        if is_shifted is None:
-            is_shifted = shifts_labels(model)
-
-        def forward(batch: Any) -> ForwardResult:
-            returned = self.run_forward_step(self.wrap_batch(batch), model)
-            return interpret_forward(returned, loader.info, shifts_labels=is_shifted)
-
-        return forward
+    def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
+        """The user's forward step as a function of the batch alone."""
+        if self.has_shifted_labels is not None:
+            self.engine.shifts_labels = self.has_shifted_labels
+        return lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model))
 
     def wrap_batch(self, batch: Any) -> Any:
         """What the forward step is handed: the batch itself, unless a template says otherwise."""
@@ -263,7 +256,7 @@ class Template(ABC):
         loop = TrainingLoop(
             self.engine,
             loader,
-            self.make_forward(loader, model),
+            self.make_forward(model),
             train_iters=train_iters,
             reporter=reporter,
             evaluation=evaluation,

@@ -22,7 +22,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from rapidformer.data.batch import describe_batch
+from rapidformer.data.update import UPDATE_COUNTS
 from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
 from rapidformer.optim.update import scale_loss
@@ -68,7 +68,7 @@ def make_objective(kind: str, **said: bool) -> NextToken:
 
 def compute(kind: str, model: Any, text: torch.Tensor, **said: bool) -> tuple[Any, Any]:
     batch = {"text": text}
-    returned = make_objective(kind, **said).compute_loss(model, batch, describe_batch(batch), None)
+    returned = make_objective(kind, **said).compute_loss(model, batch)
     return returned[0], returned[1]
 
 
@@ -144,15 +144,15 @@ def test_terms_of_bert_are_means_over_the_whole_update() -> None:
         "next_sentence_label": torch.tensor([0, 1, 1, 0]),
     }
     objective = HiddenTokensAndOrder(make_args(), TOKENIZER)
-    whole_info = describe_batch(batch)
-    whole, total, parts = objective.compute_loss(model, batch, whole_info, whole_info)
+    whole, total, parts = objective.compute_loss(model, batch)
     torch.testing.assert_close(whole, model(**batch).loss)
     assert [weight for _, weight in parts.values()] == [8, 4]
     torch.testing.assert_close(whole, sum(part for part, _ in parts.values()))
     summed = torch.zeros(())
     for rows in (slice(0, 1), slice(1, 4)):
         piece = {name: value[rows] for name, value in batch.items()}
-        loss, weight, _ = objective.compute_loss(model, piece, describe_batch(piece), whole_info)
+        piece[UPDATE_COUNTS] = torch.tensor([4, 8])
+        loss, weight, _ = objective.compute_loss(model, piece)
         summed = summed + loss * weight
     torch.testing.assert_close(summed / total, whole)
 

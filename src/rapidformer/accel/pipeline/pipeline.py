@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,7 @@ from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
 from rapidformer.config import Settings
+from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
@@ -40,18 +41,6 @@ from rapidformer.models.plan import ModelPlan
 
 # A lookup has no product to compute, but its weights are kept and updated like any others.
 _LOOKUP_COST = 0.1
-
-Means = Mapping[str, tuple[Tensor, float | Tensor]]
-
-
-@dataclass(kw_only=True)
-class MicroBatchResult:
-    """What the last stage knows of a micro-batch."""
-
-    loss: Tensor
-    weight: float | Tensor
-    parts: Means
-
 
 Compute = Callable[[int], tuple[Tensor, MicroBatchResult]]
 """The user's forward step for a micro-batch, by number: what to back-propagate, what to show."""

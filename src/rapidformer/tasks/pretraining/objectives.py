@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from rapidformer.data.batch import IGNORED_LABEL, BatchInfo
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.pretraining import get_ltor_masks_and_position_ids
+from rapidformer.data.update import UPDATE_COUNTS
 
 if TYPE_CHECKING:
     from rapidformer.config import Settings
     from rapidformer.data.tokenizers import Tokenizer
 
-Part = torch.Tensor | tuple[torch.Tensor, float]
-Loss = tuple[torch.Tensor, float | torch.Tensor, dict[str, Part]]
-"""A mean, what it was taken over, and what it is made of (with a count, if over something else)."""
+Part = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
+Loss = tuple[torch.Tensor, float | torch.Tensor | None, dict[str, Part]]
+"""A mean, what it was taken over (None: the labels), and what it is made of, each with a count of
+its own if it is a mean over something else."""
 
 
 class Objective(ABC):
@@ -36,17 +38,15 @@ class Objective(ABC):
     has_order_head = False
     """Whether the model also tells if two pieces of text were swapped."""
     counts_ahead = False
-    """Whether ``compute_loss`` needs the counts of the whole update."""
+    """Whether ``compute_loss`` needs the counts of the whole update, as ``update_counts``."""
 
     def __init__(self, args: Settings, tokenizer: Tokenizer) -> None:
         self.args = args
         self.tokenizer = tokenizer
 
     @abstractmethod
-    def compute_loss(
-        self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
-    ) -> Loss:
-        """The loss of a micro-batch; ``update`` has the counts of its update, in training."""
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+        """The loss of a micro-batch."""
 
     def combine_means(self, means: dict[str, float]) -> dict[str, float]:
         """An evaluation's loss and its parts, from the means over all the data."""
@@ -69,16 +69,14 @@ class NextToken(Objective):
     name = "gpt"
     auto_class = "AutoModelForCausalLM"
 
-    def compute_loss(
-        self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
-    ) -> Loss:
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
         text = batch["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         hidden, positions, counted = self.get_masks(tokens)
         losses, extra = self.get_token_losses(model, tokens, labels, hidden, positions)
         if counted is None:
             # Every row has as many tokens as any other.
-            weight: float | torch.Tensor = info.rows
+            weight: float | torch.Tensor = len(text)
             mean = losses.mean()
         else:
             weight = counted.sum()
@@ -153,10 +151,9 @@ class HiddenTokens(Objective):
     def count_added_tokens(self) -> int:
         return self.tokenizer.own_vocab_size  # random words
 
-    def compute_loss(
-        self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
-    ) -> Loss:
-        return _get_mean(model(**_get_inputs(batch)).logits, batch["labels"]), info.labels, {}
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+        logits, labels = model(**_get_inputs(batch)).logits, batch["labels"]
+        return _get_mean(logits, labels), None, {}
 
 
 class HiddenTokensAndOrder(HiddenTokens):
@@ -166,9 +163,7 @@ class HiddenTokensAndOrder(HiddenTokens):
     has_order_head = True
     counts_ahead = True
 
-    def compute_loss(
-        self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
-    ) -> Loss:
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
         outputs = model(**_get_inputs(batch))
         order_logits = getattr(outputs, "seq_relationship_logits", None)
         if order_logits is None:
@@ -178,13 +173,14 @@ class HiddenTokensAndOrder(HiddenTokens):
         # One is a mean over hidden tokens, the other over rows, and rows differ in hidden tokens:
         # some have none. So that both are means over the whole update, whatever the micro-batches,
         # the first is brought to the weight of the second.
-        whole = update or info
-        per_row = words / len(order_logits) * (whole.rows / max(whole.labels, 1))
+        rows, labels = len(order_logits), _count(batch["labels"])
+        all_rows, all_labels = batch.get(UPDATE_COUNTS, (rows, labels))
+        per_row = words / rows * (all_rows / all_labels.clamp(min=1))
         parts: dict[str, Part] = {
-            "lm_loss": (words / max(info.labels, 1), info.labels),
-            "sop_loss": (order, info.rows),
+            "lm_loss": (words / labels.clamp(min=1), labels),
+            "sop_loss": (order, rows),
         }
-        return per_row + order, info.rows, parts
+        return per_row + order, rows, parts
 
     def combine_means(self, means: dict[str, float]) -> dict[str, float]:
         return means | {"loss": means["lm_loss"] + means["sop_loss"]}
@@ -196,9 +192,7 @@ class HiddenSpans(Objective):
     name = "t5"
     auto_class = "AutoModelForSeq2SeqLM"
 
-    def compute_loss(
-        self, model: Any, batch: Mapping[str, Any], info: BatchInfo, update: BatchInfo | None
-    ) -> Loss:
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
         labels, inputs = batch["labels"], _get_inputs(batch)
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
@@ -206,7 +200,7 @@ class HiddenSpans(Objective):
         else:
             # It shifts them in its forward alone, and computes a loss that nobody needs.
             inputs["labels"] = labels
-        return _get_mean(model(**inputs, use_cache=False).logits, labels), info.labels, {}
+        return _get_mean(model(**inputs, use_cache=False).logits, labels), None, {}
 
     def count_added_tokens(self) -> int:
         return self.tokenizer.vocab_size  # the sentinels come last
@@ -217,9 +211,13 @@ class HiddenSpans(Objective):
 
 
 def _get_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in batch.items() if key not in ("labels", "next_sentence_label")
-    }
+    others = ("labels", "next_sentence_label", UPDATE_COUNTS)
+    return {key: value for key, value in batch.items() if key not in others}
+
+
+def _count(labels: torch.Tensor) -> torch.Tensor:
+    """Labels that the loss averages over; stays on the device."""
+    return (labels != IGNORED_LABEL).sum()
 
 
 def _get_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rapidformer.context import get_tokenizer
-from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
@@ -49,12 +48,9 @@ class TaskPreTrainer(PreTrainer):
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         return build_model(self.objective), None, None
 
-    def make_forward(self, loader: DistributedLoader, model: Any) -> Callable[[Any], ForwardResult]:
-        def forward(batch: Any) -> ForwardResult:
-            returned = self.objective.compute_loss(model, batch, loader.info, loader.update_info)
-            return interpret_forward(returned, loader.info, shifts_labels=False)
-
-        return forward
+    def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
+        self.engine.shifts_labels = False  # objectives compare each position with its own label
+        return lambda batch: interpret_forward(self.objective.compute_loss(model, batch))
 
     def combine_means(self, means: Metrics) -> Metrics:
         return self.objective.combine_means(means)

@@ -1,0 +1,68 @@
+"""An update as a value: its micro-batches, each with the facts the loader knows about it.
+
+Nothing here changes once it is made. Whoever holds an update can run it, run it again or look at
+it, without asking the loader where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from rapidformer.data.batch import BatchInfo
+
+Mean = tuple[torch.Tensor, float | torch.Tensor]
+"""A mean and the number of things it was taken over."""
+
+UPDATE_COUNTS = "update_counts"
+"""Key of a batch: rows and labels of its whole update, over all processes."""
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward pass on one process."""
+
+    batch: Any
+    info: BatchInfo
+    """Rows, labels and tokens; all zero for a filler."""
+    is_filler: bool
+    """Whether it only keeps this process in step with the others; its loss has no weight."""
+    is_last: bool
+    """Whether it ends its update."""
+    epoch: int
+    number: int
+    """Its place among all micro-batches of the epoch, the same for any number of processes."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The micro-batches of one optimizer step on this process."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        return self.micro_batches[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchResult:
+    """What a forward pass made of a micro-batch."""
+
+    loss: torch.Tensor
+    """The mean loss."""
+    weight: float | torch.Tensor
+    """What the mean was taken over: labels or rows; 0 for a filler."""
+    parts: Mapping[str, Mean] = field(default_factory=dict)
+    """What the loss is made of, by name. Only shown, never back-propagated."""
+
+    @property
+    def means(self) -> dict[str, Mean]:
+        return {**self.parts, "loss": (self.loss, self.weight)}

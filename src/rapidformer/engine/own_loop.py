@@ -1,0 +1,74 @@
+"""The thin adapter between a loop of the user's own and the engine.
+
+``for batch in loader: ... engine.backward(loss)`` names neither the micro-batch nor its facts. The
+adapter watches what the loaders hand out and remembers the micro-batch that the loop has in hand;
+``backward`` and ``gather`` look it up here. ``run_update`` needs none of this to train: an update
+carries its facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import MicroBatch
+from rapidformer.dist.heartbeat import beat
+from rapidformer.optim.update import UpdateClock
+
+
+class OwnLoop:
+    """What a user's loop has in hand."""
+
+    def __init__(self, clock: UpdateClock) -> None:
+        self._clock = clock
+        self.in_training: MicroBatch | None = None
+        """The micro-batch in hand, if it is of the training data."""
+        self._in_hand: MicroBatch | None = None
+        self._rows = 0
+        self._ended_with_filler = False
+
+    def watch(self, loader: DistributedLoader, *, is_training: bool) -> None:
+        """Remember from now on what the loader hands out."""
+        loader.follow = self._follow_training if is_training else self._follow_evaluation
+
+    @contextmanager
+    def holding(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """A forward step of ``run_update`` runs: ``gather`` inside must know on what."""
+        before, self._in_hand = self._in_hand, micro_batch
+        try:
+            yield
+        finally:
+            self._in_hand = before
+
+    def ends_with_filler(self, rows: int) -> bool:
+        """Whether results of so many rows, made from batches of this pass, end with a filler's.
+
+        True for a filler's own row while it is worked on, and for all rows of the pass joined.
+        """
+        if self._in_hand is not None and self._in_hand.is_filler and rows == 1:
+            return True
+        return self._ended_with_filler and rows == self._rows
+
+    def _follow_training(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for each in self._follow(micro_batches):
+            self.in_training = each
+            beat("forward", self._clock.updates + 1)
+            yield each
+        # Its update has ended. What comes next, from wherever, starts another.
+        self.in_training = None
+
+    def _follow_evaluation(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for each in self._follow(micro_batches):
+            self.in_training = None
+            beat("evaluate", self._clock.updates)
+            yield each
+
+    def _follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        self._rows, self._ended_with_filler = 0, False
+        for each in micro_batches:
+            self._in_hand = each
+            self._ended_with_filler = each.is_filler
+            self._rows += each.info.rows or 1
+            yield each
+        self._in_hand = None
