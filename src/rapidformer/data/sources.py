@@ -83,7 +83,7 @@ def _check_exists(text: str, setting: str) -> Path:
         raise DataError(
             f"{flag} {text}: there is no such file or folder (nor a folder {path.parent})."
         )
-    raise DataError(f"{flag} {text}: there is no such file or folder.{suggest_path(path)}")
+    raise DataError(f"{flag} {text}: no such file or folder.{suggest_path(path)}")
 
 
 def _find_sub_folder(folder: Path, name: str | None) -> Path:

@@ -165,10 +165,10 @@ class TestLongIndexes:
 
 def test_a_missing_half_is_named(tmp_path: Path) -> None:
     (tmp_path / "half.bin").write_bytes(GOLDEN_BIN)
-    with pytest.raises(IndexedDataError, match=r"half.idx is missing, though its .bin is there"):
+    with pytest.raises(IndexedDataError, match=r"half.idx is missing, although its .bin is there"):
         open_indexed(tmp_path / "half")
     (tmp_path / "half.bin").rename(tmp_path / "half.idx")
-    with pytest.raises(IndexedDataError, match=r"half.bin is missing, though its .idx is there"):
+    with pytest.raises(IndexedDataError, match=r"half.bin is missing, although its .idx is there"):
         open_indexed(tmp_path / "half")
 
 

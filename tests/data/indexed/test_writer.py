@@ -192,7 +192,7 @@ def test_an_unfinished_document_is_refused(tmp_path: Path) -> None:
     with unfinished, IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_document([1], [1])
         writer.add_item([1])
-        with pytest.raises(IndexedDataError, match="the document at hand has to end"):
+        with pytest.raises(IndexedDataError, match="end the current document"):
             writer.add_document([2], [1])
     assert list_names(tmp_path) == []
 

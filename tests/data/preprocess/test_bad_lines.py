@@ -18,7 +18,7 @@ BAD: dict[str, tuple[object, str]] = {
     "no key 'text'": ({"body": "1"}, "its keys: body"),
     "'text' is not a string": ({"text": [1, 2]}, "list: "),
     "not UTF-8": (b'{"text": "\xff"}', "byte 10 of the line"),
-    "refused by the tokenizer": ({"text": "1 x"}, "whole numbers"),
+    "refused by the tokenizer": ({"text": "1 x"}, "integers"),
 }
 
 

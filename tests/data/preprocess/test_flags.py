@@ -254,18 +254,18 @@ def test_all_problems_are_told_at_once(command: Command, tmp_path: Path) -> None
         "--workers many is not a whole number.",
         "--part-megabytes -1 is not a positive number.",
         "GPT2BPETokenizer needs --merge-file.",
-        "--vocab-file no.json: there is no such file.",
+        "--vocab-file no.json: no such file.",
         "--lang englisch is unknown", "Did you mean english?",
         "--text-documents line is unknown", "Did you mean lines?",
         "--max-documents must be positive.",
         "--output-prefix is missing",
-        "--input corpus.json: there is no such file or folder. Did you mean corpus.jsonl?",
+        "--input corpus.json: no such file or folder. Did you mean corpus.jsonl?",
     )  # fmt: skip
 
 
 def test_nothing_given(command: Command) -> None:
     done = command("preprocess")
-    _check_fails(done, "--input is missing", "--output-prefix is missing", "which tokenizer?")
+    _check_fails(done, "--input is missing", "--output-prefix is missing", "no tokenizer: give")
 
 
 def test_a_word_without_a_flag(preprocess: Command) -> None:

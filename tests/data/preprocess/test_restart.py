@@ -65,13 +65,13 @@ def test_finished_parts_are_not_made_again(
     stopped = _run_until(3, tmp_path, corpus, KeyboardInterrupt())
     assert isinstance(stopped, KeyboardInterrupt)
     assert "stopped; 3 finished parts stay in" in caplog.text
-    assert "the same command goes on from there" in caplog.text
+    assert "the same command continues from there" in caplog.text
     assert not list(tmp_path.glob("out*.bin"))
     encoded.clear()
     summary = run(tmp_path, corpus, **PART)
     assert encoded == list(range(3, whole.parts))
     assert summary.reused_parts == 3
-    assert "going on: 3 finished parts" in caplog.text
+    assert "resuming: 3 finished parts" in caplog.text
     name = "out_text_document"
     assert read_bytes(tmp_path / name) == read_bytes(tmp_path / "whole" / name)
     assert summary.counts == whole.counts

@@ -1,4 +1,4 @@
-"""Megatron's ``.bin/.idx`` files: tokens of documents on disk, read by mapping them."""
+"""Megatron's ``.bin/.idx`` files: the tokens of documents on disk, memory-mapped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Does an index fit itself and its ``.bin``?
+"""Check an index against itself and its ``.bin``.
 
-What a reader would get wrong: an index of more than ``THOROUGH_LIMIT`` sequences is looked at only
-at its two ends when it is opened, so that ten million documents open in milliseconds.
-``IndexedDataset.check()``, ``data info`` and ``data merge`` look at every entry, block by block.
+When an index of more than ``THOROUGH_LIMIT`` sequences is opened, only its two ends are checked, so
+that ten million documents open in milliseconds. ``IndexedDataset.check()``, ``data info`` and
+``data merge`` check every entry, block by block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BLOCK = 1 << 20
 
 
 def find_problems(index: Index, data_bytes: int, *, thorough: bool = False) -> list[str]:
-    """What is wrong, in words; everything is looked at where a first look finds something."""
+    """All problems found; if a quick check finds one, everything is checked."""
     problems = _find_bad_ends(index, data_bytes)
     if thorough or problems or index.sizes.size <= THOROUGH_LIMIT or _is_suspect(index):
         found = (_find_bad_size(index), _find_bad_pointer(index), _find_bad_mark(index))
@@ -25,7 +25,7 @@ def find_problems(index: Index, data_bytes: int, *, thorough: bool = False) -> l
 
 
 def _is_suspect(index: Index) -> bool:
-    """Is something wrong at the ends that the thorough look puts into words?"""
+    """Whether the ends show a problem; the thorough check then describes it."""
     last = int(index.pointers[-1]) * index.pointer_bytes
     return bool(index.sizes[-1] < 0 or index.pointers[0] != 0 or last % index.dtype.itemsize)
 

@@ -1,7 +1,6 @@
-"""Tokens and counts as callers hand them over, in the types of the files.
+"""Convert callers' tokens and counts to the types of the files.
 
-What a reader would get wrong: numpy wraps an id that is too large for its type around to another
-id. Here it is refused.
+numpy silently wraps an id that is too large for its type around to another id. Here it is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from rapidformer.data.indexed.layout import DTYPES, IndexedDataError
 
 
 def choose_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """The smallest type for the ids of a vocabulary, by Megatron's rule."""
+    """The smallest type for a vocabulary's ids, by Megatron's rule."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
 
 
 def get_dtype_code(dtype: np.dtype[Any]) -> int:
-    """The number that stands for a type in an index."""
+    """The code for a type in an index."""
     for code, known in DTYPES.items():
         if known == dtype:
             return code
@@ -53,7 +52,7 @@ def convert_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype[Any]) -> 
 
 
 def convert_counts(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    """Lengths or numbers of sequences as int64."""
+    """Lengths or sequence counts as int64."""
     counts = np.asarray(values)
     if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
         raise IndexedDataError(
@@ -67,5 +66,5 @@ def convert_counts(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
 def _get_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
     if dtype.kind != "f":
         return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-    exact = 2 ** (int(np.finfo(dtype).nmant) + 1)  # beyond it a float skips whole numbers
+    exact = 2 ** (int(np.finfo(dtype).nmant) + 1)  # beyond this, floats skip integers
     return -exact, exact

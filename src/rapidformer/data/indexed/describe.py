@@ -1,4 +1,4 @@
-"""What a pair of files holds, in numbers: the facts behind ``rapidformer data info``."""
+"""The facts about a pair of files that ``rapidformer data info`` prints."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rapidformer.data.indexed.reader import IndexedDataset
 
 
 def describe_indexed(prefix: str | Path) -> dict[str, Any]:
-    """Counts, types, bytes and lengths of a pair, every entry of whose index is checked.
+    """Counts, types, bytes and lengths of a pair, after checking its whole index.
 
-    A damaged pair gives its ``damage``, a list of reasons, instead of the counts.
+    For a damaged pair: its ``damage``, a list of reasons, instead of the counts.
     """
     stem = strip_ending(prefix)
     facts: dict[str, Any] = {
@@ -47,7 +47,7 @@ def describe_indexed(prefix: str | Path) -> dict[str, Any]:
 
 
 def measure_documents(dataset: IndexedDataset) -> np.ndarray:
-    """The tokens of each document."""
+    """Tokens per document."""
     ends = np.zeros(len(dataset) + 1, np.int64)
     np.cumsum(dataset.sizes, out=ends[1:])
     return np.diff(ends[dataset.doc_idx])

@@ -1,8 +1,7 @@
-"""The bytes of Megatron's ``.idx`` files, and how a pair of files is named.
+"""The layout of Megatron's ``.idx`` files, and how a pair of files is named.
 
-What a reader would get wrong: the header has 34 bytes, so every array of the index starts unaligned
-and is read as it lies. Pointers count bytes, ``doc_idx`` counts sequences and has one entry more
-than there are documents.
+The header has 34 bytes, so every array in the index is unaligned and is read in place. Pointers
+count bytes; ``doc_idx`` counts sequences and has one entry more than there are documents.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class IndexedDataError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What an ``.idx`` file says; the arrays are views of the mapped file."""
+    """The contents of an ``.idx`` file; the arrays are views of the mapped file."""
 
     format: str
     dtype: np.dtype[Any]
     sizes: np.ndarray
     pointers: np.ndarray
-    """Where each sequence starts in the ``.bin``, in steps of ``pointer_bytes``."""
+    """Where each sequence starts in the ``.bin``, in units of ``pointer_bytes``."""
     pointer_bytes: int
     doc_idx: np.ndarray
     modes: np.ndarray | None = None
@@ -74,24 +73,24 @@ class Index:
 
 
 def get_data_path(prefix: str | Path) -> Path:
-    """The file of tokens."""
+    """The file that holds the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def get_index_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence lies."""
+    """The file that says where each sequence is."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def strip_ending(prefix: str | Path) -> str:
-    """The prefix of a pair, also where one of its two files was named."""
+    """The prefix of a pair; either of its two files may be given."""
     text = os.fspath(prefix)
     is_named_so = is_file(get_index_path(text))
     return text[:-4] if text.endswith((".bin", ".idx")) and not is_named_so else text
 
 
 def name_target(prefix: str | Path) -> str:
-    """The prefix under which a pair shall be written."""
+    """The prefix to write a pair to."""
     text = os.fspath(prefix)
     stem = text[:-4] if text.endswith((".bin", ".idx")) else text
     if not Path(stem).name or stem.endswith(("/", os.sep)):
@@ -103,7 +102,7 @@ def name_target(prefix: str | Path) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Is the file there? A folder that may not be entered is an error, not a no."""
+    """Whether the file exists. A folder without access permission is an error, not a no."""
     try:
         return path.is_file()
     except OSError as error:
@@ -111,13 +110,13 @@ def is_file(path: Path) -> bool:
 
 
 def has_indexed(prefix: str | Path) -> bool:
-    """Are both files there?"""
+    """Whether both files exist."""
     stem = strip_ending(prefix)
     return is_file(get_data_path(stem)) and is_file(get_index_path(stem))
 
 
 def list_prefixes(folder: Path) -> list[str]:
-    """Every name in a folder that has an ``.idx`` or a ``.bin``, without the ending, sorted."""
+    """Every name in a folder that has an ``.idx`` or ``.bin``, without the suffix, sorted."""
     try:
         names = {p.stem for p in folder.iterdir() if p.suffix in (".idx", ".bin") and p.is_file()}
     except OSError:
@@ -126,7 +125,7 @@ def list_prefixes(folder: Path) -> list[str]:
 
 
 def check_files_exist(prefix: str) -> None:
-    """Refuse a prefix that lacks a file, naming what lies near it."""
+    """Refuse a prefix that lacks a file, and suggest similar names."""
     missing = [p for p in (get_data_path(prefix), get_index_path(prefix)) if not is_file(p)]
     if len(missing) == 2:
         names = f"{missing[0]} and {missing[1].name}"
@@ -134,7 +133,7 @@ def check_files_exist(prefix: str) -> None:
     if missing:
         there = ".idx" if missing[0].suffix == ".bin" else ".bin"
         raise IndexedDataError(
-            f"{missing[0]} is missing, though its {there} is there: only the two together can be "
+            f"{missing[0]} is missing, although its {there} is there: only the two together can be "
             "read.",
             prefix,
         )
@@ -168,7 +167,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
             if os.fstat(file.fileno()).st_size == 0:
                 return b""
             if sys.version_info >= (3, 13):
-                # Without a descriptor of its own: a blend may map thousands of files.
+                # Without keeping a file descriptor: a blend may map thousands of files.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, trackfd=False)
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
@@ -178,7 +177,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 
 def load_mmap_index(prefix: str, mapped: mmap.mmap | bytes, data_bytes: int) -> Index:
-    """Read the header and lay views over the arrays; what they hold is checked elsewhere."""
+    """Read the header and create views of the arrays; their contents are checked elsewhere."""
     name = get_index_path(prefix).name
     if len(mapped) < HEADER.size:
         raise IndexedDataError(

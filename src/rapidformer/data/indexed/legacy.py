@@ -1,8 +1,8 @@
 """The index of Megatron's older format, written with ``--dataset-impl lazy`` or ``cached``.
 
-What a reader would get wrong: its offsets count elements of ``element_size`` bytes, not bytes, and
-the size of a float is told by the files rather than by the dtype code. Only the index differs: the
-``.bin`` is the same run of tokens, so both are mapped and read by the same code.
+Its offsets count elements of ``element_size`` bytes, not bytes, and the size of a float follows
+from the files rather than the dtype code. Only the index differs: the ``.bin`` holds the same
+tokens, so the same code maps and reads both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADER = struct.Struct("<8sQQQQQQ")  # magic, version, dtype, element size, N, s
 
 
 def load_legacy_index(prefix: str, mapped: mmap.mmap | bytes, data_bytes: int) -> Index:
-    """Read the header and lay views over the offsets and marks; the sizes become int32."""
+    """Read the header and create views of the offsets and boundaries; the sizes become int32."""
     name = get_index_path(prefix).name
     assert mapped[: len(LEGACY_MAGIC)] == LEGACY_MAGIC
     if len(mapped) < HEADER.size:
@@ -72,7 +72,7 @@ def _lay_views(prefix: str, mapped: mmap.mmap | bytes, data_bytes: int) -> Index
     dtype = DTYPES[code]
     total = int(sizes.sum(dtype=np.int64))
     if dtype.kind == "f" and total and data_bytes in (4 * total, 8 * total):
-        # The writers of the time gave doubles an element of 4 bytes, or floats the code of doubles.
+        # Writers of the time gave doubles an element size of 4, or floats the code of doubles.
         dtype = np.dtype(f"<f{data_bytes // total}")
     if element_bytes not in (1, 2, 4, 8) or dtype.itemsize % element_bytes:
         problem = f"says {element_bytes} bytes per token, but {dtype.name} has {dtype.itemsize}."

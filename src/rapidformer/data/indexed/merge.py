@@ -1,4 +1,4 @@
-"""Several pairs joined into one, as if all had been written in one go."""
+"""Join several pairs into one, as if everything had been written in one go."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rapidformer.data.indexed.writer import IndexedWriter
 
 
 def merge_indexed(prefixes: Iterable[str | Path], output_prefix: str | Path) -> None:
-    """Write the sequences and documents of all the pairs, in the order given, as one pair.
+    """Write the sequences and documents of all pairs, in the given order, as one pair.
 
-    Pairs of the older lazy/cached format may be among them; what is written is always mmap.
+    Pairs in the older lazy/cached format are accepted; the output is always mmap.
     """
     names = [strip_ending(prefix) for prefix in prefixes]
     if not names:
@@ -36,7 +36,7 @@ def merge_indexed(prefixes: Iterable[str | Path], output_prefix: str | Path) -> 
 
 
 def _open_all(names: list[str]) -> list[IndexedDataset]:
-    """Every part, checked to its last entry: what is merged is not looked at again."""
+    """Open every part and check every entry: nothing is checked again later."""
     parts, problems = [], []
     for name in names:
         try:

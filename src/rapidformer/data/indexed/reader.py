@@ -1,7 +1,7 @@
-"""Reading a ``.bin/.idx`` pair without loading it.
+"""Read a ``.bin/.idx`` pair without loading it.
 
-What a reader would get wrong: what comes back is a read-only view of the mapped file, valid for as
-long as it is held; copy it (``.astype(np.int64)``) before changing it.
+Results are read-only views of the mapped file, valid as long as you hold them. Copy
+(``.astype(np.int64)``) before modifying.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _BLOCK = 8 * 1024 * 1024
 
 
 class IndexedDataset:
-    """The sequences of a pair of files. Pickled, it takes its name along and opens it again."""
+    """The sequences of a pair of files. Pickling stores only the name; unpickling reopens the
+    files.
+    """
 
     def __init__(self, prefix: str | Path, impl: str = "infer") -> None:
         self._open(strip_ending(prefix), impl)
@@ -47,8 +49,8 @@ class IndexedDataset:
         self.dtype: np.dtype[Any] = self._index.dtype
         self.sizes = self._index.sizes
         self.doc_idx = self._index.doc_idx
-        # One array over the whole file: a slice of it costs a third of a new array per sequence,
-        # and a tenth of a slice of numpy's own memmap.
+        # One array over the whole file: slicing it takes a third of the time of a new array per
+        # sequence, and a tenth of slicing numpy's memmap.
         self._tokens = np.frombuffer(data, self.dtype) if data else np.empty(0, self.dtype)
         self._count = int(self._tokens.size)
         self._pointers = self._index.pointers
@@ -56,7 +58,7 @@ class IndexedDataset:
 
     @property
     def format(self) -> str:
-        """mmap, or cached for the older format that was written as lazy or cached."""
+        """``mmap``, or ``cached`` for the older format written as lazy or cached."""
         return self._index.format
 
     @property
@@ -72,26 +74,26 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all sequences together."""
+        """The number of tokens in all sequences."""
         return self._count
 
     @property
     def num_documents(self) -> int:
-        """Documents, each of one or more sequences."""
+        """The number of documents, each of one or more sequences."""
         return int(self.doc_idx.size) - 1
 
     def __len__(self) -> int:
         return int(self.sizes.size)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """The tokens of one sequence, or ``length`` of them from ``offset`` on."""
+        """The tokens of one sequence, or ``length`` of them starting at ``offset``."""
         size = self.sizes.item(index)
         if length is None:
             length = size - offset
         start = self._pointers.item(index) // self._steps + offset
         stop = start + length
-        # Of a long index the middle was not checked at opening, and a slice beyond the file would
-        # silently give fewer tokens.
+        # The middle of a long index was not checked on opening, and a slice beyond the end of the
+        # file would silently be shorter.
         if offset < 0 or length < 0 or offset + length > size or start < 0 or stop > self._count:
             raise self._describe_range(index, offset, length)
         return self._tokens[start:stop]
@@ -112,10 +114,10 @@ class IndexedDataset:
         return [self.get(i) for i in range(start, stop)]
 
     def read_tokens(self, start: int, length: int) -> np.ndarray:
-        """``length`` tokens from the ``start``-th of the whole file on, across sequences.
+        """``length`` tokens starting at token ``start`` of the whole file, across sequences.
 
-        The file holds the sequences one after the other, so this is the cheapest way to a run of
-        neighbouring ones; sequence ``i`` starts at ``pointers[i] // dtype.itemsize``.
+        Sequences are stored back to back, so this is the cheapest way to read neighbouring ones;
+        sequence ``i`` starts at ``pointers[i] // dtype.itemsize``.
         """
         if start < 0 or length < 0 or start + length > self._count:
             raise IndexError(
@@ -124,7 +126,7 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def check(self) -> None:
-        """Look at every entry of the index and refuse what does not fit."""
+        """Check every entry of the index; raise if anything is wrong."""
         data_bytes = self._count * self.dtype.itemsize
         self._refuse(find_problems(self._index, data_bytes, thorough=True))
 
@@ -164,7 +166,7 @@ class IndexedDataset:
 def open_indexed(
     prefix: str | Path, impl: str = "infer", *, warmup: bool = False
 ) -> IndexedDataset:
-    """Open a pair by its prefix; ``warmup`` reads both files once, so that they are in memory."""
+    """Open a pair by its prefix; ``warmup`` reads both files once to bring them into memory."""
     dataset = IndexedDataset(prefix, impl)
     if warmup:
         for path in (get_index_path(dataset.prefix), get_data_path(dataset.prefix)):
@@ -188,7 +190,7 @@ def _load_index(prefix: str, impl: str, data_bytes: int) -> Index:
     else:
         raise IndexedDataError(
             f"{path.name} starts with {bytes(mapped[:9])!r}, which is neither {MMAP_MAGIC!r} "
-            f"(mmap) nor {LEGACY_MAGIC!r} (lazy, cached): it is no index of Megatron's.",
+            f"(mmap) nor {LEGACY_MAGIC!r} (lazy, cached): it is not a Megatron index.",
             prefix,
         )
     if impl not in ("infer", found) and (impl, found) != ("lazy", "cached"):

@@ -1,8 +1,8 @@
-"""Files that grow beside their target under another name, each written by one process alone.
+"""Files that are written beside their target under a temporary name, each by a single process.
 
-What a reader would get wrong: the staging name is always the same, so that what a killed process
-left behind is written over instead of filling the disk. A lock keeps two living ones apart; it
-knows processes alone, so two writers inside one process are kept apart by a table.
+The temporary name is always the same, so leftovers of a killed process are overwritten instead of
+filling the disk. A lock keeps two live processes apart. It works per process, so a table keeps two
+writers within one process apart.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weakref import WeakValueDictionary
 from rapidformer.data.indexed.layout import IndexedDataError
 
 _BUFFER = 1 << 20
-# Forgotten writers drop out; a forked worker finds none of its parent's, whose lock it lacks.
+# Dropped writers disappear; a forked worker sees none of its parent's, since it lacks the lock.
 _open_here: WeakValueDictionary[tuple[int, int, int], BinaryIO] = WeakValueDictionary()
 
 
 def get_staging(target: Path) -> Path:
-    """Where a file is written before it has its name."""
+    """Where a file is written before it gets its final name."""
     return target.with_name(f".{target.name}.part")
 
 
@@ -35,7 +35,7 @@ def open_staging(target: Path) -> BinaryIO:
         file = os.fdopen(descriptor, "wb", buffering=_BUFFER)
         try:
             _lock(file, target)
-            # Whoever held the lock may have given the file its final name meanwhile.
+            # Whoever held the lock may have renamed the file meanwhile.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
                 file.truncate(0)
                 _open_here[_get_key(path)] = file
@@ -47,7 +47,7 @@ def open_staging(target: Path) -> BinaryIO:
 
 
 def force_folder(folder: Path) -> None:
-    """Force the names in a folder to disk, where the system can."""
+    """Flush a folder's entries to disk, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -57,7 +57,7 @@ def force_folder(folder: Path) -> None:
 
 
 def _check_not_open_here(path: Path, target: Path) -> None:
-    # Before the file is opened: closing a second descriptor would end the first one's lock.
+    # Before opening the file: closing a second descriptor would release the first one's lock.
     file = _open_here.get(_get_key(path)) if path.exists() else None
     if file is not None and not file.closed:
         raise IndexedDataError(
@@ -77,12 +77,11 @@ def _lock(file: BinaryIO, target: Path) -> None:
     except ImportError:  # no such locks on Windows
         return
     try:
-        # A record lock: it ends with this process, whatever its forked workers still hold open.
+        # A record lock ends with this process, whatever its forked workers still hold open.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise IndexedDataError(
-                f"another process is writing {target} at this moment: wait for it, or choose "
-                "another name."
+                f"another process is writing {target}: wait for it, or choose another name."
             ) from None
-        # A file system without locks: the user keeps processes apart.
+        # A file system without locks: the user has to keep processes apart.

@@ -1,8 +1,8 @@
-"""Writing a ``.bin/.idx`` pair, byte for byte as Megatron does.
+"""Write a ``.bin/.idx`` pair, byte for byte as Megatron does.
 
-What a reader would get wrong: nothing has its final name before ``finalize``. Both files grow
-beside the target under a staging name; then an older ``.idx`` of the name is removed, the ``.bin``
-takes its place and the ``.idx`` last, so that an index never stands beside another file's tokens.
+Nothing has its final name before ``finalize``. Both files grow beside the target under a temporary
+name; then an older ``.idx`` of that name is removed, the ``.bin`` is renamed, and the ``.idx``
+last, so that an index never stands beside another file's tokens.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Tokens = np.ndarray | Sequence[int]
 
 
 class IndexedWriter:
-    """Writes sequences and the ends of documents; a ``with`` block finalizes or cleans up.
+    """Writes sequences and document boundaries; a ``with`` block finalizes or cleans up.
 
-    ``fsync=False`` leaves it to the system when the bytes reach the disk, for parts that are
-    written again after a power cut anyway.
+    ``fsync=False`` lets the system decide when the bytes reach the disk, for parts that would be
+    rewritten after a power cut anyway.
     """
 
     def __init__(self, prefix: str | Path, dtype: Any = np.int32, *, fsync: bool = True) -> None:
@@ -52,7 +52,7 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = get_dtype_code(self.dtype)
         self._fsync = fsync
-        # Arrays of machine integers: a list of ten million Python ones would take 400 MB.
+        # Arrays of machine integers: a list of ten million Python integers would take 400 MB.
         self._sizes = array("i")
         self._marks = array("q", [0])
         self._modes = bytearray()
@@ -64,25 +64,25 @@ class IndexedWriter:
             self._data_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_staging(self._data_path)
 
-    # --- what is written -------------------------------------------------------------------------
+    # --- adding ----------------------------------------------------------------------------------
 
     @property
     def num_sequences(self) -> int:
-        """Sequences so far."""
+        """Number of sequences so far."""
         return len(self._sizes)
 
     @property
     def num_documents(self) -> int:
-        """Documents so far that were ended."""
+        """Number of finished documents so far."""
         return len(self._marks) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return self._num_tokens
 
     def add_item(self, tokens: Tokens) -> None:
-        """Write one sequence of the document at hand."""
+        """Write one sequence of the current document."""
         if len(tokens) > MAX_SEQUENCE:
             raise _describe_overlong(len(tokens))
         flat = convert_tokens(tokens, self.dtype)
@@ -90,11 +90,11 @@ class IndexedWriter:
         self._sizes.append(flat.size)
 
     def end_document(self) -> None:
-        """The document at hand ends here; one without sequences counts too."""
+        """End the current document; one without sequences counts too."""
         self._marks.append(len(self._sizes))
 
     def add_document(self, tokens_flat: Tokens, sizes: Sequence[int] | np.ndarray) -> None:
-        """Write a whole document, given as its tokens and the length of each of its sequences."""
+        """Write a whole document, given its tokens and the length of each sequence."""
         self.add_batch(tokens_flat, sizes, [len(sizes)])
 
     def add_batch(
@@ -105,7 +105,7 @@ class IndexedWriter:
     ) -> None:
         """Write many whole documents in one call: the fast path.
 
-        Nothing is written where the three do not fit together.
+        If the three arguments are inconsistent, nothing is written.
         """
         lengths = convert_counts(sizes, "sizes")
         counts = convert_counts(sequences_per_document, "sequences_per_document")
@@ -119,7 +119,7 @@ class IndexedWriter:
                 f"{lengths.size} sizes were given, but sequences_per_document adds to {total}."
             )
         if len(self._sizes) != self._marks[-1]:
-            raise IndexedDataError("the document at hand has to end before whole ones are added.")
+            raise IndexedDataError("end the current document before adding whole ones.")
         self._write(flat)
         first = len(self._sizes)
         self._sizes.frombytes(lengths.astype(np.intc).tobytes())
@@ -136,7 +136,7 @@ class IndexedWriter:
     def append_file(
         self, data: Path, sizes: np.ndarray, doc_idx: np.ndarray, modes: np.ndarray | None
     ) -> None:
-        """Append another pair as it lies; its type and its index are the caller's to check."""
+        """Append another pair as it is; the caller checks its type and index."""
         with data.open("rb") as source, self._watch_disk(self._data_path):
             shutil.copyfileobj(source, self._get_file(), 16 * _BLOCK)
             self._num_tokens += source.tell() // self.dtype.itemsize
@@ -149,7 +149,7 @@ class IndexedWriter:
         if modes is not None:
             self._modes += modes.tobytes()
 
-    # --- the end ---------------------------------------------------------------------------------
+    # --- finishing -------------------------------------------------------------------------------
 
     def finalize(self) -> None:
         """Write the index and give both files their names."""
@@ -181,13 +181,13 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
     def discard(self) -> None:
-        """Remove what was written; what stood under the name before stays."""
+        """Remove what was written; an older pair of that name stays."""
         if self._file is None:
             return
         file, self._file = self._file, None
         for path in (self._data_path, self._index_path):
             get_staging(path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk refuses the last buffer once more
+        with contextlib.suppress(OSError):  # a full disk also refuses the last buffer
             file.close()
 
     def _write_index(self, file: BinaryIO) -> None:
@@ -209,12 +209,12 @@ class IndexedWriter:
 
     def _get_file(self) -> BinaryIO:
         if self._file is None:
-            raise IndexedDataError(f"{self.prefix} is closed: nothing can be added to it any more.")
+            raise IndexedDataError(f"{self.prefix} is closed: nothing can be added to it.")
         return self._file
 
     @contextlib.contextmanager
     def _watch_disk(self, path: Path) -> Iterator[None]:
-        """Turn a failing disk into an error that names the file; what was written goes away."""
+        """Turn a disk error into one that names the file, and remove what was written."""
         try:
             yield
         except OSError as error:

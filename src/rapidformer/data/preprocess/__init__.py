@@ -1,4 +1,4 @@
-"""A corpus into Megatron's mmap files: `preprocess` reads, tokenizes and writes, and can go on."""
+"""Turn a corpus into Megatron's mmap files: read, tokenize, write, and resume if interrupted."""
 
 from rapidformer.data.preprocess.run import preprocess
 from rapidformer.data.preprocess.settings import PreprocessSettings

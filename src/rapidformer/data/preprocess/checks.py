@@ -1,4 +1,4 @@
-"""What is looked at before a run begins, so that every problem is told at once."""
+"""Checks before a run starts, so that all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rapidformer.log import warn_once
 
 
 def find_problems(settings: PreprocessSettings) -> list[str]:
-    """What is wrong with the settings and with the input, all of it."""
+    """All problems with the settings and the input."""
     return _look(settings)[0]
 
 
 def check_run(settings: PreprocessSettings, tokenizer: Tokenizer) -> list[Source]:
-    """The input files of a run that has nothing wrong with it."""
+    """The input files of a valid run."""
     problems, sources = _look(settings)
     if settings.append_eod and not tokenizer.has_special("eod"):
         problems.append(
@@ -31,7 +31,7 @@ def check_run(settings: PreprocessSettings, tokenizer: Tokenizer) -> list[Source
 
 
 def check_output_is_free(settings: PreprocessSettings) -> None:
-    """Refuse to write over files."""
+    """Refuse to overwrite files."""
     there = [
         path
         for target in settings.get_targets().values()

@@ -1,7 +1,7 @@
-"""Packed files as plain bytes: gzip by Python itself, zstd by Python 3.14 or `zstandard`.
+"""Compressed files as plain bytes: gzip by Python itself, zstd by Python 3.14 or `zstandard`.
 
-What a reader would get wrong: a packed file that was cut off must fail. The zstandard package's own
-reader takes the end of the file for the end of the data, so it is not used.
+A truncated archive must fail. The zstandard package's own reader takes the end of the file for the
+end of the data, so it is not used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PACKED_BYTES = 1 << 17
 
 
 def get_compression(path: Path) -> str | None:
-    """gzip, zstd or None, by the file's first bytes."""
+    """gzip, zstd or None, from the file's first bytes."""
     with path.open("rb") as file:
         start = file.read(4)
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
 def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
-    """The bytes of an open file, unpacked while they are read; ``raw`` stays the caller's."""
+    """The bytes of an open file, decompressed while reading; ``raw`` stays the caller's."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
     if compression == "zstd":
@@ -37,7 +37,7 @@ def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
 
 @contextlib.contextmanager
 def explain_damage(path: Path) -> Iterator[None]:
-    """Say of a packed file that it is damaged; what the system says has its own words."""
+    """Report a damaged archive; errors of the system pass unchanged."""
     try:
         yield
     except RapidformerError:
@@ -46,7 +46,7 @@ def explain_damage(path: Path) -> Iterator[None]:
         if error.errno is not None:
             raise
         raise DataError(_describe_damage(path, error)) from error
-    except Exception as error:  # zlib's, zstd's and gzip's kinds share no base
+    except Exception as error:  # zlib's, zstd's and gzip's errors share no base class
         raise DataError(_describe_damage(path, error)) from error
 
 

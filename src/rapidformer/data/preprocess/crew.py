@@ -1,8 +1,8 @@
-"""The workers of a run: parts go to whoever is free, reports come back as they are done.
+"""The workers of a run: parts go to whoever is free, and reports come back as they finish.
 
-What a reader would get wrong: the processes are started by name (`python -m`), not forked and not
-by `multiprocessing`, which would run the user's script again in each of them. They belong to a
-process group of their own: Ctrl-C reaches this process only, which then ends them.
+Processes are started by name (`python -m`), not forked and not by `multiprocessing`, which would
+run the user's script again in each of them. They have their own process group: Ctrl-C reaches only
+this process, which then stops them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rapidformer.data.preprocess.settings import PreprocessSettings
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError
 
-_PARTS_AHEAD = 2  # one being done, one waiting, so that no worker waits for the disk
+_PARTS_AHEAD = 2  # one in progress and one waiting, so that no worker waits for the disk
 _SECONDS_TO_END = 5.0
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
 class Crew:
-    """Several worker processes, or this process alone where one is enough."""
+    """Several worker processes, or just this process if one is enough."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Crew:
         self._end_workers()
 
     def encode(self, parts: Iterable[Part]) -> Iterator[PartReport]:
-        """Reports in the order in which the parts are done; none after a stop but those begun."""
+        """Reports in order of completion; after a stop, only those already started."""
         if self._workers:
             yield from self._distribute(iter(parts))
             return
@@ -94,7 +94,7 @@ class Crew:
                 assert isinstance(ready, Connection)
                 report = self._receive(ready)
                 under_way[ready] -= 1
-                # Parts under way may hold an earlier bad line: they are waited for.
+                # Parts in progress may hold an earlier bad line: wait for them.
                 has_more &= not report.is_stopped
                 yield report
 
@@ -119,11 +119,11 @@ class Crew:
         try:
             status = worker.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            return DataError(f"The worker process {worker.pid} does not answer any more.")
+            return DataError(f"The worker process {worker.pid} no longer answers.")
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         hint = ""
         if status == -9:
-            hint = " So does the system when memory runs out: use fewer --workers."
+            hint = " Usually memory ran out: use fewer --workers."
         return DataError(f"The worker process {worker.pid} {how}.{hint}")
 
     # --- processes -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""One file, read from some place on, a run of whole documents at a time.
+"""Read one file from a given place, a run of whole documents at a time.
 
-What a reader would get wrong: `read` may return more than it was asked for, because a document is
-never cut, and its answer must depend only on where it starts: `reading.py` builds on that.
+`read` may return more than it was asked for, because a document is never cut, and its result must
+depend only on where it starts: `reading.py` relies on that.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rapidformer.data.preprocess.inputs import Source
 from rapidformer.errors import DataError, MissingPackageError
 
 _BLANK_LINES = re.compile(rb"\n[ \t\r]*\n\s*")
-_ROW_BYTES = 64  # what a row counts beside its text, so that rows without text fill a part too
+_ROW_BYTES = 64  # added per row, so that rows without text fill a part too
 _ROWS_AT_ONCE = 1024
 _SKIPPED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a cursor gave: no documents at the end of the file."""
+    """The result of a read; no documents at the end of the file."""
 
     payload: bytes | list[Any] = b""
     documents: int = 0
@@ -33,7 +33,7 @@ class Read:
 
 
 class Cursor(ABC):
-    """A place in a file. ``form`` says how the payloads are to be read."""
+    """A place in a file. ``form`` says how to parse the payloads."""
 
     form: str
     offset: int
@@ -41,14 +41,14 @@ class Cursor(ABC):
 
     @abstractmethod
     def read(self, budget: int, max_documents: int | None) -> Read:
-        """Whole documents of about ``budget`` bytes, at least one unless the file ends here."""
+        """Whole documents of about ``budget`` bytes; at least one unless the file ends here."""
 
     @abstractmethod
     def get_disk_position(self) -> int:
-        """How many bytes of the file on disk are behind this place."""
+        """Bytes of the file on disk before this place."""
 
     def close(self) -> None:  # noqa: B027 - what is in memory already needs no closing
-        """Give the file back."""
+        """Close the file."""
 
 
 def open_cursor(
@@ -64,7 +64,7 @@ def open_cursor(
 
 
 class LineCursor(Cursor):
-    """One document per line, which ends at a newline and nothing else."""
+    """One document per line; only a newline ends a line."""
 
     def __init__(self, source: Source, form: str, offset: int, line: int) -> None:
         self.form, self.offset, self.line = form, offset, line
@@ -112,10 +112,11 @@ class LineCursor(Cursor):
 
 
 class ParagraphCursor(LineCursor):
-    """Documents with blank lines between."""
+    """Documents separated by blank lines."""
 
     def _read_whole(self, budget: int) -> bytes:
-        # After the budget, on to the next blank line; text between documents goes with the first.
+        # Past the budget, continue to the next blank line; text between documents goes to the
+        # first.
         pieces = [super()._read_whole(budget)]
         while line := self._file.readline():
             pieces.append(line)
@@ -141,7 +142,7 @@ class FileCursor(LineCursor):
 
 
 class ObjectCursor(Cursor):
-    """Rows of a table or items of a JSON list: objects already, counted from 1 like lines."""
+    """Rows of a table or items of a JSON list: already objects, numbered from 1 like lines."""
 
     form = "objects"
 

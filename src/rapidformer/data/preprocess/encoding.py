@@ -1,8 +1,8 @@
-"""One part of the input into one pair of files per key, with a report of what it held.
+"""Turn one part of the input into one pair of files per key, with a report.
 
-What a reader would get wrong: the report is published last, so a part without one does not exist.
-Files are made under the process's own names: a worker that outlives a killed run for a moment and
-its successor may be at the same part, and either may give it its name.
+The report is published last, so a part without one does not exist. Files are created under the
+process's own names: a worker that briefly outlives a killed run and its successor may work on the
+same part, and either may publish it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BATCH_CHARACTERS = 1 << 19
 
 
 class PartEncoder:
-    """Tokenizes parts, one after the other, into a folder."""
+    """Tokenizes parts, one after another, into a folder."""
 
     def __init__(
         self, tokenizer: Tokenizer, settings: PreprocessSettings, folder: Path, dtype: str
@@ -53,7 +53,7 @@ class PartEncoder:
     def encode(self, part: Part) -> PartReport:
         """Write the files of a part; the report is on disk when this returns.
 
-        Where --strict is given and a line is bad, nothing is written and the report says so.
+        Under --strict, if a line is bad, nothing is written and the report says so.
         """
         keys = self._settings.json_keys
         counts = [KeyCounts() for _ in keys]
@@ -110,11 +110,11 @@ class PartEncoder:
     # --- tokens ----------------------------------------------------------------------------------
 
     def _tokenize(self, records: list[Record], log: ProblemLog) -> list[list[list[list[int]]]]:
-        """For each record and key the sentences' ids; what cannot be tokenized is logged."""
+        """For each record and key, the ids of its sentences; what cannot be tokenized is logged."""
         try:
             return self._tokenize_good(records)
         except (TypeError, UnicodeError, DataError):
-            # One text spoils the batch: which one, the library does not say.
+            # One text spoils the batch, and the library does not say which.
             good = [record for record in records if self._is_good(record, log)]
             if len(good) == len(records):
                 raise

@@ -1,8 +1,8 @@
-"""Which files are read, in which order, and what kind each of them is.
+"""Which files are read, in which order, and of what kind each is.
 
-What a reader would get wrong: compression is told by a file's first bytes, not by its name, and so
-is a kind where the name says nothing. A folder gives its files with known names, sorted by path;
-what a user names one by one keeps the order that it was given in.
+Compression is detected from a file's first bytes, not from its name, and so is the kind if the name
+says nothing. A folder contributes its files with known names, sorted by path; files named one by
+one keep their order.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def _expand(given: str, problems: list[str]) -> Iterator[Path]:
     elif path.exists():
         yield path
     elif glob.has_magic(given):
-        # `Path.glob` wants a folder to start from; a user's pattern may be absolute or not.
+        # `Path.glob` needs a folder to start from; a user's pattern may be absolute or not.
         matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = [match for match in matches if match.is_file()]
         if not files:
             problems.append(f"--input {given}: no file matches this pattern.")
         yield from files
     else:
-        problems.append(f"--input {given}: there is no such file or folder.{suggest_path(path)}")
+        problems.append(f"--input {given}: no such file or folder.{suggest_path(path)}")
 
 
 def _has_known_name(path: Path, folder: Path) -> bool:
@@ -109,7 +109,7 @@ def _describe_source(path: Path) -> Source:
     start = _read_start(path, compression)
     kind = "parquet" if start.startswith(b"PAR1") else _get_kind_by_name(path)
     if kind == "parquet" and start and not start.startswith(b"PAR1"):
-        raise DataError(f"--input {path} is no Parquet file: its first bytes are {start[:4]!r}.")
+        raise DataError(f"--input {path} is not a Parquet file: its first bytes are {start[:4]!r}.")
     if kind == "parquet" and compression is not None:
         raise DataError(f"--input {path}: unpack it first; Parquet is compressed inside.")
     if kind is None:

@@ -1,4 +1,4 @@
-"""The finished parts of a run: their names in the work folder, and what each part held."""
+"""The finished parts of a run: their names in the work folder, and what each part holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KeyCounts:
 
 @dataclass
 class PartReport:
-    """What became of a part. ``is_stopped``: --strict met a bad line, nothing was written."""
+    """The outcome of a part. ``is_stopped``: --strict met a bad line, nothing was written."""
 
     number: int
     end: Position
@@ -66,7 +66,7 @@ class PartReport:
 
 
 def get_part_prefix(folder: Path, number: int, key_index: int) -> Path:
-    """The files of one key of a part; keys go by number, since a key may be any text."""
+    """The files of one key of a part; keys are numbered, since a key may be any text."""
     return folder / f"{number:08d}-{key_index}"
 
 
@@ -75,7 +75,7 @@ def get_report_path(folder: Path, number: int) -> Path:
 
 
 def compute_checksum(path: Path) -> list[int]:
-    """Size and CRC-32 of a file: after a power cut a file may have its size and no content."""
+    """Size and CRC-32 of a file: after a power cut, a file may have its size but no content."""
     checksum = size = 0
     with path.open("rb") as file:
         while block := file.read(_READ_AT_ONCE):

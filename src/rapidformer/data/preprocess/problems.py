@@ -18,7 +18,7 @@ class Problem:
 
 
 class ProblemLog:
-    """Problems by reason. A log never holds more than the first lines of each reason."""
+    """Problems by reason; a log keeps only the first lines of each."""
 
     def __init__(self) -> None:
         self.by_reason: dict[str, Problem] = {}
@@ -34,7 +34,7 @@ class ProblemLog:
         return sum(problem.count for problem in self.by_reason.values())
 
     def get_first(self) -> tuple[int, int, str, str] | None:
-        """The first line of all: file number, line, reason, detail."""
+        """The very first bad line: file number, line, reason, detail."""
         found = [
             (source, line, reason, detail)
             for reason, problem in self.by_reason.items()
@@ -43,7 +43,7 @@ class ProblemLog:
         return min(found, default=None)
 
     def merge(self, others: Iterable[ProblemLog]) -> None:
-        """Add what parts have found, in the order of the parts."""
+        """Add what parts have found, in part order."""
         for other in others:
             for reason, problem in other.by_reason.items():
                 mine = self.by_reason.setdefault(reason, Problem())

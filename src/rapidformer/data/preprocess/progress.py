@@ -1,4 +1,4 @@
-"""What a run says while it runs: a bar on a terminal, a line per --log-interval elsewhere."""
+"""Progress output: a bar on a terminal, elsewhere a line every --log-interval documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rapidformer.log import get_logger
 
 
 class Progress:
-    """Counts what is done. ``total`` and positions are bytes on disk, packed as they are."""
+    """Counts what is done. ``total`` and positions are bytes on disk, before decompression."""
 
     def __init__(self, total: int, done: int, *, log_interval: int, show_bar: bool | None) -> None:
         self._total, self._begun_at, self._position = total, done, done
@@ -26,12 +26,12 @@ class Progress:
         self._bar = _Bar(total, done) if wants_bar else None
 
     def announce(self, number: int, end: int) -> None:
-        """A part was cut: so far the input is read."""
+        """A part was cut: the input has been read up to here."""
         self._shares[number] = end - self._read
         self._read = end
 
     def skip(self, number: int) -> None:
-        """A part is there already: what it holds is neither done nor left."""
+        """A part already exists: it counts neither as done nor as remaining."""
         share = self._shares.pop(number, 0)
         self._position += share
         self._begun_at += share
@@ -92,7 +92,7 @@ class _Bar:
 
 
 def shorten(number: float) -> str:
-    """1 234 567 as 1.2M."""
+    """1,234,567 as 1.2M."""
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f}{suffix}"

@@ -1,8 +1,8 @@
-"""The input, cut into parts of about one size, each a list of pieces of files.
+"""Cut the input into parts of about equal size, each a list of pieces of files.
 
-What a reader would get wrong: where a part ends depends on nothing but where it began, so a run
-that goes on after a kill cuts the very same parts, and finished ones are only skipped. A part may
-hold pieces of many small files; a document is never cut.
+Where a part ends depends only on where it began, so a run that resumes after a kill cuts the same
+parts and merely skips the finished ones. A part may hold pieces of many small files; a document is
+never cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rapidformer.data.preprocess.inputs import Source
 class Piece:
     """A run of whole documents of one file.
 
-    ``form`` is json or lines (a document per line), blank-line, file (one document) or objects.
+    ``form`` is json or lines (one document per line), blank-line, file (one document) or objects.
     """
 
     source: int
@@ -31,19 +31,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Position:
-    """Between two documents: of which file how much is done, and how much of everything."""
+    """A place between two documents: progress in the current file and in the whole input."""
 
     source: int = 0
     offset: int = 0  # bytes of text, or rows of a table
     line: int = 0
     documents: int = 0
     text_bytes: int = 0
-    disk_bytes: int = 0  # of all files, packed as they are: what the time left is reckoned from
+    disk_bytes: int = 0  # of all files, before decompression: used to estimate the time left
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker turns into one pair of files for each key."""
+    """What one worker turns into one pair of files per key."""
 
     number: int
     pieces: list[Piece]
@@ -52,7 +52,7 @@ class Part:
 
 
 class PartReader:
-    """Cuts part after part, from a position on where an earlier part ended."""
+    """Cuts part after part, starting where an earlier part ended."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class PartReader:
         return self._max_documents - self._position.documents
 
     def _read_piece(self, budget: int) -> Piece | None:
-        """The next documents of the file at hand; None where it has no more."""
+        """The next documents of the current file; None if it has no more."""
         at = self._position
         source = self._sources[at.source]
         if self._cursor is None:

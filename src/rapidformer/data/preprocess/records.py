@@ -1,8 +1,7 @@
 """From a piece of a file to the texts of its documents; what cannot be used is logged.
 
-What a reader would get wrong: a record that lacks one of several keys is left out for all of them,
-so that the files of the keys keep telling of the same documents. A list of strings is a document
-whose sentences are known already.
+A record that lacks one of several keys is skipped for all of them, so that the keys' files keep
+describing the same documents. A list of strings is a document that is already split into sentences.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MISSING = object()
 
 
 class Record(NamedTuple):
-    """One document: where it stands, and for each key its text, or its sentences."""
+    """One document: its position, and for each key its text or its sentences."""
 
     source: int
     line: int
@@ -29,7 +28,7 @@ class Record(NamedTuple):
 
 
 def iterate_records(piece: Piece, keys: tuple[str, ...], log: ProblemLog) -> Iterator[Record]:
-    """The documents of a piece, with the numbers of their lines."""
+    """The documents of a piece, with their line numbers."""
     if piece.form == "objects":
         for number, item in enumerate(piece.payload, start=piece.first_line):
             picked = _pick(item, keys, piece, number, log)
@@ -48,7 +47,7 @@ def iterate_records(piece: Piece, keys: tuple[str, ...], log: ProblemLog) -> Ite
             continue
         texts: list[str | list[str]] | None = [text]
         if piece.form == "json":
-            # A blank line is a document without text, and is counted as one.
+            # A blank line is a document without text, and counts as one.
             item = _parse(text, piece, number, log) if text.strip() else dict.fromkeys(keys, "")
             texts = None if item is _MISSING else _pick(item, keys, piece, number, log)
         if texts is not None:
@@ -76,7 +75,10 @@ def _parse(text: str, piece: Piece, number: int, log: ProblemLog) -> Any:
     except json.JSONDecodeError as error:
         place = f"{error.msg}, column {error.colno}"
         log.add("not valid JSON", piece.source, number, f"{place}: {text[:_SHOWN]}")
-    except (ValueError, RecursionError) as error:  # a number of many digits, a deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number with too many digits, or nesting that is too deep
         log.add("not valid JSON", piece.source, number, f"{error}: {text[:_SHOWN]}")
     return _MISSING
 

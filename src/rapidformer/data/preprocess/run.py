@@ -1,7 +1,7 @@
-"""The whole run: check, cut the input, let the workers tokenize, join the parts, tell.
+"""The whole run: check, cut the input, tokenize in workers, join the parts, report.
 
-What a reader would get wrong: parts are done in any order, but joined in the order of the input.
-Until the last part is there nothing has the output's name.
+Parts finish in any order but are joined in input order. Until the last part is there, nothing has
+the output's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError, RapidformerError
 from rapidformer.log import get_logger
 
-_PACKED_GROWS = 4  # about how much text a packed byte holds, to reckon how many parts there will be
+_PACKED_GROWS = 4  # about how much text a compressed byte holds, to estimate the number of parts
 
 
 def preprocess(
@@ -34,8 +34,8 @@ def preprocess(
 ) -> Summary:
     """Turn the input into ``{prefix}_{key}_{document|sentence}.bin/.idx``.
 
-    A killed run goes on where it was when it is started again with the same settings.
-    ``show_bar`` None: a bar where standard error is a terminal.
+    A killed run continues where it stopped when started again with the same settings. With
+    ``show_bar`` None, there is a bar if standard error is a terminal.
     """
     run = _Run(settings, tokenizer, check_run(settings, tokenizer))
     begin = time.monotonic()
@@ -80,7 +80,7 @@ class _Run:
         return max(1, min(wanted, text // self._part_bytes + 1))
 
     def open_folder(self) -> None:
-        """Take the work folder and what is finished in it."""
+        """Lock the work folder and find what is finished in it."""
         manifest = build_manifest(
             self._settings, self._sources, self._tokenizer, self._dtype, self._part_bytes
         )
@@ -94,7 +94,7 @@ class _Run:
         self._reused_bytes = sum(report.text_bytes for report in self._reports.values())
         if self._reused:
             get_logger().info(
-                "going on: %d finished parts (%.1f MB of input) are in %s already",
+                "resuming: %d finished parts (%.1f MB of input) found in %s",
                 self._reused,
                 self._reused_bytes / 1e6,
                 self.folder.path,
@@ -103,7 +103,7 @@ class _Run:
     # --- tokens ----------------------------------------------------------------------------------
 
     def encode(self, show_bar: bool | None) -> None:
-        """Make the parts that are missing."""
+        """Make the missing parts."""
         get_logger().info(
             "%s, %.1f MB: %s (%s tokens, %s), %s",
             _count(len(self._sources), "input file"),
@@ -147,7 +147,7 @@ class _Run:
                 yield part
 
     def check_result(self) -> None:
-        """Refuse bad lines where --strict was given, and an input without documents."""
+        """Refuse bad lines under --strict, and an input without documents."""
         problems = self._merge_problems()
         first = problems.get_first()
         if self._settings.strict and first is not None:
@@ -168,7 +168,7 @@ class _Run:
     # --- the output ------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Write the parts one behind the other under the output's names."""
+        """Write the parts one after another under the output's names."""
         self._check_space()
         self.folder.start_publishing()
         numbers = range(len(self._reports))
@@ -220,7 +220,7 @@ class _Run:
         return log
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error with what is left to go on with; without anything left, no folder stays."""
+        """The error, with a note on what can be resumed; if there is nothing, remove the folder."""
         finished = sum(1 for report in self._reports.values() if not report.is_stopped)
         kept = ""
         if isinstance(error, _FinalError) or not finished:
@@ -230,7 +230,7 @@ class _Run:
             stay = "stays" if finished == 1 else "stay"
             kept = (
                 f" {_count(finished, 'finished part')} {stay} in {self.folder.path}: the same "
-                "command goes on from there."
+                "command continues from there."
             )
         if isinstance(error, KeyboardInterrupt):
             get_logger().warning("stopped;%s", kept or " nothing was finished.")
@@ -242,7 +242,7 @@ class _Run:
 
 
 class _FinalError(DataError):
-    """One after which the parts are of no more use."""
+    """An error after which the parts are useless."""
 
 
 def _count(number: int, what: str) -> str:

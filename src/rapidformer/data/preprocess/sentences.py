@@ -1,8 +1,8 @@
-"""Where a sentence ends, by rules that need no download and give the same on every machine.
+"""Sentence boundaries, by rules that need no download and give the same result everywhere.
 
-What a reader would get wrong: this is not NLTK's punkt, which learns abbreviations from a corpus.
-A stop ends a sentence where white space follows it and what comes next can begin one; known
-abbreviations, initials, acronyms and list numbers do not end it. A blank line always does.
+This is not NLTK's punkt, which learns abbreviations from a corpus. A full stop ends a sentence if
+whitespace follows and the next word can start one; known abbreviations, initials, acronyms and list
+numbers do not end it. A blank line always does.
 """
 # ruff: noqa: RUF001  (the look-alikes of other scripts are meant)
 
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 _CLOSING = "\"'”’»›)\\]}」』】）〉》"
 _OPENING = "\"'“‘«‹(\\[{「『【（〈《¿¡*•–—-"
 _CJK_STOPS = "。！？｡"
-# A run of stops with the quotes and brackets that close after it (between CJK characters no white
-# space is needed), or the end of a line before a blank one.
+# A run of stops with closing quotes and brackets (CJK needs no whitespace between characters), or
+# the end of a line before a blank one.
 _CANDIDATE = re.compile(
     rf"[.!?…؟۔।॥።]+[{_CLOSING}]*(?=\s)|[{_CJK_STOPS}]+[{_CLOSING}]*|\n(?=[^\S\n]*\n)"
 )
@@ -32,15 +32,15 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# They stand before a name, and so never end a sentence.
+# These come before a name, so they never end a sentence.
 _BEFORE_NAMES = _words(
     "mr mrs ms mx messrs mme mlle dr prof rev hon st gen col capt cmdr lt sgt cpl maj adm gov sen "
     "rep pres supt vs v viz cf e.g i.e eg ie resp approx ca jan feb apr jun jul aug sep sept oct "
     "nov dec mt u.s.s h.m.s"
 )
-# They do not end a sentence before a number; elsewhere they are ordinary words, or stand last.
+# These do not end a sentence before a number; elsewhere they are ordinary words, or come last.
 _BEFORE_NUMBERS = _words("no nos nr p pp ch chap sec art par ref refs tab eq eqs fig figs vol vols")
-# They may stand last: only a word that often begins a sentence makes them do so.
+# These may come last: they end a sentence only before a word that often starts one.
 _MAY_END = _words(
     "etc al inc ltd co corp bros llc plc jr sr esq ph.d m.d b.a m.a b.sc m.sc d.c u.s u.k u.n e.u "
     "a.m p.m a.d b.c dept univ assn ave blvd rd ext hr hrs oz lb lbs"
@@ -58,8 +58,8 @@ def build_splitter(
 ) -> Callable[[str], list[str]]:
     """A function from a text to its sentences.
 
-    With ``keep_newlines`` each sentence keeps the white space behind it, except the last one, so
-    that the sentences joined are the text again, up to white space at its end.
+    With ``keep_newlines``, each sentence but the last keeps the whitespace after it, so that
+    joining the sentences restores the text, up to trailing whitespace.
     """
     has_abbreviations = lang == "english"
 
@@ -73,7 +73,7 @@ def build_splitter(
 
 
 def _iterate_spans(text: str, has_abbreviations: bool) -> Iterator[tuple[int, int, int]]:
-    """Start and end of each sentence, and where the white space behind it ends."""
+    """Start and end of each sentence, and where the whitespace after it ends."""
     start = 0
     for found in _CANDIDATE.finditer(text):
         if found.start() < start or not _ends_sentence(text, start, found, has_abbreviations):
@@ -107,7 +107,7 @@ def _ends_sentence(text: str, start: int, found: re.Match[str], has_abbreviation
 
 
 def _ends_with(word: str, following: str, has_abbreviations: bool) -> bool:
-    """Whether a full stop after this word ends a sentence, if that one comes next."""
+    """Whether a full stop after this word ends a sentence, given the next word."""
     if len(word) == 1 and word.isupper() and word != "I":
         return False
     lowered = word.lower()

@@ -1,7 +1,7 @@
-"""What a preprocessing run may be told, and where its files lie.
+"""The settings of a preprocessing run, and where its files are.
 
-What a reader would get wrong: only what stands in `describe_result` decides the bytes that come
-out. The number of workers does not, so a run may go on with another one.
+Only what is in `describe_result` decides the output bytes. The number of workers does not, so a run
+may resume with another one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT_DOCUMENTS = ("file", "lines", "blank-line")
-# English has a list of abbreviations; the other languages share the rules that need none.
+# English has a list of abbreviations; other languages share the rules that need none.
 LANGUAGES = (
     "english", "arabic", "chinese", "czech", "danish", "dutch", "estonian", "finnish", "french",
     "german", "greek", "hindi", "italian", "japanese", "korean", "malayalam", "norwegian",
@@ -25,7 +25,7 @@ _LARGEST_PART = 32 * _MEBIBYTE
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSettings:
-    """One run; the tokenizer is given beside it."""
+    """One run; the tokenizer is passed separately."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -64,7 +64,7 @@ class PreprocessSettings:
         return min(max(total_bytes // 256, _MEBIBYTE), _LARGEST_PART)
 
     def describe_result(self) -> dict[str, Any]:
-        """All that decides the bytes of the result, beside input and tokenizer."""
+        """Everything that decides the bytes of the result, besides input and tokenizer."""
         return {
             "json_keys": list(self.json_keys),
             "split_sentences": self.split_sentences,
@@ -77,7 +77,7 @@ class PreprocessSettings:
 
 
 def find_setting_problems(settings: PreprocessSettings) -> list[str]:
-    """What is wrong with the values, all of it."""
+    """All problems with the values."""
     problems: list[str] = []
     if not settings.json_keys:
         problems.append("--json-keys names no key: leave it out for `text`, or name at least one.")
@@ -100,7 +100,9 @@ def find_setting_problems(settings: PreprocessSettings) -> list[str]:
             problems.append(f"{flag} must be positive.")
     prefix = Path(settings.output_prefix).expanduser()
     if not settings.output_prefix:
-        problems.append("--output-prefix is missing: how shall the files' names begin?")
+        problems.append(
+            "--output-prefix is missing: it is where the output files go, such as data/corpus."
+        )
     elif settings.output_prefix.endswith(("/", os.sep)) or prefix.is_dir():
         problems.append(
             f"--output-prefix {settings.output_prefix} is a folder: add the beginning of the "
@@ -110,7 +112,7 @@ def find_setting_problems(settings: PreprocessSettings) -> list[str]:
 
 
 def get_usable_cores() -> int:
-    """The cores that this process may use, which can be fewer than the machine has."""
+    """The number of cores this process may use, possibly fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

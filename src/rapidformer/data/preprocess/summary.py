@@ -1,4 +1,4 @@
-"""What a run has made, and how it is told at the end."""
+"""What a run made, and how it is reported at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Summary:
     sources: list[Source]
     dtype: str
     text_bytes: int
-    made_bytes: int  # of the text, what this run did itself
+    made_bytes: int  # of the text, what this run itself did
     seconds: float
     workers: int
     parts: int
@@ -28,7 +28,7 @@ class Summary:
 
 
 def format_summary(summary: Summary) -> str:
-    """A few lines for the person who started the run."""
+    """A few lines for the user."""
     lines: list[str] = []
     for key, prefix in summary.outputs.items():
         counts = summary.counts[key]
@@ -65,7 +65,7 @@ def _format_time(summary: Summary) -> str:
 
 
 def format_problems(problems: ProblemLog, sources: list[Source]) -> list[str]:
-    """How many lines were left out, why, and where the first of each kind are."""
+    """How many lines were skipped, why, and where the first of each kind are."""
     if not problems.count:
         return ["no line was skipped"]
     lines = [f"skipped {problems.count:,} {'line' if problems.count == 1 else 'lines'}:"]

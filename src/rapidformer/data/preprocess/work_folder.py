@@ -1,8 +1,7 @@
-"""The folder beside the output where finished parts wait: what makes a killed run go on.
+"""The folder beside the output where finished parts wait, so that a killed run can resume.
 
-What a reader would get wrong: the folder is only good for the very same input, tokenizer and
-settings, which its manifest names; with anything else it is emptied, and the run says why. A lock
-keeps two runs from writing the same output.
+The folder is only valid for the same input, tokenizer and settings, which its manifest records;
+otherwise it is emptied, and the run says why. A lock keeps two runs from writing the same output.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def build_manifest(
     dtype: str,
     part_bytes: int,
 ) -> dict[str, Any]:
-    """All that decides what the parts hold."""
+    """Everything that decides what the parts hold."""
     import tokenizers
 
     return {
@@ -59,7 +58,7 @@ class WorkFolder:
         self._lock: IO[bytes] | None = None
 
     def open(self, manifest: dict[str, Any]) -> dict[int, PartReport]:
-        """Lock the folder; the parts in it that this run can use, by number."""
+        """Lock the folder; returns the parts in it that this run can use, by number."""
         shutil.rmtree(self._get_retired(), ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -67,7 +66,7 @@ class WorkFolder:
         if found != manifest:
             if found is not None:
                 get_logger().warning(
-                    "The parts in %s are of another run (%s): starting afresh.",
+                    "The parts in %s are of another run (%s): starting over.",
                     self.path,
                     describe_difference(found, manifest),
                 )
@@ -77,7 +76,7 @@ class WorkFolder:
         return self._load_reports()
 
     def is_publishing(self, manifest: dict[str, Any]) -> bool:
-        """Whether a run with this manifest was killed while it gave the output its names."""
+        """Whether a run with this manifest was killed while it renamed the output."""
         return (self.path / _PUBLISHING).exists() and self._load_manifest() == manifest
 
     def start_publishing(self) -> None:
@@ -85,7 +84,7 @@ class WorkFolder:
         self._write(_PUBLISHING, "")
 
     def remove(self) -> None:
-        """The output is complete. In one step the folder is none that could be gone on with."""
+        """The output is complete. In one step, the folder stops being resumable."""
         retired = self._get_retired()
         try:
             self.path.rename(retired)
@@ -95,7 +94,7 @@ class WorkFolder:
         shutil.rmtree(retired, ignore_errors=True)
 
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -114,11 +113,11 @@ class WorkFolder:
         except BlockingIOError:
             self.close()
             raise DataError(
-                f"Another run is writing to {self.path} at this moment: wait for it, or choose "
+                f"Another run is writing to {self.path}: wait for it, or choose "
                 "another --output-prefix."
             ) from None
         except OSError:
-            pass  # a file system without locks: the user keeps runs apart
+            pass  # a file system without locks: the user has to keep runs apart
 
     def _load_manifest(self) -> dict[str, Any] | None:
         try:
@@ -128,7 +127,7 @@ class WorkFolder:
         return manifest
 
     def _load_reports(self) -> dict[int, PartReport]:
-        """The whole parts; everything else in the folder is a dead run's rubbish."""
+        """The complete parts; everything else in the folder was left by a dead run."""
         reports: dict[int, PartReport] = {}
         kept = {_MANIFEST, _LOCK, _PUBLISHING}
         for path in sorted(self.path.glob(_REPORT_NAME)):
@@ -158,7 +157,7 @@ class WorkFolder:
 
 
 def find_start(reports: dict[int, PartReport]) -> tuple[Position, int]:
-    """Where the unbroken run of finished parts ends, and the number of the part after it."""
+    """Where the contiguous run of finished parts ends, and the number of the next part."""
     number, position = 0, Position()
     while number in reports:
         position = reports[number].end
@@ -167,7 +166,7 @@ def find_start(reports: dict[int, PartReport]) -> tuple[Position, int]:
 
 
 def describe_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """In words, what of two manifests is not the same."""
+    """Describe how two manifests differ."""
     differences: list[str] = []
     for key in sorted(found.keys() | wanted.keys()):
         old, new = found.get(key), wanted.get(key)

@@ -1,8 +1,8 @@
-"""A worker process: receives parts, sends reports. Started by `crew.py`, never by hand.
+"""A worker process: receives parts and sends reports. Started by `crew.py`, never by hand.
 
-What a reader would get wrong: a thread does the receiving, so that the end of the connection is
-seen in the middle of a part. It comes when the run is over or was killed, and ends the worker at
-once: an unfinished part leaves nothing but files under the worker's own names.
+A thread does the receiving, so that a closed connection is noticed in the middle of a part. It
+closes when the run is over or was killed, and ends the worker at once; an unfinished part leaves
+only files under the worker's own names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizers under one surface: `build_tokenizer` makes one from the flags that name its files."""
+"""Tokenizers behind one interface; `build_tokenizer` makes one from the flags."""
 
 from rapidformer.data.tokenizers.base import Tokenizer
 from rapidformer.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer

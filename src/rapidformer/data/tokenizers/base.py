@@ -1,8 +1,7 @@
 """What every tokenizer offers: ids for text, text for ids, and the ids of its special tokens.
 
-What a reader would get wrong: text is only ever text here. A special token that is spelt out in a
-corpus does not become that token, unless the kind of tokenizer says so: the sequence builders put
-special tokens in, nobody else.
+Text is only ever text here. A special token spelled out in a corpus does not become that token,
+unless the tokenizer type says so; only the sample builders insert special tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Tokenizer(ABC):
         special: Mapping[str, int | None],
         vocab_extra_ids: int = 0,
     ) -> None:
-        """``special`` maps eod, cls, sep, pad, mask, bos, eos to ids; None where there is none.
+        """``special`` maps eod, cls, sep, pad, mask, bos, eos to ids; None if there is none.
 
-        ``vocab_extra_ids`` appends T5's sentinels ``<extra_id_0>`` ... that are not there yet.
+        ``vocab_extra_ids`` appends T5's sentinels ``<extra_id_0>`` ... that are missing.
         """
         self.name = name
         self.vocab = vocab
@@ -55,7 +54,7 @@ class Tokenizer(ABC):
 
     @property
     def own_vocab_size(self) -> int:
-        """The same before this library added any token: what a published model has room for."""
+        """The size before this library added any token: what a published model has room for."""
         return self.vocab_size
 
     @cached_property
@@ -64,26 +63,26 @@ class Tokenizer(ABC):
 
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
-        """From ids to tokens."""
+        """Tokens by id."""
         return {token_id: token for token, token_id in self.vocab.items()}
 
     @cached_property
     def word_starts(self) -> np.ndarray:
-        """For each id, whether its token begins a word: all but WordPiece's ``##`` pieces do."""
+        """For each id, whether its token starts a word: all but WordPiece's ``##`` pieces do."""
         starts = np.ones(self.vocab_size, dtype=bool)
         for token, token_id in self.vocab.items():
             starts[token_id] = not token.startswith("##")
         return starts
 
     def is_word_start(self, token_id: int) -> bool:
-        """Whether a word may begin with this token."""
+        """Whether a word may start with this token."""
         return bool(self.word_starts[token_id])
 
     # --- special tokens --------------------------------------------------------------------------
 
     @property
     def eod(self) -> int:
-        """What ends a document."""
+        """The token that ends a document."""
         return self._get_special("eod")
 
     @property
@@ -112,7 +111,7 @@ class Tokenizer(ABC):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """The ids of T5's sentinels, ``<extra_id_0>`` first."""
+        """The ids of T5's sentinels, starting with ``<extra_id_0>``."""
         return [self.vocab[token] for token in self._sentinels]
 
     def has_special(self, name: str) -> bool:
@@ -132,19 +131,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without any special token added."""
+        """The ids of each text, without special tokens."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of one text, without any special token added."""
+        """The ids of one text, without special tokens."""
         return self.tokenize_batch([text])[0]
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens stay visible."""
+        """The text for ids; special tokens stay visible."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers that give the same ids."""
+        """Equal for two tokenizers that produce the same ids."""
         return hash_parts([type(self).__name__, json.dumps(sorted(self.vocab.items()))])
 
     def _get_tokens(self, ids: Sequence[int]) -> list[str]:
@@ -155,7 +154,7 @@ class Tokenizer(ABC):
 
 
 def add_tokens(vocab: dict[str, int], tokens: Iterable[str]) -> None:
-    """Give tokens that are not there yet the ids after the last one."""
+    """Append tokens that are missing, with ids after the last one."""
     following = max(vocab.values(), default=-1) + 1
     for token in tokens:
         if token not in vocab:
@@ -164,7 +163,7 @@ def add_tokens(vocab: dict[str, int], tokens: Iterable[str]) -> None:
 
 
 def hash_parts(parts: Iterable[str | bytes]) -> str:
-    """One hash of several texts, which cannot run into each other."""
+    """One hash of several texts, with unambiguous boundaries."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part

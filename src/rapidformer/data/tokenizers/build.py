@@ -1,4 +1,4 @@
-"""Which tokenizer the flags mean, and whether the files that it needs are there."""
+"""Choose a tokenizer from the flags, and check that its files are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rapidformer.data.tokenizers.base import Tokenizer
 from rapidformer.errors import ConfigurationError
 from rapidformer.hub import suggest_path
 
-# Type -> the settings that it cannot do without.
+# Type -> the settings it requires.
 _NEEDS: dict[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
@@ -33,7 +33,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
 ) -> Tokenizer:
-    """The tokenizer of that type; without a type, the one that the given files speak for."""
+    """The tokenizer of that type; without a type, the one the given files imply."""
     given: dict[str, str | int | None] = {
         "vocab_file": _as_text(vocab_file),
         "merge_file": _as_text(merge_file),
@@ -51,10 +51,10 @@ def build_tokenizer(
 def find_tokenizer_problems(
     tokenizer_type: str | None, given: dict[str, str | int | None]
 ) -> list[str]:
-    """What is missing or cannot be read, all of it."""
+    """Everything that is missing or cannot be read."""
     if tokenizer_type is None:
         return [
-            "which tokenizer? Give --tokenizer-type "
+            "no tokenizer: give --tokenizer-type "
             f"({', '.join(TOKENIZER_TYPES)}) and its files, or --tokenizer-name-or-path."
         ]
     if tokenizer_type not in _NEEDS:
@@ -83,7 +83,7 @@ def _find_file_problems(name: str, path: Path) -> list[str]:
     if path.is_dir():
         return [f"{_flag(name)} {path} is a folder, not a file."]
     if not path.exists():
-        return [f"{_flag(name)} {path}: there is no such file.{suggest_path(path)}"]
+        return [f"{_flag(name)} {path}: no such file.{suggest_path(path)}"]
     try:
         with path.open("rb") as file:
             return [] if file.read(1) else [f"{_flag(name)} {path} is empty."]
@@ -92,7 +92,7 @@ def _find_file_problems(name: str, path: Path) -> list[str]:
 
 
 def _infer_type(given: dict[str, str | int | None]) -> str | None:
-    """Only where the files leave no choice: a vocab.txt may be lower-cased or not."""
+    """Only if the files leave no choice: a vocab.txt may be lower-cased or not."""
     if given["tokenizer_name_or_path"] is not None:
         return "HuggingFaceTokenizer"
     if given["merge_file"] is not None:

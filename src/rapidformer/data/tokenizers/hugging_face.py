@@ -1,8 +1,8 @@
-"""Any tokenizer that transformers can load: a folder here, or a name on the Hub.
+"""Any tokenizer that transformers can load, from a local folder or the Hub.
 
-What a reader would get wrong: no special token is added to a text ([CLS], <s>, ...), although
-transformers would; in a corpus the sample builders and --append-eod put them in. A fast tokenizer
-is handed over to `tokenizers` itself, which a worker can have without importing transformers.
+No special token ([CLS], <s>, ...) is added to a text, although transformers would: the sample
+builders and --append-eod add them. A fast tokenizer is passed to `tokenizers` directly, so that a
+worker need not import transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 def load_hugging_face(location: str, *, vocab_extra_ids: int = 0) -> Tokenizer:
-    """The tokenizer of a model folder or of a name on the Hub."""
+    """The tokenizer of a model folder or Hub name."""
     path = Path(location).expanduser()
     _check_location(location, path)
     from transformers import AutoTokenizer
@@ -43,7 +43,7 @@ def load_hugging_face(location: str, *, vocab_extra_ids: int = 0) -> Tokenizer:
 
 
 def adopt_hugging_face(loaded: Any, *, vocab_extra_ids: int = 0) -> Tokenizer:
-    """A tokenizer of transformers under our surface."""
+    """A transformers tokenizer behind our interface."""
     vocab = dict(loaded.get_vocab())
     special = {
         key: getattr(loaded, f"{key}_token_id", None)
@@ -55,14 +55,14 @@ def adopt_hugging_face(loaded: Any, *, vocab_extra_ids: int = 0) -> Tokenizer:
     if getattr(loaded, "is_fast", False):
         from tokenizers import Tokenizer as Backend
 
-        # A copy: what we switch off in it must stay on in the user's own object.
+        # A copy: what we turn off must stay on in the user's own object.
         backend = Backend.from_str(loaded.backend_tokenizer.to_str())
         return RustTokenizer("HuggingFaceTokenizer", backend, vocab, special, extra)
     return PythonTokenizer(loaded, vocab, special, extra)
 
 
 class PythonTokenizer(Tokenizer):
-    """A tokenizer that transformers runs in Python: right, but slow."""
+    """A tokenizer that transformers runs in Python: correct, but slow."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ def _quiet() -> Iterator[None]:
 def _check_location(location: str, path: Path) -> None:
     flag = f"--tokenizer-name-or-path {location}"
     if path.is_file():
-        raise DataError(f"{flag} is a file: give the folder that holds it.")
+        raise DataError(f"{flag} is a file: give the folder that contains it.")
     if path.is_dir():
         names = list_names(path)
         if not any(part in name for name in names for part in _PARTS_OF_FILE_NAMES):
@@ -115,7 +115,7 @@ def _check_location(location: str, path: Path) -> None:
                 f"{held or 'nothing'}."
             )
     elif looks_like_path(location):
-        raise DataError(f"{flag}: there is no such folder.{suggest_path(path)}")
+        raise DataError(f"{flag}: no such folder.{suggest_path(path)}")
 
 
 def _describe_failure(location: str, is_local: bool, error: Exception) -> str:
@@ -124,7 +124,7 @@ def _describe_failure(location: str, is_local: bool, error: Exception) -> str:
         if not is_hub_reachable():
             reached = "not in the local cache, and the Hugging Face Hub cannot be reached"
         return (
-            f"The tokenizer {location} is no folder here and {reached}: check the spelling of "
+            f"The tokenizer {location} is not a local folder and {reached}: check the spelling of "
             "--tokenizer-name-or-path, or give a local folder."
         )
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""The null tokenizer: a text is already ids, written as whole numbers with blanks between."""
+"""The null tokenizer: a text already is ids, written as integers separated by spaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rapidformer.errors import DataError
 
 
 class NumberTokenizer(Tokenizer):
-    """Ids 0 to ``vocab_size - 1`` stand for themselves; the end of a document is one more."""
+    """Ids 0 to ``vocab_size - 1`` stand for themselves; the next one ends a document."""
 
     def __init__(self, vocab_size: int, *, vocab_extra_ids: int = 0) -> None:
         vocab = {str(number): number for number in range(vocab_size)}
@@ -25,7 +25,7 @@ class NumberTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise DataError(
-                f"NullTokenizer needs whole numbers with blanks between, not {text[:40]!r}."
+                f"NullTokenizer needs integers separated by spaces, not {text[:40]!r}."
             ) from None
         if ids and not 0 <= min(ids) <= max(ids) < self._numbers:
             wrong = next(number for number in ids if not 0 <= number < self._numbers)

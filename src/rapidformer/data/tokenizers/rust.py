@@ -1,9 +1,8 @@
-"""WordPiece and byte-level BPE on the `tokenizers` library, from the files BERT and GPT-2 ship.
+"""WordPiece and byte-level BPE on the `tokenizers` library, from BERT's and GPT-2's files.
 
-What a reader would get wrong: none of the special tokens is known to the library's own object, so
-"[MASK]" or "<|endoftext|>" in a corpus is split like any other text, as Megatron does; transformers
-would make them special tokens. WordPiece words may have 200 characters as in Google's BERT and in
-Megatron; the library's own limit is 100.
+The library's object knows none of the special tokens, so "[MASK]" or "<|endoftext|>" in a corpus is
+split like any other text, as in Megatron; transformers would make them special tokens. WordPiece
+words may have 200 characters, as in Google's BERT and in Megatron; the library's own limit is 100.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class RustTokenizer(Tokenizer):
         vocab_extra_ids: int = 0,
     ) -> None:
         super().__init__(name, vocab, special, vocab_extra_ids)
-        # What a tokenizer.json says about lengths is for a model's input, not for a corpus.
+        # Length settings in a tokenizer.json are meant for a model's input, not for a corpus.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._memory = build_word_memory(backend)
-        # The backend does not know what was appended to the vocabulary here, and drops it.
+        # The backend does not know the tokens appended here, and drops them.
         self._appended = {i for i in self.vocab.values() if backend.id_to_token(i) is None}
 
     @property
@@ -91,7 +90,7 @@ class RustTokenizer(Tokenizer):
 
 
 class WordPieceTokenizer(RustTokenizer):
-    """BERT's: lower-cased or not; ``[BOS]`` and ``[EOS]`` are appended where they are missing."""
+    """BERT's WordPiece, lower-cased or not; ``[BOS]`` and ``[EOS]`` are appended if missing."""
 
     def __init__(self, vocab_file: Path, *, lower_case: bool, vocab_extra_ids: int = 0) -> None:
         from tokenizers import Tokenizer as Backend
@@ -134,12 +133,12 @@ class Gpt2BpeTokenizer(RustTokenizer):
         _check_has(vocab, [_END_OF_TEXT], vocab_file)
         unknown = min(vocab, key=lambda token: vocab[token])
         try:
-            # A byte that the vocabulary lacks becomes its first token, as in Megatron, rather
-            # than vanish.
+            # A byte missing from the vocabulary becomes its first token, as in Megatron, not
+            # nothing.
             model = models.BPE(dict(vocab), merges, unk_token=unknown)
         except Exception as error:  # the library raises a bare Exception for any mismatch
             raise DataError(
-                f"{merge_file} does not fit to {vocab_file}: {error}. Give the two files of one "
+                f"{merge_file} does not match {vocab_file}: {error}. Give the two files of one "
                 "tokenizer."
             ) from error
         backend = Backend(model)

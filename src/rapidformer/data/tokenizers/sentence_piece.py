@@ -1,7 +1,7 @@
-"""SentencePiece models, with Megatron's two ways to number the special tokens.
+"""SentencePiece models, with Megatron's two ways of numbering special tokens.
 
-What a reader would get wrong: `SentencePieceTokenizer` appends its special tokens to the model's
-pieces and recognises them in the text; `GPTSentencePieceTokenizer` takes the model as it is.
+`SentencePieceTokenizer` appends its special tokens to the model's pieces and recognises them in
+text; `GPTSentencePieceTokenizer` uses the model as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SentencePieceTokenizer(Tokenizer):
         if for_gpt:
             special = {**own, "eod": own["eos"]}
         else:
-            # In this order they get their ids.
+            # They get their ids in this order.
             names = _APPENDED | {
                 key: f"<{key.upper()}>" if own[key] is None else self._model.id_to_piece(own[key])
                 for key in own
@@ -97,6 +97,6 @@ def _load_model(content: bytes, file: Path) -> Any:
         return SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as error:
         raise DataError(
-            f"{file} is no SentencePiece model ({' '.join(str(error).split())[:120]}): "
+            f"{file} is not a SentencePiece model ({' '.join(str(error).split())[:120]}): "
             "--tokenizer-model names a file such as tokenizer.model."
         ) from None

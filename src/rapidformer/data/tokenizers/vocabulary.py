@@ -1,4 +1,4 @@
-"""The files of a vocabulary: BERT's list of pieces, GPT-2's vocab.json and merges.txt."""
+"""Vocabulary files: BERT's list of pieces, GPT-2's vocab.json and merges.txt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rapidformer.errors import DataError
 
 
 def load_wordpieces(path: Path) -> dict[str, int]:
-    """One piece per line; the id is the number of the line, from 0."""
-    # Lines end at newlines alone: U+2028 and its kin are pieces of some vocabularies.
+    """One piece per line; the id is the line number, from 0."""
+    # Only newlines end a line: U+2028 and similar characters are pieces of some vocabularies.
     with path.open(encoding="utf-8") as file:
         try:
             lines = file.read().removesuffix("\n").split("\n")
@@ -25,7 +25,7 @@ def load_wordpieces(path: Path) -> dict[str, int]:
 
 
 def load_json_vocabulary(path: Path) -> dict[str, int]:
-    """GPT-2's vocab.json: an object of tokens and their ids."""
+    """GPT-2's vocab.json: an object that maps tokens to ids."""
     try:
         vocab = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

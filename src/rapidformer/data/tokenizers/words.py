@@ -1,9 +1,9 @@
-"""Words whose ids are remembered: several times the speed of asking the library for every text.
+"""Cache the ids of words: several times faster than asking the library for every text.
 
-What a reader would get wrong: this never decides what the ids are, only where a text may be cut
-without changing them. GPT-2's and BERT's rules cut ASCII text into words that a plain regular
-expression finds; words with other characters are cut out whole, at white space, and the library
-is asked for them. Every other tokenizer is left alone (`build_word_memory` gives None).
+This never decides what the ids are, only where a text may be cut without changing them. GPT-2's and
+BERT's rules cut ASCII text into words that a plain regular expression finds; words with other
+characters are cut out whole, at whitespace, and looked up in the library. Any other tokenizer is
+left alone (`build_word_memory` returns None).
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tokenizers
 
-# A worker's memory holds this many words (about 50 MB); the frequent ones come early.
+# A worker's cache holds this many words (about 50 MB); frequent words come early.
 _REMEMBERED = 200_000
 _LONGEST = 48
-# Longer ones seldom come again: scripts without blanks between words.
+# Longer ones rarely recur: scripts without spaces between words.
 _LONG = 16
 
-# What the library's regular expressions take for white space, which is not what Python takes.
+# What the library's regular expressions treat as whitespace, which differs from Python.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _GPT2_WORDS = re.compile(
     r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
 )
 _GPT2_PIECES = re.compile(
-    # As many words of ASCII as follow each other, or a single word of anything, or what is left.
-    # White space goes with the word behind it: before it every rule of GPT-2 has a boundary.
+    # As many consecutive ASCII words as possible, or one word of anything, or the rest. Whitespace
+    # goes with the following word: every rule of GPT-2 has a boundary before it.
     rf"(?:[\t-\r ]*+[^{_SPACE}\x80-\U0010ffff]++(?=[{_SPACE}]|\Z))++"
     rf"|[{_SPACE}]*+[^{_SPACE}]++|[{_SPACE}]++"
 )
 _BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
-# BERT puts blanks around these characters: each is a word.
+# BERT puts spaces around these characters: each is a word.
 _HAN = r"\u3400-\u4dbf\u4e00-\u9fff"
 _BERT_PIECES = re.compile(
     rf"(?:[\t\n\r ]*+[^\t\n\r \x80-\U0010ffff]++(?=[\t\n\r {_HAN}]|\Z))++"
     rf"|[{_HAN}]|[^\t\n\r {_HAN}]++"
 )
-# BERT drops them and joins what stands around.
+# BERT drops these and joins what is around them.
 _CONTROLS = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class WordMemory(dict[str, list[int]]):
-    """From words to ids; a word that is not there yet is looked up in the library."""
+    """Maps words to ids; an unknown word is looked up in the library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, is_bert: bool) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class WordMemory(dict[str, list[int]]):
         return ids
 
     def tokenize(self, text: str) -> list[int] | None:
-        """The ids that the library would give; None where asking it would be faster."""
+        """The ids the library would give; None if asking it is faster."""
         words = self.find_words(text)
         return None if words is None else list(chain.from_iterable(map(self.__getitem__, words)))
 
     def find_words(self, text: str) -> list[str] | None:
-        """The text cut where the library would cut it too; None where it is better not cut."""
+        """The text, cut where the library would cut it too; None if it is better not cut."""
         if self._added is not None and self._added.search(text):
             return None
         if self._is_bert and _CONTROLS.search(text):
@@ -75,7 +75,7 @@ class WordMemory(dict[str, list[int]]):
         return self._words.findall(text) if text.isascii() else self._cut(text)
 
     def _cut(self, text: str) -> list[str] | None:
-        """The words of a text that is not all ASCII, unless most of it is in long ones."""
+        """The words of a text that is not all ASCII, unless long words dominate it."""
         words: list[str] = []
         in_long_words = 0
         for piece in self._pieces.findall(text):
@@ -88,7 +88,7 @@ class WordMemory(dict[str, list[int]]):
 
 
 def build_word_memory(backend: tokenizers.Tokenizer) -> WordMemory | None:
-    """A memory for a tokenizer whose rules are GPT-2's or BERT's; None for any other."""
+    """A cache for a tokenizer with GPT-2's or BERT's rules; None for any other."""
     from tokenizers import models, normalizers, pre_tokenizers
 
     cutter, model, normalizer = backend.pre_tokenizer, backend.model, backend.normalizer
