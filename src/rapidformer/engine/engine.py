@@ -47,6 +47,7 @@ from rapidformer.models.plan import GivenPlan, shifts_labels
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
+from rapidformer.optim.shard_probe import check_given_optimizer
 from rapidformer.optim.takeover import (
     repoint_optimizer,
     split_groups_by_mesh,
@@ -143,6 +144,7 @@ class RapidformerEngine(Run):
             deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
         if optimizer is not None:
             repoint_optimizer(optimizer, model, names)
+            check_given_optimizer(optimizer)
         elif deepspeed is None or not deepspeed.has_own_optimizer:
             optimizer = build_optimizer(model, self.args)
         if deepspeed is not None:

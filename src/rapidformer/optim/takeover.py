@@ -42,7 +42,8 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if count == len(replaced) and all(id(new) == old for old, new in replaced.items()):
         return
-    if optimizer.state:
+    is_fresh = _is_fresh(optimizer)
+    if optimizer.state and not is_fresh:
         raise RapidformerError(
             "the optimizer has already made updates, and sharding replaces the parameters it "
             "remembers. Compose first, then restore its state:\n"
@@ -51,6 +52,16 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
         )
     for group in optimizer.param_groups:
         group["params"] = [replaced[id(p)] for p in group["params"] if id(p) in replaced]
+    if is_fresh:
+        optimizer.state.clear()
+        twin: Any = type(optimizer)(optimizer.param_groups, **optimizer.defaults)
+        optimizer.state.update(twin.state)
+
+
+def _is_fresh(optimizer: Optimizer) -> bool:
+    """Whether all its state comes from its constructor, as Adagrad's does."""
+    states = optimizer.state.values()
+    return bool(states) and all(float(state.get("step", 1)) == 0 for state in states)
 
 
 def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
