@@ -73,13 +73,49 @@ def use_hidden_states(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tenso
     return outputs.loss + sum(h.mean(1).square().mean() for h in outputs.hidden_states)
 
 
-LOSSES: dict[str, Loss] = {"hooks": use_hooks, "hidden states": use_hidden_states}
+def penalise_input_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A gradient of a gradient, through the loss that the model computes itself."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    loss = model(inputs_embeds=embedded, labels=batch["labels"]).loss
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    return loss + 10 * gradient.square().sum()
+
+
+def penalise_input_gradient_of_logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    loss = model(inputs_embeds=embedded).logits.logsumexp(-1).square().mean()
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    return loss + 10 * gradient.square().sum()
+
+
+def penalise_weight_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(input_ids=batch["input_ids"]).logits.logsumexp(-1).square().mean()
+    weight = next(model.model.layers[1].mlp.down_proj.parameters())
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+LOSSES: dict[str, Loss] = {
+    "hooks": use_hooks,
+    "hidden states": use_hidden_states,
+    "input gradient": penalise_input_gradient,
+    "input gradient of logits": penalise_input_gradient_of_logits,
+    "weight gradient": penalise_weight_gradient,
+}
 EXACT = [
     ("sequence", "hooks"), ("context", "hooks"),
     ("sequence", "hidden states"), ("context", "hidden states"),
+    ("context", "input gradient"), ("context", "input gradient of logits"),
+    ("tensor", "input gradient of logits"), ("sequence", "input gradient of logits"),
 ]  # fmt: skip
+_SPLIT_LOSS = "cannot pass through the loss over the split vocabulary"
+_WEIGHT_GRADIENT = "the loss is made from the gradient of model.layers.1.mlp.down_proj.weight"
 REFUSED = {
     ("pipeline", "hidden states"): "output_hidden_states=True collects something from every block",
+    ("tensor", "input gradient"): _SPLIT_LOSS,
+    ("sequence", "input gradient"): _SPLIT_LOSS,
+    ("tensor", "weight gradient"): _WEIGHT_GRADIENT,
+    ("context", "weight gradient"): _WEIGHT_GRADIENT,
 }
 
 

@@ -21,8 +21,10 @@ SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 
 def find_known_loss(model: Any) -> bool | None:
     """Whether the model's own loss shifts its labels; None where it is not one that we know."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if code is None or "loss_function" not in code.co_names:
+    # The model's own forward may stand below those of switches.
+    forwards = [vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)]
+    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
+    if not any(code is not None and "loss_function" in code.co_names for code in codes):
         return None
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 

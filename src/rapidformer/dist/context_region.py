@@ -67,19 +67,19 @@ class ContextRegion:
 
     def enter(self, whole: Tensor) -> Tensor:
         """This rank's tokens."""
-        return _Enter.apply(whole, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Slice.apply(whole, self, 1.0, 1.0 / self.size)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, share: Tensor, length: int) -> Tensor:
         """All tokens, joined."""
-        return _Leave.apply(share, length, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Gather.apply(share, length, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
 
     def grow(self, share: Tensor) -> Tensor:
         """The same, if the following code computes one loss jointly from slices of the tokens."""
-        return _Grow.apply(share, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Scale.apply(share, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks of what each computed from its own tokens."""
-        return _Sum.apply(part, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Sum.apply(part, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
 
     def slice(self, whole: Tensor, dim: int = TOKENS) -> Tensor:
         """This rank's slice of something that needs no gradient."""
@@ -94,49 +94,71 @@ class ContextRegion:
         return _JoinHeads.apply(attended, self)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, region: ContextRegion) -> Tensor:
-        ctx.length, ctx.region = whole.shape[TOKENS], region
-        return take_slice(whole, TOKENS, region.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        whole = gather_slices(gradient, TOKENS, ctx.length, ctx.region.group)
-        return whole / ctx.region.size, None
+# Each is given the factor of its result and that of its gradient. The gradient of a gradient has
+# them the other way round: cotangents of gradients inside are true ones, not ``size`` times as large.
 
 
-class _Leave(torch.autograd.Function):
+class _Slice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, length: int, region: ContextRegion) -> Tensor:
-        ctx.region = region
-        return gather_slices(share, TOKENS, length, region.group)
+    def forward(
+        ctx: Any, whole: Tensor, region: ContextRegion, factor: float, back: float
+    ) -> Tensor:
+        ctx.length, ctx.region, ctx.factors = whole.shape[TOKENS], region, (back, factor)
+        return _scale(take_slice(whole, TOKENS, region.group), factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return take_slice(gradient, TOKENS, ctx.region.group) * ctx.region.size, None, None
+        return _Gather.apply(gradient, ctx.length, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Grow(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, region: ContextRegion) -> Tensor:
-        ctx.region = region
-        return share.view_as(share)
+    def forward(
+        ctx: Any, share: Tensor, length: int, region: ContextRegion, factor: float, back: float
+    ) -> Tensor:
+        ctx.region, ctx.factors = region, (back, factor)
+        return _scale(gather_slices(share, TOKENS, length, region.group), factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.region.size, None
+        return _Slice.apply(gradient, ctx.region, *ctx.factors), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, factor: float, back: float) -> Tensor:
+        ctx.factors = back, factor
+        return share.view_as(share) if factor == 1 else share * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _Scale.apply(gradient, *ctx.factors), None, None  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, region: ContextRegion) -> Tensor:
-        ctx.region = region
-        return sum_over(part, region.group)
+    def forward(
+        ctx: Any, part: Tensor, region: ContextRegion, factor: float, back: float
+    ) -> Tensor:
+        ctx.region, ctx.factors = region, (back, factor)
+        return _scale(sum_over(part, region.group), factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.region.size, None
+        return _Copy.apply(gradient, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, region: ContextRegion, factor: float, back: float
+    ) -> Tensor:
+        ctx.region, ctx.factors = region, (back, factor)
+        return whole * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _Sum.apply(gradient, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -147,7 +169,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _join_heads(gradient, ctx.region.group), None, None
+        return _JoinHeads.apply(gradient, ctx.region), None, None  # type: ignore[no-untyped-call]
 
 
 class _JoinHeads(torch.autograd.Function):
@@ -158,7 +180,11 @@ class _JoinHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _split_heads(gradient, ctx.length, ctx.region.group), None
+        return _SplitHeads.apply(gradient, ctx.length, ctx.region), None  # type: ignore[no-untyped-call]
+
+
+def _scale(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
 
 
 def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:

@@ -10,6 +10,9 @@ from one to the other is a collective, and its gradient is the mirror image:
     gather_in     slices -> whole, before a split product   gradients are summed and sliced
     scatter_out   parts of a sum -> slices of the sum       gradients are gathered
 
+Under ``create_graph=True`` a gradient is computed by the mirror image itself, so that gradients of
+gradients (a gradient penalty) are right as well.
+
 A slice may be shorter than the others (a vocabulary of 131 on two ranks). Slices are those of
 ``torch.chunk``, like DTensor's, and are padded for the exchange.
 """
@@ -74,17 +77,19 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return sum_over(gradient, ctx.group), None
+        sum_all = sum_out if torch.is_grad_enabled() else sum_over
+        return sum_all(gradient, ctx.group), None
 
 
 class _SumOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return sum_over(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient, None
+        return copy_in(gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
 class _GatherOut(torch.autograd.Function):
@@ -95,7 +100,8 @@ class _GatherOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return take_slice(gradient, ctx.dim, ctx.group), None, None, None
+        cut = slice_in if torch.is_grad_enabled() else take_slice
+        return cut(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _SliceIn(torch.autograd.Function):
@@ -106,7 +112,8 @@ class _SliceIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gather_slices(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        gather = gather_out if torch.is_grad_enabled() else gather_slices
+        return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _GatherIn(torch.autograd.Function):
@@ -117,7 +124,8 @@ class _GatherIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _sum_and_slice(gradient, ctx.dim, ctx.group), None, None, None
+        scatter = scatter_out if torch.is_grad_enabled() else _sum_and_slice
+        return scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
@@ -128,7 +136,8 @@ class _ScatterOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gather_slices(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        gather = gather_in if torch.is_grad_enabled() else gather_slices
+        return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 def sum_over(tensor: Tensor, group: Group) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rapidformer.dist.regions import Group, get_share
+from rapidformer.errors import TrainingError
 
 _IGNORED = -100
 
@@ -67,6 +68,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            # What a second gradient needs (the logits) was let go, as it is the largest tensor.
+            raise TrainingError(
+                "--tensor-model-parallel-size: a gradient of a gradient (create_graph=True) cannot "
+                "pass through the loss over the split vocabulary. Call the model without labels "
+                "and compute the loss from outputs.logits: that is exact."
+            )
         shares, index, is_mine, is_kept = ctx.saved_tensors
         result = shares.clone()
         if result.shape[-1]:

@@ -36,6 +36,7 @@ from rapidformer.accel.context.attention import (
 from rapidformer.accel.context.draws import OwnDraws
 from rapidformer.accel.context.loss import SharedHeadPlace, apply_shared_loss
 from rapidformer.accel.context.proof import prove_context
+from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.dropout import has_dropout
 from rapidformer.accel.known_loss import has_labels
 from rapidformer.accel.tensor.parallel import list_choices
@@ -100,6 +101,7 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
     inner = list_inner_modules(model, plan.blocks)
     extend_module(model, SharedModel, _WholeModel(region=region, head=head, inner=inner))
     prove_context(model, region)
+    refuse_double_gradients(model, _FLAG)
     return region
 
 

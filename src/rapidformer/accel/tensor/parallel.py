@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.tensor.styles import (
     Colwise,
     ColwiseGathered,
@@ -88,6 +89,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
         if style == "mla_kv_a_proj":
             _get_split(model, name).shared_outputs = _count_shared_outputs(model, name)
     _divide_attributes(model, tensor_plan, mesh.size())
+    refuse_double_gradients(model, _FLAG)
     return tensor_plan
 
 
