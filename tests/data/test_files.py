@@ -91,7 +91,7 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
             r"row 2: the column a holds 'x' \(str\), but 1 \(int\)",
         ),
         ("train.csv", "a,b\n1,2\n1,2,3\n", r"train.csv is not a proper table: .*line 3"),
-        ("train.xlsx", "x", r"train.xlsx: this kind of file cannot be read; use .arrow, .csv"),
+        ("train.xlsx", "x", r"train.xlsx: this file type is not supported; use .arrow, .csv"),
         ("train.parquet", "no", r"train.parquet cannot be read as parquet"),
         ("train.arrow", "no", r"train.arrow cannot be read as arrow"),
     ],

@@ -213,7 +213,7 @@ def test_too_little_room_for_the_output_is_told_before_it_is_written(
     usage = run_module.shutil._ntuple_diskusage(1000, 990, 10)  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr(run_module.shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(DataError, match=r"needs 1,\d+ bytes, but only 10 are free .*goes on"):
+        with pytest.raises(DataError, match=r"needs 1,\d+ bytes, but only 10 are free .*continues"):
             run(tmp_path, path)
     assert run(tmp_path, path).reused_parts == 1
 

@@ -1,8 +1,8 @@
 """From rows to one batch: ragged lists are padded, everything else is stacked.
 
-The default for any data set of ours or the user's. What a reader would get wrong: which columns
-are padded is decided by what they hold, not by a list of names; names only choose the value to pad
-with. One array is filled per column, which is several times faster than padding row by row.
+This is the default for any data set. Which columns are padded depends on what they hold, not on a
+list of names; names only choose the padding value. One array is filled per column, which is several
+times faster than padding row by row.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DEFAULT_PADS: Mapping[str, int | float] = {
 class PadCollator:
     """Pad to the longest row of the batch; the batch is a dictionary of tensors.
 
-    ``pad_values`` says what a column is padded with (``{"input_ids": tokenizer.pad_token_id}``);
-    labels are padded with -100 and all else with 0 unless it says otherwise.
+    ``pad_values`` says how to pad a column (``{"input_ids": tokenizer.pad_token_id}``); by default
+    labels are padded with -100 and everything else with 0.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PadCollator:
         nested = [list(value) for value in values]
         height = max(len(value) for value in nested)
         if _depth(nested) == 2:
-            # Choices x tokens: all the inner rows are padded to one width, then regrouped.
+            # Choices x tokens: all inner rows are padded to one width, then regrouped.
             flat = [inner for value in nested for inner in value]
             joined = self._pad_rows(name, flat)
             if any(len(value) != height for value in nested):
@@ -119,8 +119,8 @@ class PadCollator:
     def _add_attention_mask(self, batch: dict[str, torch.Tensor], rows: list[Any]) -> None:
         ids = batch["input_ids"]
         lengths = [len(row["input_ids"]) for row in rows]
-        # Lists may be of any length, so their batches always have a mask: one that comes and goes
-        # with the luck of the draw would be another signature, and another compilation.
+        # Lists may have any length, so their batches always have a mask: one that appears only for
+        # some batches would be another signature, and another compilation.
         is_ragged = isinstance(rows[0]["input_ids"], (list, tuple)) or set(lengths) != {
             ids.shape[1]
         }
@@ -140,7 +140,7 @@ def _is_stackable(values: list[Any]) -> bool:
     first = values[0]
     while isinstance(first, (list, tuple)) and len(first):
         first = first[0]
-    # An empty list tells nothing about its kind: it is a row without tokens.
+    # An empty list says nothing about its kind: it is a row without tokens.
     numbers = (int, float, np.number, np.bool_, np.ndarray, torch.Tensor, list, tuple)
     return isinstance(first, numbers) and getattr(first, "dtype", None) != np.object_
 
@@ -151,7 +151,7 @@ def _scalar_dtype(values: list[Any]) -> torch.dtype:
 
 
 def _depth(values: Sequence[Any]) -> int:
-    """How many lists stand inside each other in each of the values."""
+    """The nesting depth of each value."""
     depth = 0
     level: Any = values
     while True:
@@ -171,13 +171,13 @@ def _flatten(rows: Sequence[Any]) -> np.ndarray:
         for row in rows:
             whole.fromlist(row)
     except (TypeError, OverflowError):
-        # Not whole numbers throughout; a list may begin with them and still hold fractions.
+        # Not integers throughout; a list may start with integers and still hold fractions.
         return _narrow(np.array(list(chain.from_iterable(rows))))
     return np.frombuffer(whole, dtype=np.int64) if whole else np.zeros(0, dtype=np.int64)
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-    """Whole numbers as int64 and fractions as they are, but never as wide as Python's floats."""
+    """Integers as int64 and fractions as they are, but never as wide as Python's floats."""
     if array.dtype.kind in "iub":
         return array.astype(np.int64, copy=False)
     return array.astype(np.float32, copy=False) if array.dtype == np.float64 else array

@@ -1,8 +1,8 @@
 """One file of rows: json, jsonl, csv, tsv, parquet, arrow or txt, with errors that name the line.
 
-What a reader would get wrong: small files are read by the few lines here and stay in memory,
-because only so can a broken line be named by its number and a run start at once; files above
-``LARGE_FILE_BYTES`` go through `datasets`, which keeps them on disk. Row numbers count from 1.
+Small files are read here and stay in memory, because only then can a broken line be named by its
+number and a run start at once; files above ``LARGE_FILE_BYTES`` go through `datasets`, which keeps
+them on disk. Row numbers start at 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGE_FILE_BYTES = 256 * 1024 * 1024
 
-# How a file is read, by the ending of its name without `.gz`.
+# How a file is read, by its suffix without `.gz`.
 _FORMATS = {
     ".json": "json",
     ".jsonl": "json",
@@ -36,7 +36,7 @@ _FORMATS = {
 
 
 def get_format(path: Path) -> str | None:
-    """json, csv, tsv, parquet, arrow or text by the ending of the name; None for anything else."""
+    """json, csv, tsv, parquet, arrow or text by the file suffix; None for anything else."""
     name = path.name.lower().removesuffix(".gz")
     return _FORMATS.get(Path(name).suffix) if not name.startswith(".") else None
 
@@ -46,7 +46,7 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
     kind = get_format(path)
     if kind is None:
         raise DataError(
-            f"{path}: this kind of file cannot be read; use {', '.join(sorted(_FORMATS))}."
+            f"{path}: this file type is not supported; use {', '.join(sorted(_FORMATS))}."
         )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes).")
@@ -60,14 +60,14 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
 
 
 def check_not_empty(rows: Any, source: str) -> Any:
-    """The rows, of which there is at least one."""
+    """The rows; there is at least one."""
     if len(rows) == 0:
         raise DataError(f"{source} holds no rows.")
     return rows
 
 
 def import_datasets() -> Any:
-    """The package `datasets`, which rows in memory do without."""
+    """The package `datasets`, which rows in memory do not need."""
     try:
         import datasets
     except ImportError:
@@ -94,7 +94,7 @@ def _read_small(path: Path, kind: str) -> Dataset:
 
 
 def _open_text(path: Path) -> Any:
-    # utf-8-sig: spreadsheets put a byte-order mark before the first column's name.
+    # utf-8-sig: spreadsheets write a byte-order mark before the first column name.
     if path.name.endswith(".gz"):
         return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
@@ -122,9 +122,9 @@ def _read_table(path: Path) -> Dataset:
 
 
 def _get_table_options(kind: str) -> dict[str, Any]:
-    """pandas' options, which `datasets` hands on: one reading for small and for large files."""
+    """pandas' options, which `datasets` passes on, so that small and large files are read alike."""
     # "NA" and "None" are sentences and names too, so only an empty cell is missing. GLUE's and
-    # other tab-separated files hold lone quotes, which quoting rules would join lines over.
+    # other tab-separated files contain lone quotes; quoting rules would join lines over them.
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {})
 
@@ -135,7 +135,7 @@ def _read_json(path: Path) -> Dataset:
     start = text.lstrip()[:1]
     rows = _parse_json_document(text, path) if start == "[" else None
     if rows is None and start == "{":
-        # A whole document ({"data": [...]}) and the first of many lines both begin so.
+        # A whole document ({"data": [...]}) and the first of many lines both start like this.
         with contextlib.suppress(json.JSONDecodeError):
             rows = _rows_of_document(json.loads(text), path)
     return _from_rows(rows if rows is not None else _parse_json_lines(text, path), path)
@@ -204,7 +204,7 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
     columns = {name: [row.get(name) for row in rows] for name in names}
     try:
         return import_datasets().Dataset.from_dict(columns)
-    except Exception as error:  # Arrow raises several kinds for a column of mixed types
+    except Exception as error:  # Arrow raises several kinds of error for a column of mixed types
         raise DataError(_describe_mixed_column(columns, path, error)) from error
 
 

@@ -1,4 +1,4 @@
-"""A folder of data to named splits: files by their names, sub-folders, images, `save_to_disk`."""
+"""From a folder of data to named splits: files by name, sub-folders, images, `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-# Folders of data often carry such side files, which are JSON but no rows.
+# Data folders often contain these side files, which are JSON but hold no rows.
 _SIDE_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
 
 
 def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
-    """The splits of a folder, in any of the layouts that people keep data in."""
+    """The splits of a folder, in any of the layouts people use."""
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _load_saved(folder)
     files = _list_data_files(folder)
@@ -51,7 +51,7 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
 
 
 def load_named_files(files: Sequence[Path], cache_dir: str | None) -> dict[str, Dataset]:
-    """Files to splits by their names; where no name tells a split, all of them are training."""
+    """Files to splits by name; if no name mentions a split, all of them are training data."""
     by_split: dict[str, list[Path]] = {}
     unnamed: list[Path] = []
     for path in files:
@@ -69,7 +69,7 @@ def load_named_files(files: Sequence[Path], cache_dir: str | None) -> dict[str, 
 
 
 def load_split(paths: Sequence[Path], cache_dir: str | None) -> Dataset:
-    """One data set from the files (or folders) of one split, in the order given."""
+    """One data set from the files (or folders) of one split, in the given order."""
     parts = [
         _load_split_folder(path, cache_dir) if path.is_dir() else load_file(path, cache_dir)
         for path in paths
@@ -137,7 +137,7 @@ def _is_image_folder(folder: Path) -> bool:
 
 
 def _load_image_folder(folder: Path, names: list[str] | None) -> Dataset:
-    """Class sub-folders as rows of image and label; images are read when they are needed."""
+    """Class sub-folders as rows of image and label; images are read on demand."""
     datasets = import_datasets()
     names = names or _class_names(folder)
     unknown = sorted(set(_class_names(folder)) - set(names))

@@ -1,9 +1,9 @@
 """Several short examples in one row, so that little of a batch is padding.
 
 `pack_lengths` decides which examples share a row (best fit, longest first); `PackedRows` is the
-data set of those rows. What a reader would get wrong: positions start at 0 again with each example,
-which is how a model is told where one ends and the next begins; and the first token of an example
-has no label, since the token before it belongs to a stranger.
+data set of those rows. Positions restart at 0 with each example, which tells a model where one ends
+and the next begins; and the first token of an example has no label, since the token before it
+belongs to another example.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IGNORED_LABEL = -100
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which examples share a row of at most ``capacity`` tokens, by their numbers.
+    """Which examples share a row of at most ``capacity`` tokens, by index.
 
-    Each example, the longest first, goes into the fullest row that still has room for it. The
-    result depends on the lengths alone; rows come in the order of their first example, and examples
-    in a row in their own order.
+    Each example, longest first, goes into the fullest row that still has room for it. The result
+    depends only on the lengths; rows are ordered by their first example, and examples within a row
+    by index.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:
@@ -55,14 +55,15 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedRows:
-    """Rows of several examples; a loader shuffles the rows, not what is in them.
+    """Rows of several examples; a loader shuffles the rows, not their contents.
 
-    ``examples`` gives ``input_ids`` and may give ``labels``; without them every token is one.
+    ``examples`` provides ``input_ids`` and optionally ``labels``; without them, every token is a
+    label.
     """
 
     def __init__(self, examples: Any, rows: Sequence[Sequence[int]]) -> None:
         self._examples = examples
-        # Flat arrays: a million lists would cost more memory, and more still in every worker.
+        # Flat arrays: a million lists would take more memory, and more still in every worker.
         self._members = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
         self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
 
@@ -70,7 +71,7 @@ class PackedRows:
         return len(self._ends)
 
     def get_members(self, index: int) -> list[int]:
-        """The numbers of the examples in a row."""
+        """The indices of the examples in a row."""
         start = int(self._ends[index - 1]) if index else 0
         members: list[int] = self._members[start : int(self._ends[index])].tolist()
         return members
@@ -80,7 +81,7 @@ class PackedRows:
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[int]]]:
         groups = [self.get_members(index) for index in indices]
-        # All at once: a data set on disk answers one long question faster than many short ones.
+        # All at once: a data set on disk answers one long query faster than many short ones.
         found = iter(_fetch(self._examples, list(chain.from_iterable(groups))))
         return [_join([next(found) for _ in group]) for group in groups]
 

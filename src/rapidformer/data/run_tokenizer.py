@@ -1,4 +1,4 @@
-"""The tokenizer that a run's settings name, in Megatron's form: what ``get_tokenizer()`` gives."""
+"""The tokenizer named by a run's settings, in Megatron's form: what ``get_tokenizer()`` returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_tokenizer(args: Settings) -> Tokenizer:
 
 
 def _get_model_folder(args: Settings) -> str | None:
-    """A model folder in ``--load`` comes first, as it does for the model itself."""
+    """A model folder in ``--load`` takes precedence, as it does for the model itself."""
     if args.load is not None and (Path(args.load).expanduser() / "config.json").is_file():
         return args.load
     return args.pretrained_model_name_or_path

@@ -1,8 +1,8 @@
 """From whatever the user points at to named splits of rows.
 
 A Hub name, files, a folder, an image folder or a `save_to_disk` folder becomes a dictionary with
-the keys train, validation and test. This file finds out which of these was meant; `folders.py`
-and `files.py` read what is here, `splits.py` tells a split by its name.
+the keys train, validation and test. This file decides which of these was meant; `folders.py` and
+`files.py` read local data, and `splits.py` recognises a split by its name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _find_sub_folder(folder: Path, name: str | None) -> Path:
     if (folder / name).is_dir():
         return folder / name
     children = sorted(child.name for child in folder.iterdir() if child.is_dir())
-    # A name that only picks the metric (a local folder with MRPC's files and --data-name mrpc).
+    # A name that only selects the metric (a local folder with MRPC's files and --data-name mrpc).
     if not children or any(get_split_name(child) for child in children):
         return folder
     if any(get_format(child) for child in folder.iterdir()):
@@ -150,7 +150,7 @@ def _describe_hub_failure(
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Let `datasets` look into its cache only, instead of retrying a Hub that is not there."""
+    """Make `datasets` use only its cache instead of retrying an unreachable Hub."""
     import datasets.config
     import huggingface_hub.constants
 

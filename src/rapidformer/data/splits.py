@@ -1,4 +1,4 @@
-"""Which split a name means: files, folders and data sets on the Hub all call theirs differently."""
+"""Which split a name means; files, folders and Hub data sets all use different names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPLIT_WORDS = {
 
 
 def get_split_name(name: str) -> str | None:
-    """Train, validation or test for a split's or file's name; None where the name tells nothing.
+    """Train, validation or test for the name of a split or file; None if it says nothing.
 
     Of GLUE's two validation sets, the matched one is the validation set.
     """
@@ -39,7 +39,7 @@ def get_split_name(name: str) -> str | None:
 
 
 def name_splits(found: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Any mapping of splits under our three names; the first of several that fit is kept."""
+    """Any mapping of splits under our three names; if several match, the first is kept."""
     splits: dict[str, Any] = {}
     left_out: list[str] = []
     for name, rows in found.items():

@@ -99,10 +99,10 @@ def flip(path: Path) -> None:
     ("damage", "pattern", "reason"),
     [
         (cut_short, "*-rows.npy", r"rows.npy has 364 of 368 bytes"),
-        (flip, "*-order.npy", r"order.npy has another content than was written"),
+        (flip, "*-order.npy", r"order.npy does not match what was written"),
         (Path.unlink, "*-order.npy", r"order.npy is missing"),
         (cut_short, "*.json", r"is built again: "),
-        (lambda path: path.write_text("[]"), "*.json", r"its .json is of another form"),
+        (lambda path: path.write_text("[]"), "*.json", r"its .json has another format"),
     ],
 )
 def test_damaged_maps_are_built_again(

@@ -1,7 +1,7 @@
 """From prefixes to data sets: split or not, blended or not, for any objective.
 
-What a reader would get wrong: a split that is empty, or of which no samples are wanted, gives None;
-one of which ``None`` samples are wanted is gone through once.
+An empty split, or one of which zero samples are wanted, gives None; if ``None`` samples are wanted,
+the split is used exactly once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def build_datasets(
 ) -> Datasets:
     """Training, validation and test samples for an objective.
 
-    Either ``data_prefix``, divided by ``splits_string``, or prefixes of their own for each; every
-    one of them a prefix, or weights and prefixes by turns. BERT and T5 take the tokenizer of the
-    run where none is given; GPT needs none, and refuses tokens from ``vocab_size`` on if that is
-    given. ``layout`` is of no account for GPT, whose samples have one form.
+    Give either ``data_prefix``, divided by ``splits_string``, or separate prefixes; each may be a
+    single prefix or alternating weights and prefixes. BERT and T5 default to the run's tokenizer;
+    GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given. ``layout`` does
+    not apply to GPT, whose samples have one form.
     """
     _check_settings(train_valid_test_num_samples, seq_length, seed, masked_lm_prob, short_seq_prob)
     recipe = _build_recipe(
@@ -113,14 +113,14 @@ def _check_settings(
             f"train_valid_test_num_samples has {len(counts)} numbers, three are needed: for "
             "training, validation and test."
         )
-    problems += [f"{count} samples are fewer than none." for count in counts if count and count < 0]
+    problems += [f"{count} samples: the number must not be negative." for count in counts if count and count < 0]
     if seq_length < 1:
-        problems.append(f"--seq-length {seq_length} is no length: use 1 or more.")
+        problems.append(f"--seq-length {seq_length} is not a valid length: use 1 or more.")
     if not 0 <= seed < 2**32:
         problems.append(f"--seed {seed} is out of range for sample orders: use 0 to {2**32 - 1}.")
     for flag, share in (("--mask-prob", masked_lm_prob), ("--short-seq-prob", short_seq_prob)):
         if not 0 <= share <= 1:
-            problems.append(f"{flag} {share} is no probability: use 0 to 1.")
+            problems.append(f"{flag} {share} is not a probability: use 0 to 1.")
     if problems:
         raise ConfigurationError(problems)
 
@@ -157,7 +157,7 @@ def _build_recipe(
 
 
 def _find_tokenizer(given: Any) -> Any:
-    """The one given, also if it is one of transformers; the run's own where none is."""
+    """The given tokenizer, possibly one of transformers; otherwise the run's own."""
     if given is None:
         from rapidformer.context import get_tokenizer
 
@@ -170,7 +170,7 @@ def _find_tokenizer(given: Any) -> Any:
 
 
 class _Builder:
-    """Builds one split after the other; each pair of files is opened once."""
+    """Builds one split after another; each pair of files is opened once."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Builder:
         num_samples: int | None,
         splits_string: str | None = None,
     ) -> Any:
-        """The samples of a split of one data set or a blend; all of the data without a string."""
+        """The samples of one split of a data set or blend; without a split string, all of the data."""
         found = [(part, self._find_range(part.prefix, name, splits_string)) for part in parts]
         if num_samples == 0:
             return None
@@ -213,7 +213,7 @@ class _Builder:
         self, used: list[tuple[WeightedPrefix, SplitRange]], num_samples: int | None
     ) -> BlendedDataset:
         if num_samples is None:
-            raise DataError("a blend has no end of its own: say how many samples of it are wanted.")
+            raise DataError("a blend has no natural end: say how many samples you want.")
         total = sum(part.weight for part, _ in used)
         weights = [part.weight / total for part, _ in used]
         datasets = [

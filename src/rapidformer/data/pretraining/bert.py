@@ -1,7 +1,7 @@
-"""BERT samples: two parts of a document, perhaps in the wrong order, with some words hidden.
+"""BERT samples: two segments of a document, possibly swapped, with some tokens masked.
 
-What a reader would get wrong: ``is_random`` does not mean a sentence of another document. The two
-parts follow each other in the text, and the model is asked whether they are swapped.
+``is_random`` does not mean a sentence from another document: the two segments are consecutive in
+the text, and the model predicts whether they were swapped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class BertTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any, layout: Layout) -> BertTokens:
-        # Megatron adds two tokens to BERT's, which its own models have room for. A published
-        # model has not: were one of them put in at random, it would be out of the model's range.
+        # Megatron adds two tokens to BERT's vocabulary, and its own models have room for them. A
+        # published model does not: used as a random replacement, they would be out of range.
         limit = None if layout == "megatron" else getattr(tokenizer, "own_vocab_size", None)
         return cls(
             cls=int(tokenizer.cls), sep=int(tokenizer.sep), mask=int(tokenizer.mask),
@@ -41,9 +41,9 @@ class BertTokens(NamedTuple):
 
 
 class BertDataset:
-    """Samples of a sentence map, under Megatron's names or Hugging Face's.
+    """Samples of a sentence map, under Megatron's or Hugging Face's names.
 
-    A sample depends on the seed and its own number alone, not on what was read before it.
+    A sample depends only on the seed and its own index, not on what was read before.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BertDataset:
         return first, second, False
 
     def _add_special(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
-        """All the tokens, and how many of them are of the first part."""
+        """All tokens, and how many of them belong to the first segment."""
         separator = np.array([self._tokens.sep])
         parts = [np.array([self._tokens.cls]), first, separator]
         if second.size:
@@ -144,10 +144,10 @@ class BertDataset:
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, length: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Cut the pair to ``length`` tokens, one by one from the longer, at its front or its back.
+    """Cut the pair to ``length`` tokens, one at a time from the longer, at its front or back.
 
-    From which part each token goes is known beforehand (the longer until both are equal, then the
-    second and the first by turns); only front or back is drawn.
+    Which segment loses each token is known in advance (the longer until both are equal, then the
+    second and the first in turn); only front or back is random.
     """
     surplus = first.size + second.size - length
     if surplus <= 0:

@@ -1,10 +1,10 @@
 """Several data sets as one, each as often as its weight says.
 
-The rule is Megatron's: at step ``s`` the data set that is furthest behind ``weight * s`` gives its
-next sample, the first of equals. What a reader would get wrong: the rule is a loop in which every
-step needs the one before, yet it is run here for thousands of stretches side by side. Each stretch
-starts from a guess, which the first few steps put right; where a stretch did not begin as the one
-before it ended, it is run again from there. So the order is the loop's, to the last bit.
+The rule is Megatron's: at step ``s``, the data set furthest behind ``weight * s`` gives its next
+sample, the first one if several tie. Each step of this loop depends on the one before, yet
+thousands of stretches are run side by side here. Each stretch starts from a guess that its first
+few steps correct; a stretch that did not begin as the previous one ended is rerun from there. So
+the order equals the loop's exactly.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from rapidformer.errors import ConfigurationError, DataError
 
 _SMALL = 50_000
-"""Below this the plain loop is as fast."""
+"""Below this, the plain loop is as fast."""
 _STRETCHES = 8192
 _WARM_UP = 128
 _MAX_ROUNDS = 64
 _SURPLUS = 1.005
-"""Each data set is made this much larger than its share, so that none runs out early."""
+"""Each data set is made this much larger than needed, so that none runs out early."""
 
 
 class WeightedPrefix(NamedTuple):
@@ -36,7 +36,7 @@ class WeightedPrefix(NamedTuple):
 def parse_data_prefix(
     given: str | Sequence[str], flag: str = "--data-path"
 ) -> list[WeightedPrefix]:
-    """One prefix, or weights and prefixes by turns: ``0.3 first 0.7 second``."""
+    """One prefix, or alternating weights and prefixes: ``0.3 first 0.7 second``."""
     words = [given] if isinstance(given, str) else [str(word) for word in given]
     words = [word.strip() for word in words]
     if len(words) == 1:
@@ -50,7 +50,7 @@ def parse_data_prefix(
     for word in words[::2]:
         weight = _parse_weight(word)
         if weight is None:
-            problems.append(f"{word!r} in {flag} is no positive number")
+            problems.append(f"{word!r} in {flag} is not a positive number")
         else:
             weights.append(weight)
     if problems:
@@ -66,15 +66,15 @@ def parse_data_prefix(
 
 
 def count_for_share(num_samples: int, weight: float) -> int:
-    """How many samples a data set must have to give its share of so many."""
+    """How many samples a data set must have to contribute its fraction of so many."""
     return math.ceil(num_samples * weight * _SURPLUS)
 
 
 class BlendedDataset:
-    """The data sets in the order of the blend; it has as many samples as were asked for.
+    """The data sets in blend order, with as many samples as were asked for.
 
-    Megatron had the sum of the data sets' lengths here once, a little more; its releases since
-    23.06 have the number asked for, as this has.
+    Megatron once used the sum of the data sets' lengths, which is slightly more; its releases since
+    23.06 use the requested number, as we do.
     """
 
     def __init__(self, datasets: Sequence[Any], index: Mapping[str, np.ndarray]) -> None:
@@ -100,7 +100,7 @@ class BlendedDataset:
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
-    """For each step, which data set gives a sample and which of its samples that is."""
+    """For each step, which data set gives a sample, and which of its samples."""
     if len(weights) > np.iinfo(np.int16).max:
         raise DataError(f"{len(weights)} data sets are too many for one blend.")
     chosen = choose_datasets(np.asarray(weights, dtype=np.float64), size)
@@ -113,7 +113,7 @@ def build_blend_index(weights: Sequence[float], size: int) -> dict[str, np.ndarr
 
 
 def choose_datasets(weights: np.ndarray, size: int) -> np.ndarray:
-    """The number of the data set that gives a sample, for each step."""
+    """The index of the data set that gives a sample, for each step."""
     if size < _SMALL:
         return _choose_one_by_one(weights, 0, size, np.zeros(weights.size))
     length = -(-size // min(_STRETCHES, size // _WARM_UP))
@@ -128,8 +128,8 @@ def choose_datasets(weights: np.ndarray, size: int) -> np.ndarray:
         begins[:, wrong] = ends[:, wrong - 1]
         chosen[:, wrong], ends[:, wrong] = _run(weights, firsts[wrong], begins[:, wrong], length)
     else:
-        # Weights so small that a guess of what they have taken takes very long to come right. The
-        # stretches up to the first wrong one are exact; the loop goes on from there.
+        # With tiny weights, a guess takes very long to become right. The stretches before the first
+        # wrong one are exact; the loop continues from there.
         wrong = np.nonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0))[0] + 1
         if wrong.size:
             first = int(firsts[wrong[0]])
@@ -153,7 +153,7 @@ def _choose_one_by_one(
 
 
 def _guess_taken(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """What each data set has given before each of these steps, nearly always rightly."""
+    """What each data set has given before each of these steps; nearly always right."""
     earlier = np.maximum(steps - _WARM_UP, 0)
     shares = weights[:, None] * earlier
     taken = np.floor(shares)
@@ -161,14 +161,14 @@ def _guess_taken(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
     ranks = (taken - shares).argsort(axis=0).argsort(axis=0)
     taken += ranks < missing
     _, taken = _run(weights, earlier, taken, _WARM_UP)
-    taken[:, 0] = 0.0  # the first stretch has nothing before it: it alone is known, not guessed
+    taken[:, 0] = 0.0  # nothing precedes the first stretch: it alone is known, not guessed
     return taken
 
 
 def _run(
     weights: np.ndarray, firsts: np.ndarray, taken: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rule, ``length`` steps from each of the first ones on; taken counts are whole doubles."""
+    """The rule, for ``length`` steps from each of the starting points; counts are integral doubles."""
     taken = taken.copy()
     chosen = np.empty((length, firsts.size), dtype=np.int16)
     steps = firsts.astype(np.float64)

@@ -1,8 +1,8 @@
 """The functions that scripts and the command call, with Megatron's names and parameters.
 
-Parameters come in Megatron's order; keywords after them are ours. What a reader would get wrong:
-``train_valid_test_num_samples`` are numbers of samples over the whole run, so data sets repeat
-their text as often as that needs; 0 gives None instead of a data set, and None goes through once.
+Parameters come in Megatron's order; keywords after them are ours. ``train_valid_test_num_samples``
+counts samples over the whole run, so data sets repeat their text as often as needed; 0 gives None
+instead of a data set, and None uses the data exactly once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def build_pretraining_datasets(
     layout: Layout = "huggingface",
     vocab_size: int | None = None,
 ) -> Datasets:
-    """The data that a run's settings name, as samples of the objective gpt, bert or t5.
+    """The data named by a run's settings, as samples of the objective gpt, bert or t5.
 
-    ``vocab_size``: GPT's samples refuse tokens from there on.
+    With ``vocab_size``, GPT samples refuse tokens at or above it.
     """
     if args.seq_length is None:
         raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
@@ -71,7 +71,7 @@ def build_train_valid_test_datasets(
     test_data_prefix: Prefix | None = None,
     data_cache_path: str | Path | None = None,
 ) -> Datasets:
-    """GPT's samples: ``text``, of ``seq_length + 1`` tokens."""
+    """GPT samples: ``text``, with ``seq_length + 1`` tokens."""
     return build_datasets(
         "gpt",
         data_prefix=data_prefix,
@@ -106,10 +106,10 @@ def build_train_valid_test_datasets_for_huggingface(
     data_cache_path: str | Path | None = None,
     tokenizer: Any = None,
 ) -> Datasets:
-    """BERT's samples as Hugging Face's models take them.
+    """BERT samples for Hugging Face models.
 
-    ``input_ids, attention_mask, token_type_ids, labels`` (-100 where nothing is hidden) and, with
-    ``binary_head``, ``next_sentence_label`` (1: the two parts are swapped).
+    ``input_ids, attention_mask, token_type_ids, labels`` (-100 where nothing is masked) and, with
+    ``binary_head``, ``next_sentence_label`` (1: the two segments are swapped).
     """
     return build_datasets(
         "bert",
@@ -132,7 +132,7 @@ def build_train_valid_test_datasets_for_huggingface(
 
 
 build_pretrain_huggingface_bert_datasets = build_train_valid_test_datasets_for_huggingface
-"""The older name of the same."""
+"""Older name of the same function."""
 
 
 def build_train_valid_test_datasets_for_t5(
@@ -154,7 +154,7 @@ def build_train_valid_test_datasets_for_t5(
     tokenizer: Any = None,
     layout: Layout = "huggingface",
 ) -> Datasets:
-    """T5's samples: ``input_ids, attention_mask, labels``, or Megatron's names for its layout."""
+    """T5 samples: ``input_ids, attention_mask, labels``, or Megatron's names in its layout."""
     return build_datasets(
         "t5",
         data_prefix=data_prefix,

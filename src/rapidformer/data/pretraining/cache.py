@@ -1,10 +1,9 @@
 """Index maps on disk: built by one process, read by all, named by what they were built from.
 
-A map's name is a hash of everything that decides its content, so a map is never out of date: other
-data or other settings have another name. What a reader would get wrong: there is no collective
-here. Processes meet at a lock that the kernel takes back when its holder dies; the arrays are
-published by renaming, and the ``.json`` beside them, which comes last and holds their hashes, is
-what makes them believed.
+A map's name is a hash of everything that decides its content, so a map is never stale: other data
+or settings have another name. There is no collective here. Processes meet at a file lock, which the
+kernel releases when its holder dies. The arrays are published by renaming; the ``.json`` beside
+them comes last and holds their hashes, and only that makes them valid.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 
 FORMAT = 1
-"""Counts up when the arithmetic of any map changes: older files are then no longer found."""
+"""Incremented when the arithmetic of any map changes, so that older files are not found."""
 _POLL_SECONDS = 0.1
 _SECONDS_BEFORE_SAYING = 5.0
 _SECONDS_BETWEEN_SAYING = 60.0
@@ -37,7 +36,7 @@ Build = Callable[[], Mapping[str, np.ndarray]]
 
 
 class IndexMaps(Mapping[str, np.ndarray]):
-    """Arrays mapped from their files. Pickled, it takes the names of the files along only."""
+    """Arrays mapped from their files. Pickling stores only the file names."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = {name: path.absolute() for name, path in files.items()}
@@ -45,7 +44,7 @@ class IndexMaps(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._arrays:
-            # As a plain array: numpy's memmap class makes each look-up several times slower.
+            # As a plain array: numpy's memmap class makes each lookup several times slower.
             mapped = np.load(self._files[name], mmap_mode="r", allow_pickle=False)
             self._arrays[name] = mapped.view(np.ndarray)
         return self._arrays[name]
@@ -64,7 +63,7 @@ class IndexMaps(Mapping[str, np.ndarray]):
 
 
 class IndexCache:
-    """Where maps are kept: ``index-cache`` in the folder given, or beside the data."""
+    """Where maps are stored: ``index-cache`` in the given folder, or beside the data."""
 
     def __init__(self, data_folder: Path, data_cache_path: str | Path | None = None) -> None:
         if data_cache_path is not None:
@@ -73,7 +72,7 @@ class IndexCache:
             self._folders = [data_folder / "index-cache", _get_user_folder()]
 
     def load_or_build(self, what: str, description: Mapping[str, Any], build: Build) -> IndexMaps:
-        """The maps that the description names; ``what`` says in words what is waited for."""
+        """The maps for a description; ``what`` names what is being waited for."""
         described = {"format": FORMAT, **description}
         text = json.dumps(described, sort_keys=True)
         stem = f"{what.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
@@ -131,7 +130,7 @@ def _name_of_process() -> str:
 
 
 def _load(folder: Path, stem: str) -> IndexMaps | None:
-    """The maps of that name, if they are there and whole."""
+    """The maps of that name, if they are there and complete."""
     try:
         record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -155,9 +154,9 @@ def _find_damage(folder: Path, record: Any) -> str | None:
             if path.stat().st_size != kept["bytes"]:
                 return f"{path.name} has {path.stat().st_size} of {kept['bytes']} bytes"
             if hash_file(path) != kept["sha256"]:
-                return f"{path.name} has another content than was written"
+                return f"{path.name} does not match what was written"
     except (KeyError, TypeError, AttributeError):
-        return "its .json is of another form"
+        return "its .json has another format"
     except OSError as error:
         return f"it cannot be read ({error})"
     return None
@@ -192,7 +191,7 @@ def _build_or_wait(
 
 @contextmanager
 def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
-    """Whose the lock is; none where the file system has no locks, and then everybody builds."""
+    """Holds the lock; on a file system without locks, everybody builds."""
     with _open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,7 +213,7 @@ def _open_lock(path: Path) -> TextIO:
     try:
         return path.open("a+", encoding="utf-8")
     except OSError as error:
-        # Another user's, for one, in a folder that several share.
+        # For example another user's, in a shared folder.
         raise DataError(
             f"the lock of an index map, {path}, cannot be opened ({error.strerror or error}): "
             "remove it if nobody is building that map, or choose another folder with "
@@ -232,7 +231,7 @@ def _read_holder(lock: Path) -> str:
 def _clear_place(folder: Path, stem: str) -> None:
     """Remove what a killed builder left, and the record of damaged maps, so that others wait.
 
-    Only the holder of the lock may: it knows that nobody is writing these files now.
+    Only the lock holder may do this: it knows that nobody is writing these files.
     """
     for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
         leftover.unlink(missing_ok=True)
@@ -272,7 +271,7 @@ def _save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
 
 
 def _publish(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write under another name, then take the final one: no half file ever has it."""
+    """Write under a temporary name, then rename: no incomplete file ever has the final name."""
     partial = path.with_name(f"{path.name}.partial-{_name_of_process()}")
     try:
         write(partial)

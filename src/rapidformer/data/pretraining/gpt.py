@@ -1,7 +1,6 @@
-"""GPT samples: ``seq_length + 1`` tokens that follow each other, across the ends of documents.
+"""GPT samples: ``seq_length + 1`` consecutive tokens, across document boundaries.
 
-What a reader would get wrong: there is one token more than the model sees. Inputs are all but the
-last, labels all but the first.
+There is one token more than the model sees. Inputs are all but the last, labels all but the first.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rapidformer.errors import DataError
 class GPTDataset:
     """Samples of a GPT index, under Megatron's name ``text``.
 
-    They are pieced together from the mapped file directly into the row, or the rows of a batch.
+    They are copied from the mapped file directly into the row, or the rows of a batch.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class GPTDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """A batch's samples, in one piece of memory."""
+        """A batch of samples, in one piece of memory."""
         rows = np.empty((len(indices), self._seq_length + 1), dtype=np.int64)
         for row, index in zip(rows, indices, strict=True):
             self._fill(row, index)
         if self._vocab_size is not None and rows.size and rows.max() >= self._vocab_size:
-            # Said here, because on an accelerator the model could only stop without a reason.
+            # Checked here, because on an accelerator the model would crash without a reason.
             raise DataError(
                 f"{self._data.prefix} has the token {rows.max()}, but tokenizer and model have "
                 f"{self._vocab_size}: it was made with another tokenizer."

@@ -1,9 +1,9 @@
-"""Which tokens make a GPT sample: the three index maps, in the order of draws Megatron makes them.
+"""The three index maps that define GPT samples, with Megatron's order of random draws.
 
-All the sequences of a split, in a shuffled order that repeats as often as needed, are one long row
-of tokens; sample ``k`` is the ``seq_length + 1`` tokens from token ``k * seq_length`` on, so that
-neighbours share one token. What a reader would get wrong: a sample's place is not found by walking.
-The row's running lengths are known, so one search finds the places of a million samples at once.
+All sequences of a split, in a shuffled order that repeats as needed, form one long row of tokens;
+sample ``k`` is the ``seq_length + 1`` tokens starting at token ``k * seq_length``, so neighbours
+share one token. No walk is needed to find a sample: the cumulative lengths are known, so one search
+locates a million samples at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 from rapidformer.errors import DataError
 
-# The last epoch is shuffled by itself when less than this share of it is needed: otherwise samples
-# of an epoch that is not wholly used would be spread over the whole run.
+# The last epoch is shuffled separately if less than this fraction of it is needed; otherwise
+# samples of a partly used epoch would be spread over the whole run.
 _WHOLE_EPOCH_SHARE = 0.80
 _CHUNK = 1 << 20
 
 
 class GPTIndex(NamedTuple):
-    """Sequences in their order; (place in that order, token) where samples start; their order."""
+    """Sequence order; (index in that order, token offset) where samples start; sample order."""
 
     documents: np.ndarray
     samples: np.ndarray
@@ -30,11 +30,11 @@ class GPTIndex(NamedTuple):
 
 class _Epochs(NamedTuple):
     repeats: int
-    """Times that the data is gone through."""
+    """Number of epochs."""
     total: int
-    """Samples in all of them."""
+    """Samples in all epochs."""
     shuffled_together: int
-    """Samples before the last epoch, where that is kept apart; else all."""
+    """Samples before the last epoch, if that is shuffled separately; otherwise all."""
 
     @property
     def is_last_apart(self) -> bool:
@@ -50,8 +50,8 @@ def build_gpt_index(
     seq_length: int,
     seed: int,
 ) -> GPTIndex:
-    """The maps for sequences ``start`` to ``stop``; ``num_samples`` None takes each token once."""
-    # The sizes lie unaligned in the index file, and are looked up in a random order below.
+    """The maps for sequences ``start`` to ``stop``; ``num_samples`` None uses each token once."""
+    # The sizes are unaligned in the index file, and are looked up in random order below.
     sizes = np.array(sizes[start:stop], dtype=np.int32)
     tokens = int(sizes.sum(dtype=np.int64))
     if tokens <= seq_length:
@@ -66,14 +66,14 @@ def build_gpt_index(
     order = _order_documents(sizes.size, epochs, np.int64 if is_huge else np.int32, random)
     samples = _place_samples(sizes, order, seq_length, epochs.total)
     shuffle = _order_samples(epochs, random)
-    order += start  # in place: only here do they become numbers of the file's sequences
+    order += start  # in place: only here do they become sequence numbers of the file
     return GPTIndex(order, samples, shuffle)
 
 
 def _count_epochs(tokens: int, seq_length: int, num_samples: int | None) -> _Epochs:
     count = 1
     if num_samples is not None:
-        # The least count with (count * tokens - 1) // seq_length >= num_samples.
+        # The smallest count with (count * tokens - 1) // seq_length >= num_samples.
         count = max(1, -(-(num_samples * seq_length + 1) // tokens))
     total = (count * tokens - 1) // seq_length
     if count == 1 or num_samples is None:
@@ -99,8 +99,8 @@ def _order_documents(
 
 def _place_samples(sizes: np.ndarray, order: np.ndarray, seq_length: int, total: int) -> np.ndarray:
     samples = np.empty((total + 1, 2), dtype=order.dtype)
-    # Megatron's walk begins at the first sequence of the order, even if that one is empty; every
-    # other sample starts where its first token is, which no empty sequence has.
+    # Megatron's walk starts at the first sequence of the order even if it is empty; every other
+    # sample starts at its first token, which no empty sequence has.
     samples[0] = 0
     row, tokens_before = 1, 0
     for begin in range(0, order.size, _CHUNK):

@@ -1,4 +1,4 @@
-"""Under which names a sample comes: Megatron's, or those that Hugging Face's models take."""
+"""The names in a sample: Megatron's, or those of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 Layout = Literal["megatron", "huggingface"]
 IGNORED_LABEL = -100
-"""What a loss leaves out in Hugging Face's models; Megatron has a mask for it."""
+"""The label that Hugging Face models ignore; Megatron uses a mask instead."""
 
 
 def pad_row(values: np.ndarray, length: int, pad: int) -> np.ndarray:
-    """The values as int64, filled up to ``length``."""
+    """The values as int64, padded to ``length``."""
     padded = np.full(length, pad, dtype=np.int64)
     padded[: values.size] = values
     return padded

@@ -1,4 +1,4 @@
-"""Masks and positions for left-to-right models, from where documents end in a batch of tokens."""
+"""Masks and positions for left-to-right models, from the document boundaries in a batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def get_ltor_masks_and_position_ids(
     """Attention mask (True is hidden), loss mask and positions of tokens ``[batch, sequence]``.
 
     The attention mask is ``[1, 1, sequence, sequence]``, one for all rows, unless it is reset at
-    the ends of documents. An end-of-document token belongs to the document that it ends. A plain
-    causal mask has the attribute ``is_plain_causal``: a model that knows it, as GPTModel does, need
-    not look at the mask to take the fast path.
+    document boundaries. An end-of-document token belongs to the document it ends. A plain causal
+    mask has the attribute ``is_plain_causal``: a model that knows it, like GPTModel, can take the
+    fast path without looking at the mask.
     """
     import torch
 
@@ -29,7 +29,7 @@ def get_ltor_masks_and_position_ids(
     place = torch.arange(length, device=data.device)
     hidden = (place > place[:, None])[None, None]
     if reset_attention_mask:
-        # The number of the document that each token is in: ends before the token are counted.
+        # The document index of each token: the number of document ends before it.
         document = is_end.cumsum(dim=1) - is_end.long()
         hidden = hidden | (document[:, None, None, :] != document[:, None, :, None])
     else:

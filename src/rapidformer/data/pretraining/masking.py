@@ -1,8 +1,8 @@
-"""Which words of a sample are hidden: whole words in short runs, by Megatron's draws.
+"""Which tokens of a sample are masked: whole words in short runs, with Megatron's random draws.
 
-What a reader would get wrong: a run is drawn for every word in turn, also for one that is hidden
-already or does not fit, and each draw moves the random numbers on. So no word may be passed over
-before its draw, or all that follows would be another sample.
+A run length is drawn for every word in turn, even if the word is already masked or does not fit,
+and each draw advances the random state. Skipping a word before its draw would change every later
+sample.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _GEOMETRIC = 0.2
 
 
 class Words(NamedTuple):
-    """Word ``w`` is made of the tokens at ``positions[bounds[w] : bounds[w + 1]]``."""
+    """Word ``w`` consists of the tokens at ``positions[bounds[w] : bounds[w + 1]]``."""
 
     positions: np.ndarray
     bounds: list[int]
 
 
 class Masked(NamedTuple):
-    """Tokens after masking, and what stood at the places that are to be predicted."""
+    """Tokens after masking, and the original tokens at the places to predict."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -36,7 +36,7 @@ class Masked(NamedTuple):
 
 
 def _compute_word_thresholds() -> tuple[float, float]:
-    """Where numpy's ``choice`` among 1, 2 and 3 words, with odds 1, 1/2 and 1/3, changes over."""
+    """Thresholds of numpy's ``choice`` among 1, 2 and 3 words with odds 1, 1/2 and 1/3."""
     odds = 1.0 / np.arange(1, MAX_WORDS_BERT + 1)
     odds /= odds.sum()
     odds = odds / odds.sum()
@@ -50,25 +50,25 @@ _WORD_THRESHOLDS = _compute_word_thresholds()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the masking needs to know of a tokenizer: small, so that it travels to workers."""
+    """What masking needs to know about a tokenizer; small, because it is sent to workers."""
 
     name: str
     word_starts: np.ndarray
     ids: Sequence[int]
-    """The ids that a random token is chosen from, in Megatron's order."""
+    """The ids that random replacements are drawn from, in Megatron's order."""
 
     @classmethod
     def of(cls, tokenizer: Any, limit: int | None = None) -> Vocabulary:
-        """``limit``: ids from there on are not put in at random."""
+        """``limit``: ids at or above it are never used as replacements."""
         ids = sorted(i for i in tokenizer.inv_vocab if limit is None or i < limit)
         is_complete = ids == list(range(len(ids)))
         word_starts = np.asarray(tokenizer.word_starts, dtype=bool)
         return cls(tokenizer.name, word_starts, range(len(ids)) if is_complete else ids)
 
     def find_words(self, tokens: np.ndarray, special: Sequence[int]) -> Words:
-        """The words between the special tokens, which belong to none.
+        """The words between the special tokens.
 
-        A piece that continues a word joins the one before it, across a special token if need be.
+        A continuation piece joins the word before it, even across a special token.
         """
         is_text = np.ones(tokens.size, dtype=bool)
         for token in special:
@@ -86,23 +86,23 @@ class Vocabulary:
 
 
 def count_to_predict(num_tokens: int, target_length: int, mask_prob: float) -> float:
-    """How many tokens may be hidden at most. A fraction stays one: it is only compared with."""
+    """The maximum number of masked tokens. It stays a fraction: it is only compared with."""
     return min(mask_prob * target_length, max(1, round(num_tokens * mask_prob)))
 
 
 def choose_spans(
     bounds: Sequence[int], budget: float, order: Sequence[int], draw_words: Callable[[], int]
 ) -> Iterator[tuple[int, int]]:
-    """Runs of words to hide, as (first word, end), until the budget of tokens is used up.
+    """Runs of words to mask, as (first word, end), until the token budget is used up.
 
-    A generator, since BERT draws the tokens that replace a run before the next run is drawn.
+    A generator, because BERT draws a run's replacement tokens before the next run is drawn.
     """
     num_words = len(bounds) - 1
     is_hidden = bytearray(num_words)
     hidden_tokens = 0
     for first in order:
         if hidden_tokens + 1 > budget:
-            # No word fits any more, and nothing is drawn after this: the rest decides nothing.
+            # No word fits any more, and nothing is drawn after this: the rest does not matter.
             return
         end = min(first + draw_words(), num_words)
         start_token = bounds[first]
@@ -127,7 +127,7 @@ def mask_tokens(
     mask_prob: float,
     random: np.random.RandomState,
 ) -> Masked:
-    """BERT's masking: of the chosen tokens 80 % become the mask, 10 % stay, 10 % are random."""
+    """BERT's masking: 80 % of the chosen tokens become the mask, 10 % stay, 10 % are random."""
     if mask_prob == 0:
         nothing = np.zeros(0, dtype=np.int64)
         return Masked(tokens, nothing, nothing)
@@ -164,13 +164,13 @@ def draw_t5_spans(
     mask_prob: float,
     random: np.random.RandomState,
 ) -> list[np.ndarray]:
-    """T5's spans, as the positions of their tokens, in the order of the text."""
+    """T5's spans, as the positions of their tokens, in text order."""
     if mask_prob == 0:
         return []
     words = vocabulary.find_words(tokens, special)
     order = _shuffle_words(words, random)
     budget = count_to_predict(tokens.size, target_length, mask_prob)
-    # Nothing else is drawn in between, so all the lengths can be drawn at once.
+    # Nothing else is drawn in between, so all lengths can be drawn at once.
     lengths = np.minimum(random.geometric(_GEOMETRIC, size=len(order)), MAX_WORDS_T5)
     spans = sorted(choose_spans(words.bounds, budget, order, iter(lengths.tolist()).__next__))
     bounds = words.bounds

@@ -1,8 +1,8 @@
 """C++'s two Mersenne Twisters, drawn in blocks: the random numbers of Megatron's sentence maps.
 
-``std::mt19937(seed)`` is what numpy's ``RandomState(seed)`` draws; ``std::mt19937_64`` numpy has
-not, so it is here. What a reader would get wrong: a block of 312 numbers is made from the one
-before it in two halves, since the second half needs the first half's new numbers.
+``std::mt19937(seed)`` equals numpy's ``RandomState(seed)``; numpy lacks ``std::mt19937_64``, so it
+is implemented here. A block of 312 numbers is computed from the previous one in two halves, since
+the second half needs the first half's new numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ONE = np.uint64(1)
 
 
 def draw_uint32(seed: int, block: int) -> Iterator[np.ndarray]:
-    """Blocks of ``std::mt19937(seed)``, without end."""
+    """Blocks of ``std::mt19937(seed)``, endlessly."""
     random = np.random.RandomState(seed % 2**32)
     while True:
         yield random.randint(0, 2**32, size=block, dtype=np.uint32)
 
 
 def draw_uint64(seed: int, block: int) -> Iterator[np.ndarray]:
-    """Blocks of ``std::mt19937_64(seed)``, without end."""
+    """Blocks of ``std::mt19937_64(seed)``, endlessly."""
     state = _seed_state(seed)
     states_per_block = -(-block // _SIZE)
     while True:

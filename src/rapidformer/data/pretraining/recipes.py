@@ -1,7 +1,7 @@
-"""GPT, BERT and T5: what of the data is split, which maps are built, what reads them.
+"""GPT, BERT and T5: what is split, which maps are built, and what reads them.
 
-What a reader would get wrong: ``--split`` divides *sequences* for GPT, so sentences where the data
-was made with ``--split-sentences``, and *documents* for BERT and T5.
+``--split`` divides *sequences* for GPT (that is, sentences if the data was made with
+``--split-sentences``) and *documents* for BERT and T5.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rapidformer.errors import DataError
 
 
 class PretrainingSource:
-    """An opened pair of files. Nothing of it but the files' content decides a map's name."""
+    """An opened pair of files. Only the content of the files decides a map's name."""
 
     def __init__(
         self, prefix: str, data_impl: str, skip_warmup: bool, data_cache_path: str | Path | None
@@ -36,7 +36,7 @@ class PretrainingSource:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What tells these files from others."""
+        """What identifies these files."""
         prefix = self.data.prefix
         return {
             "idx_sha256": hash_file(Path(f"{prefix}.idx")),
@@ -47,7 +47,7 @@ class PretrainingSource:
     def load_or_build_maps(
         self, objective: str, split: SplitRange, settings: Mapping[str, Any], build: Build
     ) -> IndexMaps:
-        """The maps of a split under these settings, from the cache if they are there."""
+        """The maps of a split under these settings, from the cache if possible."""
         description = {
             "objective": objective,
             "data": self.fingerprint,
@@ -63,20 +63,20 @@ class PretrainingSource:
 
 @dataclass(frozen=True)
 class GPTRecipe:
-    """``seq_length + 1`` tokens in a row."""
+    """``seq_length + 1`` consecutive tokens."""
 
     seq_length: int
     seed: int
     vocab_size: int | None = None
 
     def count_units(self, source: PretrainingSource) -> int:
-        """How many things ``--split`` divides."""
+        """The number of items that ``--split`` divides."""
         return len(source.data)
 
     def build_dataset(
         self, source: PretrainingSource, split: SplitRange, num_samples: int | None
     ) -> GPTDataset:
-        """The samples of one split; ``num_samples`` None goes through it once."""
+        """The samples of one split; ``num_samples`` None uses it exactly once."""
         settings = {"seq_length": self.seq_length, "num_samples": num_samples, "seed": self.seed}
 
         def build() -> Mapping[str, np.ndarray]:
@@ -95,7 +95,7 @@ class GPTRecipe:
 
 @dataclass(frozen=True)
 class BertRecipe:
-    """A pair of text parts with hidden words."""
+    """A pair of text segments with masked words."""
 
     max_seq_length: int
     masked_lm_prob: float
@@ -135,7 +135,7 @@ class BertRecipe:
 
 @dataclass(frozen=True)
 class T5Recipe:
-    """Text with spans taken out, and the spans."""
+    """Text with spans removed, and the spans."""
 
     max_seq_length: int
     max_seq_length_dec: int

@@ -1,10 +1,10 @@
-"""Which sentences make a BERT or T5 sample: rows of (first sentence, end, target length).
+"""Which sentences form a BERT or T5 sample: rows of (first sentence, end, target length).
 
-A document's sentences are gathered until they reach a target length, which is the full length or,
-now and then, a shorter one; the random numbers are those of Megatron's C++. What a reader would get
-wrong: how many numbers a document draws depends on how it is cut, so documents cannot be cut
-independently. But most targets are the full length: all documents are cut for it at once, and only
-those that meet a short target are cut again, one by one.
+A document's sentences are collected until they reach a target length, which is the full length or
+occasionally a shorter one; the random numbers are those of Megatron's C++. How many numbers a
+document draws depends on how it is cut, so documents cannot be cut independently. But most targets
+are the full length: all documents are cut for it at once, and only those that hit a short target
+are cut again, one by one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rapidformer.data.pretraining.mersenne import draw_uint32, draw_uint64
 from rapidformer.errors import DataError
 
 LONG_SENTENCE = 512
-"""A document of several sentences with one longer than this is left out."""
+"""A document of several sentences with one longer than this is skipped."""
 _BLOCK = 1 << 18
 _NEVER = (2**63 - 1, 0)
 
 
 class _Cuts(NamedTuple):
-    """Every usable document cut for the full length; sentences count from the split's first."""
+    """Every usable document cut for the full length; sentences are counted from the split's first."""
 
     row_counts: np.ndarray
     """Rows of each document."""
@@ -36,7 +36,7 @@ class _Cuts(NamedTuple):
     documents: np.ndarray
     """The document of each row."""
     ranks: np.ndarray
-    """The number of each row in its document."""
+    """The index of each row within its document."""
     starts: np.ndarray
     ends: np.ndarray
 
@@ -111,7 +111,7 @@ def _describe_unusable(counts: np.ndarray, has_long: np.ndarray, min_sentences: 
 def _cut_for_full_length(
     running: np.ndarray, firsts: np.ndarray, lasts: np.ndarray, length: int, min_sentences: int
 ) -> _Cuts:
-    """Cut all documents side by side, the n-th row of each at the n-th turn."""
+    """Cut all documents side by side: row n of each in iteration n."""
     row_counts = np.zeros(firsts.size, dtype=np.int64)
     turns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     open_ones, starts = np.arange(firsts.size), firsts
@@ -119,7 +119,7 @@ def _cut_for_full_length(
         stops = lasts[open_ones]
         ends = np.searchsorted(running, running[starts] + length, side="left")
         ends = np.maximum(ends, starts + min_sentences)
-        # One sentence is never left alone: it would have nothing to be paired with.
+        # A single sentence is never left over: it would have nothing to be paired with.
         ends = np.where(stops - ends > 1, ends, stops)
         turns.append((open_ones, starts, ends))
         row_counts[open_ones] += 1
@@ -139,7 +139,7 @@ def _cut_for_full_length(
 def _draw_short_targets(
     short_seq_prob: float, max_length: int, seed: int
 ) -> Iterator[tuple[int, int]]:
-    """(number of the draw, target) of each draw that gives a short target."""
+    """(draw index, target) of each draw that gives a short target."""
     if short_seq_prob <= 0:
         return
     ratio = math.floor(1.0 / short_seq_prob + 0.5)  # C++ rounds halves up, Python to even
@@ -150,7 +150,7 @@ def _draw_short_targets(
 
 
 class _EpochCutter:
-    """Cuts all documents once per call, and remembers which random number comes next."""
+    """Cuts all documents once per call, and tracks the position in the random numbers."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _EpochCutter:
         max_length: int,
         min_sentences: int,
     ) -> None:
-        self._running = running.data  # look-ups in a memoryview give Python's integers
+        self._running = running.data  # lookups in a memoryview give Python integers
         self._cuts = cuts
         self._targets = targets
         self._max_length = max_length
@@ -174,7 +174,7 @@ class _EpochCutter:
         self._next = next(targets, _NEVER)
 
     def cut(self) -> np.ndarray:
-        """The rows of one epoch, in the order of the documents."""
+        """The rows of one epoch, in document order."""
         changed, kept, added, rows = self._recut_short_ones()
         keep_counts = self._cuts.row_counts.copy()
         keep_counts[changed] = kept
@@ -195,7 +195,7 @@ class _EpochCutter:
         return result
 
     def _recut_short_ones(self) -> tuple[list[int], list[int], list[int], array[int]]:
-        """The documents that meet a short target, the rows each keeps, and all their new rows."""
+        """The documents that hit a short target, the rows each keeps, and all their new rows."""
         changed: list[int] = []
         kept: list[int] = []
         added: list[int] = []
@@ -208,7 +208,7 @@ class _EpochCutter:
             document = bisect_right(first_draws, place, lo=document) - 1
             rank = place - first_draws[document]
             if rank == row_counts[document]:
-                # The draw after a document's last row decides nothing.
+                # The draw after a document's last row does not matter.
                 self._next = next(self._targets)
                 continue
             start = starts[first_rows[document] + rank]
@@ -216,14 +216,14 @@ class _EpochCutter:
             changed.append(document)
             kept.append(rank)
             added.append(count)
-            # From here on all draws come that much later than the full-length cut has them.
+            # From here on, all draws come that much later than in the full-length cut.
             before += rank + count - row_counts[document]
             document += 1
         self._draws_before = before + draws_in_epoch
         return changed, kept, added, rows
 
     def _recut(self, start: int, last: int, draw: int, rows: array[int]) -> int:
-        """Cut the rest of a document from the row of that draw on; how many rows it gave."""
+        """Cut the rest of a document, starting at the row of that draw; returns its number of rows."""
         running, min_sentences = self._running, self._min_sentences
         short_draw, short_target = self._next
         count = 0
@@ -247,7 +247,7 @@ class _EpochCutter:
 
 
 def _shuffle(count: int, seed: int) -> np.ndarray:
-    """The order that swapping from the back with ``std::mt19937_64(seed)`` gives."""
+    """The order obtained by swapping from the back with ``std::mt19937_64(seed)``."""
     order = np.arange(count)
     first_use = np.empty(count, dtype=np.int64)
     place = count - 1
@@ -258,7 +258,7 @@ def _shuffle(count: int, seed: int) -> np.ndarray:
         others = (numbers[: places.size] % (places + 1).astype(np.uint64)).astype(np.int64)
         done = 0
         while done < places.size:
-            # About so many random places in a row are different ones.
+            # About this many random places in a row are distinct.
             stop = done + int(math.sqrt(places[done])) + 1
             stop = done + _count_independent(places[done:stop], others[done:stop], first_use)
             here, there = places[done:stop], others[done:stop]
@@ -269,11 +269,11 @@ def _shuffle(count: int, seed: int) -> np.ndarray:
 
 
 def _count_independent(places: np.ndarray, others: np.ndarray, first_use: np.ndarray) -> int:
-    """How many of these swaps, from the first on, touch no place twice: those can be one step."""
+    """How many of these swaps, from the first, touch no place twice and can be done in one step."""
     numbers = np.arange(places.size)
     first_use[others[::-1]] = numbers[::-1]
     is_repeated = first_use[others] != numbers
-    # A place that is swapped into now and is due itself later.
+    # A place that is swapped into now and is itself due later.
     is_ahead = (others >= places[-1]) & (others < places)
     if not is_repeated.any() and not is_ahead.any():
         return places.size
@@ -285,7 +285,7 @@ def _count_independent(places: np.ndarray, others: np.ndarray, first_use: np.nda
 def read_row(
     rows: np.ndarray, index: int, seed: int
 ) -> tuple[int, int, int, np.random.RandomState]:
-    """First sentence, the one after the last, length, and the sample's own random numbers."""
+    """First sentence, one past the last, length, and the sample's own random numbers."""
     if not -len(rows) <= index < len(rows):
         raise IndexError(f"sample {index} of {len(rows)}")
     index %= len(rows)

@@ -1,8 +1,8 @@
-"""``--split``: which part of the data trains, validates and tests, by Megatron's arithmetic.
+"""``--split``: which part of the data trains, validates and tests, with Megatron's arithmetic.
 
-What a reader would get wrong: each share is rounded by itself (to even, as Python rounds), and what
-the three then have too many or too few is taken from every boundary alike, the first included. So
-the split of ten things by '969, 30, 1' is ten, none and none.
+Each fraction is rounded separately (to even, as Python rounds), and the surplus or deficit of the
+three is subtracted from every boundary, including the first. So splitting ten items by '969, 30, 1'
+gives ten, none and none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SplitRange(NamedTuple):
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of '969, 30, 1', '90/5/5' or '1' that add up to one."""
+    """Fractions of '969, 30, 1', '90/5/5' or '1' that add up to one."""
     separator = "," if "," in text else "/"
     words = [word.strip() for word in str(text).split(separator)]
     numbers = [_parse_number(word) for word in words]
@@ -49,7 +49,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_ranges(text: str, size: int) -> list[SplitRange]:
-    """The three ranges that ``size`` things are split into; some may be empty."""
+    """The three ranges that ``size`` items are split into; some may be empty."""
     bounds = split_bounds(text, size)
     return [SplitRange(name, bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)]
 
@@ -60,7 +60,7 @@ def split_bounds(text: str, size: int) -> list[int]:
     for share in parse_split(text):
         bounds.append(bounds[-1] + round(share * float(size)))
     surplus = bounds[-1] - size
-    # A first share of nothing would start before the first thing, were it to give one up too.
+    # An empty first part would start before the first item if it gave one up too.
     return [0, *(max(bound - surplus, 0) for bound in bounds[1:])]
 
 

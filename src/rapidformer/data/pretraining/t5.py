@@ -1,14 +1,14 @@
-"""T5 samples: spans of the text are taken out and put where a numbered sentinel stood.
+"""T5 samples: spans of the text are replaced by numbered sentinels.
 
-Under Megatron's names the decoder reads ``<bos> <extra_id_0> span <extra_id_1> span`` and answers
+Under Megatron's names, the decoder reads ``<bos> <extra_id_0> span <extra_id_1> span`` and predicts
 ``<extra_id_0> span <extra_id_1> span <eos>``, with attention masks as matrices. Hugging Face's T5
-makes the decoder's input from the labels itself, starting with the padding token, and knows no
-``<bos>``; there a sample has the text, which ends with ``</s>`` as its tokenizer ends it, and the
-labels ``<extra_id_0> span ... </s>``, both padded.
+derives the decoder input from the labels, starting with the padding token, and has no ``<bos>``;
+there a sample has the text, ending with ``</s>`` as its tokenizer does, and the labels
+``<extra_id_0> span ... </s>``, both padded.
 
-What a reader would get wrong: how long the answer becomes is drawn too. Where it would not fit the
-decoder, or there are more spans than sentinels, Megatron stops; here the last spans stay in the
-text, so that a run of days does not end at one unlucky sample. Every other sample is the same.
+The length of the target is random too. If it would not fit the decoder, or there are more spans
+than sentinels, Megatron stops; here the last spans stay in the text, so that a run of days does not
+end at one unlucky sample. All other samples are identical.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class T5Tokens(NamedTuple):
     """What the decoder reads first: Megatron's bos, Hugging Face's padding token."""
     sentinels: list[int]
     special: list[int]
-    """Tokens that are no words: none, for a tokenizer without cls and sep."""
+    """Tokens that are not words; none for a tokenizer without cls and sep."""
     vocabulary: Vocabulary
 
     @classmethod
@@ -62,7 +62,7 @@ class T5Tokens(NamedTuple):
 
 
 class T5Dataset:
-    """Samples of a sentence map, under Megatron's names or Hugging Face's."""
+    """Samples of a sentence map, under Megatron's or Hugging Face's names."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class T5Dataset:
     def _take_out(
         self, tokens: np.ndarray, spans: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The text with sentinels, and the spans behind theirs; what does not fit stays."""
+        """The text with sentinels, and the spans after theirs; what does not fit stays in the text."""
         text: list[np.ndarray] = []
         answer: list[np.ndarray] = []
-        position, room = 0, self._max_seq_length_dec - 1  # the start or end of the answer
+        position, room = 0, self._max_seq_length_dec - 1  # the start or end of the target
         for sentinel, span in zip(self._tokens.sentinels, spans, strict=False):
             room -= span.size + 1
             if room < 0:
