@@ -192,7 +192,7 @@ class _Builder:
         num_samples: int | None,
         splits_string: str | None = None,
     ) -> Any:
-        """The samples of one split of a data set or blend; without a split string, all of the data."""
+        """The samples of one split of a data set or blend; without a split string, all of it."""
         found = [(part, self._find_range(part.prefix, name, splits_string)) for part in parts]
         if num_samples == 0:
             return None

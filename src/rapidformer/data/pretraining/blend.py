@@ -168,7 +168,7 @@ def _guess_taken(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
 def _run(
     weights: np.ndarray, firsts: np.ndarray, taken: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rule, for ``length`` steps from each of the starting points; counts are integral doubles."""
+    """The rule, for ``length`` steps from each starting point; counts are integral doubles."""
     taken = taken.copy()
     chosen = np.empty((length, firsts.size), dtype=np.int16)
     steps = firsts.astype(np.float64)
