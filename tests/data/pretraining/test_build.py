@@ -186,7 +186,7 @@ def test_contradicting_and_missing_data_are_refused(prefixes: list[str]) -> None
         build(data_prefix=prefixes[0], splits_string=None)
     with pytest.raises(IndexedDataError, match="nowhere"):
         build(data_prefix="nowhere")
-    with pytest.raises(DataError, match="a blend has no end of its own"):
+    with pytest.raises(DataError, match="a blend has no natural end"):
         build(
             data_prefix=["1", prefixes[0], "1", prefixes[1]],
             train_valid_test_num_samples=[None] * 3,
@@ -200,7 +200,7 @@ def test_bad_settings_are_told_all_at_once(prefixes: list[str]) -> None:
             train_valid_test_num_samples=(1, -2),
         )  # fmt: skip
     for reason in (
-        "has 2 numbers, three are needed", "-2 samples are fewer than none", "--seq-length 0",
+        "has 2 numbers, three are needed", "-2 samples is negative", "--seq-length 0",
         "--seed -1", "--mask-prob 1.5", "--short-seq-prob -1",
     ):  # fmt: skip
         assert reason in str(caught.value)

@@ -113,7 +113,7 @@ def _check_settings(
             f"train_valid_test_num_samples has {len(counts)} numbers, three are needed: for "
             "training, validation and test."
         )
-    problems += [f"{count} samples: the number must not be negative." for count in counts if count and count < 0]
+    problems += [f"{count} samples is negative." for count in counts if count and count < 0]
     if seq_length < 1:
         problems.append(f"--seq-length {seq_length} is not a valid length: use 1 or more.")
     if not 0 <= seed < 2**32:

@@ -27,7 +27,7 @@ _NEVER = (2**63 - 1, 0)
 
 
 class _Cuts(NamedTuple):
-    """Every usable document cut for the full length; sentences are counted from the split's first."""
+    """Every usable document cut for the full length; sentences count from the split's first."""
 
     row_counts: np.ndarray
     """Rows of each document."""
@@ -223,7 +223,7 @@ class _EpochCutter:
         return changed, kept, added, rows
 
     def _recut(self, start: int, last: int, draw: int, rows: array[int]) -> int:
-        """Cut the rest of a document, starting at the row of that draw; returns its number of rows."""
+        """Cut the rest of a document, starting at that draw's row; returns its number of rows."""
         running, min_sentences = self._running, self._min_sentences
         short_draw, short_target = self._next
         count = 0

@@ -113,7 +113,7 @@ class T5Dataset:
     def _take_out(
         self, tokens: np.ndarray, spans: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The text with sentinels, and the spans after theirs; what does not fit stays in the text."""
+        """The text with sentinels, and the spans after theirs; what does not fit stays in place."""
         text: list[np.ndarray] = []
         answer: list[np.ndarray] = []
         position, room = 0, self._max_seq_length_dec - 1  # the start or end of the target
