@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 
@@ -37,15 +38,16 @@ def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: str = "inductor
         for block in plan.get_blocks(model):
             # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's
             # own layers would silently stay as it is. The frame of `_run` is ours.
-            block._compiled_call_impl = functools.partial(compiled, block)
+            set_compiled_call(block, functools.partial(compiled, block))
     else:
         warn_once(
             f"--compile: no repeated blocks were found in {type(model).__name__}, "
             "so the whole model is compiled."
         )
-        model._compiled_call_impl = functools.partial(torch.compile(_run, backend=backend), model)
+        compiled = torch.compile(_run, backend=backend)
+        set_compiled_call(model, functools.partial(compiled, model))
     return model
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
+    return call_plainly(module, *args, **kwargs)

@@ -13,6 +13,15 @@ from torch import nn
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+"""torch's layers that drop something out, each with its rate ``p``."""
 _WHAT_CHANGES = {
     "tensor": (
         "--tensor-model-parallel-size",
@@ -50,5 +59,5 @@ def has_dropout(model: nn.Module) -> bool:
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     values: dict[str, object] = to_dict()
     rates = [value for name, value in values.items() if "drop" in name]
-    rates += [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates += [m.p for m in model.modules() if isinstance(m, DROPOUTS)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 
@@ -29,11 +30,7 @@ _KEPT = {
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
-    _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    *EXPENSIVE_OPERATORS,
 }
 
 

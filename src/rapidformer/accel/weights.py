@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.data_parallel import broadcast_weights
+from rapidformer.compat.torch_modules import get_parameter_table, replace_tensors
 from rapidformer.dist.whole import find_strided_axis
 from rapidformer.errors import ModelError
 from rapidformer.models.deferred import DeferredWeights, forget_deferred
@@ -45,8 +46,8 @@ def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> 
         model.to(device)
         return
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(device) if buffer is not None else None
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def share_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
@@ -121,11 +122,11 @@ def _allocate(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
         return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 
     # The way of `to_empty`, which fully_shard follows; buffers keep their values.
-    model._apply(allocate)
+    replace_tensors(model, allocate)
     for first, *others in plan.tied:
         # Each owner has got a parameter of its own: one for all again.
         module, _, name = first.rpartition(".")
-        parameter = model.get_submodule(module)._parameters[name]
+        parameter = get_parameter_table(model.get_submodule(module))[name]
         for other in others:
             module, _, name = other.rpartition(".")
-            model.get_submodule(module)._parameters[name] = parameter
+            get_parameter_table(model.get_submodule(module))[name] = parameter

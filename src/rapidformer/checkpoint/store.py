@@ -37,6 +37,7 @@ from rapidformer.checkpoint.publish import (
 )
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
+from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -333,17 +334,16 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
     """
     scheduler, saved = state.scheduler, run["scheduler"]
     if isinstance(scheduler, LambdaLR):
-        scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
         rates = [
-            base * function(scheduler.last_epoch)
+            base * function(saved["last_epoch"])
             for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        scheduler._last_lr = rates
+        set_position(scheduler, saved, rates)
     else:
         # What JSON cannot hold (functions) is the same in the scheduler that was built now.
         scheduler.load_state_dict({**scheduler.state_dict(), **saved})
         # DeepSpeed's schedulers do not keep the rates in their state.
-        rates = saved["_last_lr"] if "_last_lr" in saved else scheduler.get_lr()
+        rates = get_saved_rates(saved) or scheduler.get_lr()
     for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
 

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rapidformer.compat.torch_mesh import find_offset
+from rapidformer.compat.torch_tensors import build_shell
 from rapidformer.dist.whole import find_strided_axis
 
 
@@ -39,7 +40,7 @@ def split_strided(tensor: torch.Tensor) -> torch.Tensor:
     dim, parts = placement.dim, placement.split_factor
     mesh = tensor.device_mesh
     others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
-    _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, others)
+    start = find_offset(tensor.shape, mesh, others)
     width = tensor.shape[dim] // parts
     local = tensor.to_local().detach()
     pieces = []
@@ -57,10 +58,7 @@ class PiecewiseTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, shape: torch.Size, pieces: list[_Piece]) -> PiecewiseTensor:
-        first = pieces[0].data
-        self: PiecewiseTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=first.dtype, device=first.device
-        )
+        self: PiecewiseTensor = build_shell(cls, shape, pieces[0].data)
         self._pieces = pieces
         return self
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rapidformer.checkpoint.strided import split_strided
+from rapidformer.compat.torch_checkpoint import PRIVATE_INDEX_NAMES
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 
@@ -37,13 +38,10 @@ _ALLOWED_NAMES = {
             "StorageMeta",
             "TensorProperties",
             "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
         )
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *PRIVATE_INDEX_NAMES,
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_device"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
     ("pathlib._local", "PosixPath"),

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rapidformer.compat.torch_collectives import operations
 from rapidformer.dist.regions import (
     gather_slices,
-    operations,
     pad_to,
     take_slice,
     sum_over,

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-Group = dist.ProcessGroup
+from rapidformer.compat.torch_collectives import operations
 
-# The functional forms, which torch.compile can trace; their Python names change between versions.
-operations = torch.ops._c10d_functional
+Group = dist.ProcessGroup
 
 
 def get_share(length: int, group: Group) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.dist.regions import Group, operations, wait
+from rapidformer.compat.torch_collectives import operations
+from rapidformer.dist.regions import Group, wait
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rapidformer.compat.torch_mesh import join_axes
 
 AXES = ("pipeline", "data", "context", "tensor")
 
@@ -83,7 +84,7 @@ class Topology:
         if self.data == 1:
             return self.mesh["context"]
         names = tuple(n for n in self.mesh.mesh_dim_names or () if n not in ("pipeline", "tensor"))
-        return self.mesh[names]._flatten("replica")
+        return join_axes(self.mesh[names], "replica")
 
     def get_sharding_mesh(self) -> DeviceMesh | None:
         """Those ranks as ``fully_shard`` takes them: two-dimensional with hybrid sharding."""
@@ -92,7 +93,7 @@ class Topology:
             return replicas
         if self.context == 1:
             return self.mesh["copies", "shards"]
-        self.mesh["shards", "context"]._flatten("shards_context")
+        join_axes(self.mesh["shards", "context"], "shards_context")
         with warnings.catch_warnings():
             # torch wants flattened axes to be created by hand, but offers no other way to combine
             # these.
@@ -138,7 +139,7 @@ def build_topology(
             axes = _replace_axis(axes, "data", {"copies": data // shards, "shards": shards})
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if has_copies:
-            joined["data"] = mesh["copies", "shards"]._flatten("data")
+            joined["data"] = join_axes(mesh["copies", "shards"], "data")
     expert_mesh = None
     if expert > 1:
         shape = (pipeline, data * context // expert, expert, tensor)
@@ -159,8 +160,9 @@ def build_topology(
 def build_lone_mesh(device_type: str) -> DeviceMesh:
     """A mesh of this process alone, for code that needs one although there are no peers."""
     if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
 
 

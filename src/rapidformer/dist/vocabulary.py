@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from rapidformer.compat.torch_tensors import check_later
 from rapidformer.dist.regions import Group, get_share
 from rapidformer.errors import TrainingError
 
@@ -29,7 +30,7 @@ def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -
     is_known = (ids >= 0) & (ids < length)
     if ignored is not None:
         is_known |= ids == ignored
-    torch._assert_async(is_known.all(), f"{what} is outside of the {length} of the vocabulary")
+    check_later(is_known.all(), f"{what} is outside of the {length} of the vocabulary")
 
 
 def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from rapidformer.compat.torch_mesh import StridedShard
 
 
 def join_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ def find_strided_axis(tensor: torch.Tensor) -> int | None:
         return None
     for axis, placement in enumerate(tensor.placements):
         later = tensor.placements[axis + 1 :]
-        if isinstance(placement, _StridedShard) and not any(
+        if isinstance(placement, StridedShard) and not any(
             getattr(other, "dim", None) == placement.dim for other in later
         ):
             return axis

@@ -15,9 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
+from rapidformer.compat.torch_elastic import RunResult, WorkerAgent, WorkerGroup, WorkerSpec
 from rapidformer.launch.failures import Failure, choose_first, read_report
 from rapidformer.launch.logs import RankLogs
 from rapidformer.launch.rendezvous import Rounds
@@ -26,7 +24,7 @@ from rapidformer.launch.watch import Watch
 _STOP_SECONDS = 5
 
 
-class Agent(LocalElasticAgent):
+class Agent(WorkerAgent):
     """Starts, watches, restarts and stops the processes of this node."""
 
     def __init__(
@@ -46,37 +44,28 @@ class Agent(LocalElasticAgent):
         self.failure: Failure | None = None
         """The first failure of this node's workers in the last round."""
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
-        self._remaining_restarts = worker_group.spec.max_restarts - self._rounds.round
+    def after_rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.set_remaining_restarts(worker_group.spec.max_restarts - self._rounds.round)
         if self._rounds.round > 0 and self._rounds.plan.node_rank == 0:
             failures = self._rounds.read_failures(self._rounds.round - 1)
             why = choose_first(failures).summarize() if failures else "a node was lost"
             self._say(f"{why}\nrestart {self._rounds.round} of {self._rounds.max_restarts}")
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def before_start(self) -> None:
         self.failure = None
-        ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._watch.begin_round(
-            self._rounds.round,
-            {worker.global_rank: ids[worker.local_rank] for worker in worker_group.workers},
-        )
-        return ids
 
-    def _set_local_rank_env(
-        self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec
-    ) -> None:
-        super()._set_local_rank_env(worker_env, local_rank, spec)
-        worker_env["LOCAL_RANK"] = str(local_rank + self._rounds.plan.local_rank_offset)
+    def after_start(self, process_ids: dict[int, int]) -> None:
+        self._watch.begin_round(self._rounds.round, process_ids)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+    def change_local_rank(self, local_rank: int) -> int:
+        return local_rank + self._rounds.plan.local_rank_offset
+
+    def after_look(self, result: RunResult) -> None:
         if result.is_failed():
             self.failure = choose_first(self._read_failures(result))
             self._rounds.publish_failure(self.failure)
             if self._rounds.find_first_failure(self.failure).is_mistake:
-                self._remaining_restarts = 0
-        return result
+                self.set_remaining_restarts(0)
 
     def _read_failures(self, result: RunResult) -> Iterator[Failure]:
         plan = self._rounds.plan
@@ -92,17 +81,15 @@ class Agent(LocalElasticAgent):
                 **(report | read_report(failure.error_file)),
             )
 
-    def _exit_barrier(self) -> None:
+    def finish(self) -> None:
         self._rounds.finish()
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_SECONDS
-    ) -> None:
+    def stop_workers(self, death_sig: signal.Signals, timeout: int) -> None:
         with _undisturbed():
             self._watch.end_round()
-            groups = list(self._pcontext.pids().values()) if self._pcontext else []
+            groups = self.get_process_ids()
             # torch's own callers pass 30 s; we promise the user seconds.
-            super()._shutdown(death_sig, min(timeout, _STOP_SECONDS))
+            super().stop_workers(death_sig, min(timeout, _STOP_SECONDS))
             for group in groups:
                 # Workers lead their own groups; the leader may be dead and its children alive.
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from rapidformer.compat.torch_dispatch import tree_map_only
+from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.log import get_logger
 from rapidformer.models.recording import Recording, record
@@ -130,8 +131,8 @@ def _make_buffers(model: nn.Module, recording: Recording) -> None:
         return made.setdefault(id(tensor), recording.read(tensor))
 
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = make(buffer) if buffer is not None else None
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, make(buffer))
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, _CONTAINERS):
                 vars(module)[name] = tree_map_only(Tensor, make, value)
@@ -142,11 +143,11 @@ def _clear_parameters(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in get_parameter_table(module).items():
             if parameter is None:
                 continue
             found[f"{prefix}.{name}" if prefix else name] = parameter.detach()
             if not parameter.is_meta:
                 empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                module._parameters[name] = replaced.setdefault(id(parameter), empty)
+                get_parameter_table(module)[name] = replaced.setdefault(id(parameter), empty)
     return found

@@ -17,9 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rapidformer.compat.torch_dispatch import (
+    TorchDispatchMode,
+    get_schema,
+    tree_leaves,
+    tree_map_only,
+    without_torch_function,
+)
+from rapidformer.compat.torch_tensors import get_storage_key
 from rapidformer.models.steps import (
     CPU,
     META,
@@ -57,11 +63,11 @@ class Recording:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor was recorded."""
-        return tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+        return tensor.is_meta and get_storage_key(tensor) in self._storages
 
     def has_values(self, tensor: Tensor) -> bool:
         """Whether some step has given it values: one that was left alone cannot be made."""
-        return self.holds(tensor) and bool(self._writers[tensor.untyped_storage()._cdata])
+        return self.holds(tensor) and bool(self._writers[get_storage_key(tensor)])
 
     def read(self, tensor: Tensor, spans: Spans | None = None) -> Tensor:
         """The tensor's values, or a part of them; from a file, only that part is read."""
@@ -95,9 +101,9 @@ class Recording:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._concerns(function, tensors, kwargs):
             return function(*args, **kwargs)
-        name = function._schema.name.partition("::")[2]
+        name = get_schema(function).name.partition("::")[2]
         written = find_written(function, args, kwargs)
-        gives_tensors = any("Tensor" in str(each.type) for each in function._schema.returns)
+        gives_tensors = any("Tensor" in str(each.type) for each in get_schema(function).returns)
         if not gives_tensors or any(not tensor.is_meta for tensor in written):
             return function(*self._realize(args), **self._realize(kwargs))
         if name in _CHANGES_MEMORY or kwargs.get("generator") is not None:
@@ -118,7 +124,7 @@ class Recording:
             return True
         device = kwargs.get("device")
         if not tensors:
-            is_factory = any(each.name == "device" for each in function._schema.arguments)
+            is_factory = any(each.name == "device" for each in get_schema(function).arguments)
             return is_factory and (device is None or torch.device(device).type == "cpu")
         is_copied = device is not None and torch.device(device).type == "cpu"
         return is_copied and any(tensor.is_meta for tensor in tensors)
@@ -192,17 +198,16 @@ class Recording:
         return Blank(tuple(tensor.shape), tensor.dtype)
 
     def _add_storage(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
+        self._storages[get_storage_key(tensor)] = tensor.untyped_storage()
 
     def _add(self, step: Step, changed: list[Tensor]) -> None:
         self._steps.append(step)
-        for key in {tensor.untyped_storage()._cdata for tensor in changed}:
+        for key in {get_storage_key(tensor) for tensor in changed}:
             self._writers[key].append(len(self._steps) - 1)
 
     def _describe(self, tensor: Tensor) -> View:
         return View(
-            tensor.untyped_storage()._cdata,
+            get_storage_key(tensor),
             int(tensor.storage_offset()),
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -222,7 +227,7 @@ class Recording:
         step = steps[0]
         if hasattr(step.function, "read"):
             return cast(PartialSource, step.function)
-        name = getattr(getattr(step.function, "_schema", None), "name", "")
+        name = getattr(get_schema(step.function), "name", "")
         earlier = step.args[0] if step.args else None
         if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, View):
             return None
@@ -291,7 +296,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # the names are torch's
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return self.recording.run(func, args, dict(kwargs or {}))
 
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rapidformer.compat.torch_dispatch import get_schema, tree_leaves, tree_map_only
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """A part of a tensor: for each dimension the stretches that belong to it, in their order."""
@@ -77,7 +78,7 @@ def take(whole: Tensor, spans: Spans) -> Tensor:
 def find_written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that the operation writes into."""
     written = []
-    for position, argument in enumerate(function._schema.arguments):
+    for position, argument in enumerate(get_schema(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -90,7 +91,7 @@ def to_meta(values: Any) -> Any:
 
 def on_meta(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if any(argument.name == "device" for argument in function._schema.arguments):
+    if any(argument.name == "device" for argument in get_schema(function).arguments):
         kwargs["device"] = META
     return kwargs
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.compat.transformers_models import get_tensor_plan
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
@@ -205,7 +206,7 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
             f"hold: {_WRONG[kind]} --zero-3-memory-optimization splits any model over the "
             "processes."
         )
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    plan = get_tensor_plan(model)
     experts = [name for name, style in plan.items() if style in _EXPERT_STYLES]
     patterns = {
         name: style

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.update import UpdateClock
 
@@ -109,14 +110,11 @@ def take_over_optimizer(
         if not clock.is_accumulating and clock.keeper is None:
             cls.zero_grad(self, set_to_none)
 
-    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count, and
-    # says so by the mark that torch's schedulers look for.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # And torch's own mark: the step inside runs the optimizer's hooks already.
-    step.hooked = True  # type: ignore[attr-defined]
+    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count.
+    mark_as_counted(step)
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad})
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    mark_as_stepped(optimizer)
     return optimizer
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.compat.torch_tensors import compute_norms, multiply_all
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
@@ -134,7 +135,7 @@ class UpdateClock:
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
-            torch._foreach_mul_(self._gradients, factor)
+            multiply_all(self._gradients, factor)
         self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
         get_observer().see_gradients()
@@ -149,7 +150,7 @@ class UpdateClock:
         elif max_norm > 0 and self._gradients:
             coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             # Of a pipeline's offloaded gradients the norm is known on the device.
-            torch._foreach_mul_(self._gradients, coefficient.to(self._gradients[0].device))
+            multiply_all(self._gradients, coefficient.to(self._gradients[0].device))
         return self.grad_norm
 
     def use_gradients(
@@ -257,7 +258,7 @@ def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None
 
 
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm([_shorten(tensor) for tensor in tensors], 2.0)
+    norms = compute_norms([_shorten(tensor) for tensor in tensors])
     return torch.stack(norms).double().square().sum()
 
 

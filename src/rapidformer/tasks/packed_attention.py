@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rapidformer.compat.transformers_models import get_attention
 from rapidformer.errors import ModelError
 from rapidformer.log import get_logger
 
@@ -95,7 +96,7 @@ def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.T
     if window is not None:
         allowed &= distance < window
     allowed = allowed[:, None]
-    if model.config._attn_implementation == "sdpa":
+    if get_attention(model.config) == "sdpa":
         return allowed
     # The other implementations add the mask to the scores.
     added = torch.zeros(allowed.shape, device=positions.device)

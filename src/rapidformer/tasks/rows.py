@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rapidformer.compat.datasets import get_fingerprint
 from rapidformer.errors import DataError
 
 Columns = dict[str, list[Any]]
@@ -90,7 +91,7 @@ def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequ
         return _map_list(rows, function)
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
-    text = repr((rows._fingerprint, _hash_own_code(), *key))
+    text = repr((get_fingerprint(rows), _hash_own_code(), *key))
     is_small = len(rows) < _SMALL_TABLE
     with _quiet_datasets() if is_small else contextlib.nullcontext():
         return rows.map(

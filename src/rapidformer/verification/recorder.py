@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.whole import join_whole
 from rapidformer.optim.observer import RunObserver
@@ -143,7 +144,7 @@ def _build_hook(name: str, sizes: dict[str, float]) -> Any:
     def add(module: nn.Module, given: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         # Inside a backward pass a block is only computed again.
-        if isinstance(hidden, torch.Tensor) and torch._C._current_graph_task_id() == -1:
+        if isinstance(hidden, torch.Tensor) and not is_in_backward():
             local = hidden.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
             sizes[name] = sizes.get(name, 0.0) + float(local.double().square().sum())

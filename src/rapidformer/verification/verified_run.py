@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rapidformer.accel.dropout import DROPOUTS
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import observe_runs
@@ -103,7 +104,7 @@ def apply_no_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
         config = getattr(module, "config", None)
         for name, value in list(vars(config).items()) if hasattr(config, "__dict__") else ():

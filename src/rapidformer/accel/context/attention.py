@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from rapidformer.compat.torch_dispatch import FUSED_ATTENTIONS
+from rapidformer.compat.transformers_models import chooses_attention, get_attention, set_attention
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
 
@@ -40,15 +42,15 @@ def apply_context_attention(
         for module in block.modules():
             setattr(module, MARK, region)
     for config in find_configs(model):
-        name = config._attn_implementation
+        name = get_attention(config)
         if name in KNOWN:
-            config._attn_implementation_internal = _register(name)
+            set_attention(config, _register(name))
 
 
 def find_configs(model: nn.Module) -> list[Any]:
     """The configurations inside a model that choose an attention; each part may have its own."""
     found = (getattr(module, "config", None) for module in model.modules())
-    by_id = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
+    by_id = {id(c): c for c in found if chooses_attention(c)}
     return list(by_id.values())
 
 
@@ -140,8 +142,7 @@ def _find_eager(module: nn.Module) -> Callable[..., Any]:
 
 _OTHER_MEETINGS = {
     functional.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
+    *FUSED_ATTENTIONS,
     torch.conv1d,
     torch.conv2d,
 }

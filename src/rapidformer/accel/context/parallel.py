@@ -47,6 +47,7 @@ from rapidformer.accel.watched import (
     find_watched,
     list_inner_modules,
 )
+from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
@@ -144,11 +145,10 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
             "scaled_dot_product_attention alone, let rapidformer_plan() say "
             "'has_split_attention': True."
         )
-    others = sorted({c._attn_implementation for c in configs} - set(KNOWN))
+    others = sorted({get_attention(config) for config in configs} - set(KNOWN))
     if others:
         return f"its attention is {others[0]}; load it with attn_implementation='sdpa'."
-    can_set = getattr(model, "_can_set_attn_implementation", None)
-    if callable(can_set) and not can_set():
+    if has_fixed_attention(model):
         return "its attention does not go through transformers' attention interface."
     return None
 

@@ -64,15 +64,6 @@ def announce_build() -> None:
         )
 
 
-def forget_groups() -> None:
-    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    groups._release_process_group_references(group=None)
-    comm.cdb = None
-
-
 @contextmanager
 def in_process_group(device: torch.device) -> Iterator[None]:
     """DeepSpeed needs a process group and LOCAL_RANK even where there is one process."""

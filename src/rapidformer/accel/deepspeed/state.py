@@ -17,6 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer.compat.deepspeed import (
+    cut_for_tensor_parallelism,
+    get_piece,
+    link_optimizer_state,
+    step_group,
+)
+
 _PART_BYTES = 2**28
 """Tensors are read back in parts of about this size."""
 
@@ -183,9 +190,7 @@ class GatheredState:
     def _link_state(self) -> None:
         """Let DeepSpeed look at its state anew: it does so after the first group's first step."""
         if self._strategy.stage < 3:
-            optimizer = self._strategy.engine.optimizer
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
+            link_optimizer_state(self._strategy.engine.optimizer)
 
     # ---- pieces from whole ---------------------------------------------------------------------
 
@@ -215,12 +220,9 @@ class GatheredState:
                 self._link_state()
             parameter.set_full_hp_param(whole, key)
             return
-        optimizer = self._strategy.engine.optimizer
-        piece, _ = optimizer._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=key
-        )
         # Not `safe_set_full_fp32_param`: it stumbles over a piece that is partly padding.
-        start = piece.numel() * optimizer._get_param_partition_rank(parameter)
+        piece, place = get_piece(self._strategy.engine.optimizer, parameter, key)
+        start = piece.numel() * place
         mine = whole.flatten()[start : start + piece.numel()]
         piece.data[: mine.numel()].copy_(mine)
 
@@ -239,7 +241,7 @@ class GatheredState:
             piece.grad = torch.zeros_like(piece)
         with strategy.bypass(), torch.no_grad():
             for index in range(len(pieces)):
-                strategy.engine.optimizer._optimizer_step(index)
+                step_group(strategy.engine.optimizer, index)
         for piece, gradient in zip(pieces, kept, strict=True):
             piece.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -274,9 +276,7 @@ def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """This process's part of it."""
     if not is_split_by_tensor(parameter):
         return whole
-    box = whole.detach().clone()
-    parameter._tp_partition([box])
-    return box
+    return cut_for_tensor_parallelism(parameter, whole)
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.dtype:

@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 
 from rapidformer.accel.deepspeed.package import (
     announce_build,
-    forget_groups,
     import_deepspeed,
     in_process_group,
 )
 from rapidformer.accel.deepspeed.state import GatheredState
 from rapidformer.accel.precision import Precision, to_fp32
+from rapidformer.compat.deepspeed import compute_norm, forget_groups
+from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import (
     build_deepspeed_config,
@@ -187,7 +188,7 @@ class DeepSpeedStrategy:
         divisor = divisor / self._topology.num_replicas
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, 1.0 / divisor)
+            multiply_all(gradients, 1.0 / divisor)
             return get_total_norm(gradients)
         self._set_scale(divisor)
         norm = self._get_split_norm() / divisor
@@ -200,7 +201,7 @@ class DeepSpeedStrategy:
             return
         if max_norm > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            multiply_all(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def update(self) -> None:
         """Make the update."""
@@ -222,12 +223,7 @@ class DeepSpeedStrategy:
 
     def _get_split_norm(self) -> torch.Tensor:
         optimizer = self.engine.optimizer
-        if self.stage < 3:
-            norm = optimizer.scaled_global_norm()
-        else:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        norm = optimizer.scaled_global_norm() if self.stage < 3 else compute_norm(optimizer)
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     # ---- state ---------------------------------------------------------------------------------

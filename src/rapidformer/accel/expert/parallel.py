@@ -26,6 +26,8 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.zero import get_sharding_options
 from rapidformer.accel.tensor.parallel import distribute, list_choices
 from rapidformer.accel.tensor.styles import Split, Style, extend_class
+from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.compat.transformers_models import get_expert_plan
 from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, expand_patterns
@@ -49,9 +51,9 @@ def apply_expert_parallel(
     modules = []
     for name, style in found.items():
         module = model.get_submodule(name)
-        for key, parameter in module._parameters.items():
+        for key, parameter in get_parameter_table(module).items():
             if parameter is not None:
-                module._parameters[key] = distribute(parameter, Shard(0), mesh)
+                get_parameter_table(module)[key] = distribute(parameter, Shard(0), mesh)
         if style is RoutedExperts:
             holder: Any = module
             holder.num_experts //= mesh.size()
@@ -109,7 +111,7 @@ def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type
     if plan.experts:
         yield from expand_patterns(model, dict.fromkeys(plan.experts, SortedExperts))
         return
-    patterns: dict[str, str] = getattr(model, "_ep_plan", None) or {}
+    patterns = get_expert_plan(model)
     parents = {
         pattern.rpartition(".")[0] for pattern, style in patterns.items() if style == _SPLIT_EXPERTS
     }

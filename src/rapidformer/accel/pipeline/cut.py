@@ -17,6 +17,7 @@ from torch import nn
 
 from rapidformer.accel.pipeline.discovery import Usage
 from rapidformer.accel.pipeline.layout import Layout
+from rapidformer.compat.torch_modules import get_parameter_table, leave_out_of_state
 from rapidformer.models.plan import ModelPlan
 
 
@@ -59,7 +60,7 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
     for prefix, module in list(model.named_modules()):
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(get_parameter_table(module).items()):
             if parameter is None:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
@@ -80,14 +81,14 @@ def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torc
     """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.is_meta:
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
                 continue
             if id(buffer) not in done:
                 done[id(buffer)] = buffer, _broadcast(buffer.to(device))
-            module._buffers[name] = done[id(buffer)][1]
+            setattr(module, name, done[id(buffer)][1])
             if not _is_here(prefix, names, held):
-                module._non_persistent_buffers_set.add(name)
+                leave_out_of_state(module, name)
 
 
 def _is_here(module: str, names: Set[str], held: Set[str]) -> bool:
@@ -111,7 +112,7 @@ def _broadcast(values: torch.Tensor) -> torch.Tensor:
 
 
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    del module._parameters[name]
+    del get_parameter_table(module)[name]
     value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
     # A plain attribute, not a buffer: it belongs to no checkpoint and moves nowhere.
     module.__dict__[name] = value.expand(parameter.shape)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rapidformer.accel.pipeline.discovery import get_first, iterate_tensors
 from rapidformer.accel.pipeline.layout import Stage
 from rapidformer.accel.tensor.styles import replace_first
+from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 
 
@@ -108,7 +109,7 @@ class StageContext:
     def _prepare(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.dtype).contiguous()
         # torch detaches a stage's output in place where backward passes are split: not a view.
-        return hidden.clone() if hidden._is_view() else hidden
+        return hidden.clone() if is_view(hidden) else hidden
 
     def _check_output(self, index: int, output: Any) -> None:
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_tensors(output[1:])):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
+from rapidformer.compat.torch_fsdp import make_root
 from rapidformer.models.plan import ModelPlan
 
 
@@ -91,7 +92,7 @@ def _get_generating_class(cls: Any, gathered_weights: GatheredWeights, *, is_syn
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The root must know that it is one before a part of it is called.
-        self._get_fsdp_state()._lazy_init()
+        make_root(self)
         with gathered_weights.keep():
             self.unshard()
             return cls.generate(self, *args, **{"synced_gpus": is_synced, **kwargs})

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.tensor.styles import (
@@ -32,6 +31,8 @@ from rapidformer.accel.tensor.styles import (
     VocabularyEmbedding,
     extend_class,
 )
+from rapidformer.compat.torch_mesh import StridedShard
+from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import copy_in, get_share
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
@@ -83,7 +84,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
         cuts.setdefault(model.get_submodule(owner), {})[parameter] = _Cut(placement=Shard(0))
     readings = _replace_parameters(model, cuts, mesh)
     for module in list(model.modules()):
-        if any(p is not None for p in module._parameters.values()):
+        if any(p is not None for p in get_parameter_table(module).values()):
             _extend(module, styles.get(module), readings.get(module, {}), mesh)
     for name, style in tensor_plan.styles.items():
         if style == "mla_kv_a_proj":
@@ -133,7 +134,11 @@ def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
     """Module to style; a tied weight that one of its owners splits is split for the others too."""
     styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
     # A layer whose weights are on another stage of a pipeline has nothing to split.
-    styles = {m: s for m, s in styles.items() if any(p is not None for p in m._parameters.values())}
+    styles = {
+        m: s
+        for m, s in styles.items()
+        if any(p is not None for p in get_parameter_table(m).values())
+    }
     for owners in _find_owners(model).values():
         chosen = {styles[module] for module, _ in owners if module in styles}
         if chosen & {"embedding_rowwise", "colwise_gather_output"}:
@@ -148,7 +153,7 @@ def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
 def _find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in get_parameter_table(module).items():
             if parameter is not None:
                 owners[id(parameter)].append((module, name))
     return owners
@@ -269,7 +274,7 @@ def _cut_module(
     group = mesh.get_group()
     if style == "replicated_with_grad_allreduce":
         summed = _Cut(placement=Replicate(), reading=lambda whole: copy_in(whole, group))
-        return {name: summed for name, p in module._parameters.items() if p is not None}
+        return {name: summed for name, p in get_parameter_table(module).items() if p is not None}
     if style in _PARTS:
         return _cut_fused(module, _PARTS[style], mesh)
     if style == "mla_kv_a_proj":
@@ -277,7 +282,7 @@ def _cut_module(
     if key_value_heads % mesh.size():
         return _cut_to_one_head(module, key_value_heads, mesh)
     cuts = {"weight": _Cut(placement=Shard(_get_dim(module, style)))}
-    if module._parameters.get("bias") is not None:
+    if get_parameter_table(module).get("bias") is not None:
         is_row = style.startswith("rowwise")
         cuts["bias"] = _Cut(placement=Replicate() if is_row else Shard(0))
     return cuts
@@ -297,8 +302,8 @@ def _cut_fused(module: nn.Module, parts: int, mesh: DeviceMesh) -> dict[str, _Cu
         start, end = get_share(columns.shape[1], group)
         return columns[:, start:end].reshape(-1)
 
-    cuts = {"weight": _Cut(placement=_StridedShard(dim, split_factor=parts))}
-    if module._parameters.get("bias") is not None:
+    cuts = {"weight": _Cut(placement=StridedShard(dim, split_factor=parts))}
+    if get_parameter_table(module).get("bias") is not None:
         cuts["bias"] = _Cut(placement=Replicate(), reading=read_bias)
     return cuts
 
@@ -312,7 +317,7 @@ def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[st
         placement=Replicate(),
         reading=lambda whole: copy_in(whole, group)[head * size : (head + 1) * size],
     )
-    return {name: cut for name, p in module._parameters.items() if p is not None}
+    return {name: cut for name, p in get_parameter_table(module).items() if p is not None}
 
 
 def _replace_parameters(
@@ -325,11 +330,11 @@ def _replace_parameters(
         cut = next((c for c in found if not c.placement.is_replicate()), None)
         cut = cut or (found[0] if found else _Cut(placement=Replicate()))
         module, name = owners[0]
-        parameter = module._parameters[name]
+        parameter = get_parameter_table(module)[name]
         assert parameter is not None
         replaced = distribute(parameter, cut.placement, mesh)
         for module, name in owners:
-            module._parameters[name] = replaced
+            get_parameter_table(module)[name] = replaced
             if cut.reading is not None:
                 readings[module][name] = cut.reading
     return readings
@@ -337,7 +342,7 @@ def _replace_parameters(
 
 def _get_weight(module: nn.Module) -> Tensor:
     """The parameter itself, not what a split module reads of it."""
-    weight = module._parameters["weight"]
+    weight = get_parameter_table(module)["weight"]
     assert weight is not None
     return weight
 
@@ -348,7 +353,7 @@ def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) 
     if placement.is_replicate():
         local = whole
     else:
-        assert isinstance(placement, (Shard, _StridedShard))
+        assert isinstance(placement, (Shard, StridedShard))
         dim = placement.dim
         parts = getattr(placement, "split_factor", 1)
         pieces = whole.chunk(parts, dim)

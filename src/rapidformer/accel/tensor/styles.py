@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
     Group,
     copy_in,
@@ -108,7 +109,7 @@ class Split:
 
 def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     """This process's part of a parameter, for arithmetic."""
-    parameter = module._parameters[name]
+    parameter = get_parameter_table(module)[name]
     holder: Any = module
     split: Split = holder.rapidformer_split
     if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
@@ -130,7 +131,7 @@ def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegio
 
 def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     """Give a module the subclass that reads its parameters in parts and acts by the styles."""
-    names = tuple(name for name, p in module._parameters.items() if p is not None)
+    names = tuple(name for name, p in get_parameter_table(module).items() if p is not None)
     holder: Any = module
     holder.rapidformer_split = split
     cls: Any = type(module)

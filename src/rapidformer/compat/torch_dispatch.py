@@ -1,0 +1,56 @@
+"""Operators: watching them as they run, what their schemas say, and those without a public name."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
+
+PRIVATE_NAMES = {
+    "torch.utils._python_dispatch.TorchDispatchMode": "recording how a model is built",
+    "torch.utils._pytree.tree_leaves": "tensors in nested arguments of an operator",
+    "torch.utils._pytree.tree_map_only": "replacing tensors in nested arguments",
+    "torch._ops.OpOverload._schema": "which arguments an operator writes into",
+    "torch._C.DisableTorchFunction": "seeing recorded tensors as they are",
+    "torch._C._current_graph_task_id": "telling a recomputed block from a first pass",
+    "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
+    "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
+    "torch.ops.aten._grouped_mm": "what selective recompute keeps",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "what selective recompute keeps",
+    "torch.ops.aten._scaled_dot_product_efficient_attention": "what selective recompute keeps",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "what selective recompute keeps",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": "what selective recompute keeps",
+}
+
+_aten = torch.ops.aten
+EXPENSIVE_OPERATORS = (
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+"""Products over experts and attention in one kernel, as autograd sees them."""
+FUSED_ATTENTIONS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+"""Functions in which torch's own layers compute attention and more in one call."""
+
+
+def get_schema(operator: Any) -> Any:
+    """An operator's name, arguments and results; None for a plain function."""
+    return getattr(operator, "_schema", None)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Inside, tensors do not pass through ``__torch_function__``."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return context
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,51 @@
+"""Tensors: arithmetic over many at once, the memory behind them, checks on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRIVATE_NAMES = {
+    "torch._foreach_mul_": "scaling all gradients in one kernel",
+    "torch._foreach_norm": "the norms of all gradients in one kernel",
+    "torch._assert_async": "refusing bad ids without waiting for the device",
+    "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
+    "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
+    "torch.UntypedStorage._cdata": "telling pieces of memory apart while a build is recorded",
+}
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply every tensor by one factor, in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor."""
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), 2.0)
+    return list(norms)
+
+
+def check_later(condition: Tensor, message: str) -> None:
+    """Fail when the device gets to it and the condition does not hold; waits for nothing."""
+    torch._assert_async(condition, message)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor shares memory with the one that it was made from."""
+    return bool(tensor._is_view())  # type: ignore[no-untyped-call]
+
+
+def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
+    """A tensor of a subclass that has a shape, a type and a device, but no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, dtype=like.dtype, device=like.device
+    )
+
+
+def get_storage_key(tensor: Tensor) -> int:
+    """A number for the memory behind a tensor: views of one tensor have the same."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,44 @@
+"""transformers' models: which attention they use, and how they may be split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRIVATE_NAMES = {
+    "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
+    "transformers.PreTrainedConfig._attn_implementation_internal": "context parallelism",
+    "transformers.PreTrainedModel._can_set_attn_implementation": "context parallelism",
+    "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
+    "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
+}
+
+
+def chooses_attention(config: Any) -> bool:
+    """Whether a configuration says which attention a model uses."""
+    return hasattr(config, "_attn_implementation_internal")
+
+
+def get_attention(config: Any) -> str:
+    """The name of the attention that a configuration chooses."""
+    return str(config._attn_implementation)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Choose an attention that is registered under a name of ours, unchecked."""
+    config._attn_implementation_internal = name
+
+
+def has_fixed_attention(model: Any) -> bool:
+    """Whether a model computes attention in code of its own, past transformers' interface."""
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    return callable(can_set) and not can_set()
+
+
+def get_tensor_plan(model: Any) -> dict[str, str]:
+    """How transformers would split a model's layers, by pattern of names; empty if it has none."""
+    return getattr(model, "_tp_plan", None) or {}
+
+
+def get_expert_plan(model: Any) -> dict[str, str]:
+    """The same for its experts."""
+    return getattr(model, "_ep_plan", None) or {}
