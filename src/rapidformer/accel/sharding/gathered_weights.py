@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rapidformer.compat.torch_fsdp import count_changes, list_parameter_groups
+
 
 class GatheredWeights:
     """Reshards gathered weights before they can go stale."""
@@ -72,14 +74,14 @@ class GatheredWeights:
                 whole = parameter.unsharded_param
                 if whole.requires_grad != parameter.sharded_param.requires_grad:
                     parameter.sharded_param.requires_grad_(whole.requires_grad)
-                version = whole._version
+                version = count_changes(whole)
                 if version != self._versions.setdefault(parameter, 0):
                     self._versions[parameter] = version
                     _copy_to_shard(parameter)
 
     def _list_groups(self) -> Iterator[Any]:
         for module in self._modules:
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            yield from list_parameter_groups(module)
 
 
 def _copy_to_shard(parameter: Any) -> None:
