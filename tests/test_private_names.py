@@ -184,7 +184,10 @@ def is_there(path: str) -> bool:
 def test_a_private_name_is_still_there(file: str, name: str, purpose: str) -> None:
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
-    assert is_there(name), f"{name} has moved: used for {purpose} (compat/{file})"
+    # Where versions differ, either name will do.
+    assert any(is_there(each) for each in name.split(" or ")), (
+        f"{name} has moved: used for {purpose} (compat/{file})"
+    )
 
 
 def test_a_name_that_has_moved_is_noticed() -> None:
@@ -198,7 +201,7 @@ def test_every_private_name_in_compat_is_listed(path: Path) -> None:
     listed = {
         part
         for name in importlib.import_module(f"rapidformer.compat.{path.stem}").PRIVATE_NAMES
-        for part in name.split(".")
+        for part in name.replace(" or ", ".").split(".")
     }
     used = {
         part

@@ -12,7 +12,7 @@ _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 PRIVATE_NAMES = {
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "generating with sharded weights",
     f"{_STATE}._lazy_init": "generating with sharded weights",
-    f"{_STATE}._fsdp_param_group": "releasing gathered weights",
+    f"{_STATE}._fsdp_param_groups or {_STATE}._fsdp_param_group": "releasing gathered weights",
     "torch.Tensor._version": "seeing whether gathered weights were changed",
 }
 
