@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import get_linear_schedule_with_warmup
 
 from rapidformer import RapidformerEngine
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from rapidformer.log import warn_once
 from tests.processes import run_in_processes
 
@@ -323,6 +324,64 @@ def _train_in_fp16() -> tuple[int, float]:
         engine.step()
     assert engine.scaler is not None
     return engine.clock.skipped, engine.scaler.scale
+
+
+# ---- loaders on several processes --------------------------------------------------------------
+
+
+def test_training_on_several_processes_without_compose_is_refused() -> None:
+    for looked, batches, message in run_in_processes(_train_without_compose, 2):
+        assert looked == 2, "a look at one batch is no training"
+        assert batches == 1
+        assert "the model was not passed to engine.compose()" in message
+
+
+def _train_without_compose() -> tuple[int, int, str]:
+    engine = make_engine(micro_batch_size=2)
+    loader = engine.build_data_loader([{"x": torch.rand(3)} for _ in range(8)])
+    looked = len(next(iter(loader))["x"])
+    batches = 0
+    try:
+        for _ in loader:
+            batches += 1
+    except RapidformerError as error:
+        return looked, batches, str(error)
+    return looked, batches, ""
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Numbers in a row; each process reads every ``step``-th of them from its own start."""
+
+    def __init__(self, start: int = 0, step: int = 1) -> None:
+        self.numbers = range(start, 12, step)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return ({"x": torch.tensor([float(number)])} for number in self.numbers)
+
+
+def test_a_stream_that_shards_itself_is_refused_and_a_whole_one_is_dealt_out() -> None:
+    messages, rows = zip(*run_in_processes(_read_streams, 2), strict=True)
+    for built, adopted in messages:
+        assert "the processes read different rows from Stream" in built
+        assert "split_dataset_by_node" in adopted
+    assert rows == ([0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11])
+
+
+def _read_streams() -> tuple[tuple[str, str], list[int]]:
+    engine = make_engine(micro_batch_size=2)
+    sharded = Stream(engine.args.rank, 2)
+    loaders = (
+        engine.build_data_loader(sharded, is_training=False),
+        engine.adopt_loader(DataLoader(sharded, batch_size=2), is_training=False),
+    )
+    messages = []
+    for loader in loaders:
+        with pytest.raises(DataError) as error:
+            next(iter(loader))
+        messages.append(str(error.value))
+    whole = engine.build_data_loader(Stream(), is_training=False)
+    rows = [int(row) for batch in whole for row in batch["x"].flatten()]
+    return (messages[0], messages[1]), rows
 
 
 # ---- what a loss weighs ------------------------------------------------------------------------

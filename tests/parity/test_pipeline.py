@@ -6,6 +6,7 @@ The whole matrix runs by ``python tests/parity/matrix.py``; here stands what eac
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from rapidformer import Finetuner
 from rapidformer.engine import RapidformerEngine
@@ -453,6 +455,34 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]
     for message, (name, _, reason) in zip(messages, expected, strict=True):
         assert reason in message, (name, message)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(build_data("gpt2")[:8])
+
+
+def _train_on(is_stream: bool) -> list[float]:
+    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    model: Any = build_model("gpt2", 4)
+    rows = Stream() if is_stream else build_data("gpt2")[:8]
+    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    engine.compose(model, make_sgd(model), constant)
+    losses = []
+    for update in engine.iterate_updates(loader):
+        losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]
+        engine.step()
+    return losses
+
+
+def _train_on_both() -> tuple[list[float], list[float]]:
+    return _train_on(True), _train_on(False)
+
+
+def test_a_stream_trains_as_a_data_set_does() -> None:
+    for of_stream, of_data_set in run_in_processes(_train_on_both, 2):
+        assert of_stream == of_data_set
+        assert len(of_stream) > 1
 
 
 def _misuse() -> list[str]:

@@ -6,7 +6,7 @@ decides the order (it must give the same one on every process); a batch sampler 
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sequence, Sized
 
 import torch
 from torch.utils.data import (
@@ -30,6 +30,7 @@ def adopt_loader(
     rounds_per_update: int,
     seed: int,
     device: torch.device,
+    gather_digests: Callable[[str], Sequence[str]] | None = None,
 ) -> DistributedLoader:
     """The same data in the same batches, each process its share."""
     is_stream = isinstance(loader.dataset, IterableDataset)
@@ -66,6 +67,7 @@ def adopt_loader(
         drop_last=loader.drop_last,
         num_workers=loader.num_workers,
         device=device,
+        gather_digests=gather_digests,
         order=(lambda: list(sampler)) if has_own_order and sampler is not None else None,
         num_samples=len(sampler) if has_own_order and isinstance(sampler, Sized) else None,
     )

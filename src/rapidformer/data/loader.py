@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
+from rapidformer.data.digest import compute_digest
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
@@ -51,6 +52,7 @@ class DistributedLoader:
         num_samples: int | None = None,
         get_batch_size: Callable[[int], int] | None = None,
         sum_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        gather_digests: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate
@@ -68,6 +70,8 @@ class DistributedLoader:
         self._get_batch_size = get_batch_size
         """Samples of the update after so many samples, where updates are not all equal."""
         self._sum_counts = sum_counts
+        self._gather_digests = gather_digests
+        """How the processes compare what they have read from a stream; None once they have."""
         """Adds counts over all replicas; given where updates are to be counted ahead."""
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
@@ -267,12 +271,27 @@ class DistributedLoader:
             # Not the process's own numbers: all must read the same samples.
             with _random_numbers_from((self._seed, self.epoch, position)):
                 samples = list(islice(rows, self.samples_per_round))
+            self._check_equal_streams(samples)
             if not samples or (self._drop_last and len(samples) < self.samples_per_round):
                 return
             waiting.append((position, samples))
             if not self._drop_last or len(waiting) == self._rounds_per_update:
                 yield from (each for each in waiting if each[0] >= start)
                 waiting = []
+
+    def _check_equal_streams(self, samples: list[Any]) -> None:
+        """Refuse a stream of which each process reads another part; looks at one round only."""
+        if self._gather_digests is None:
+            return
+        digests = self._gather_digests(compute_digest(samples))
+        self._gather_digests = None
+        if len(set(digests)) > 1:
+            raise DataError(
+                f"the processes read different rows from {type(self.dataset).__name__}: it shards "
+                "itself by rank (datasets.distributed.split_dataset_by_node, RANK, ...), or it "
+                "shuffles without a seed. Every process must read the same, whole stream: the "
+                "loader deals out the rows itself. Remove the sharding, or give the shuffle a seed."
+            )
 
     def _check_size(self) -> None:
         if self._is_stream:

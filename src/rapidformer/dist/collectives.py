@@ -83,6 +83,15 @@ def gather_from_stages(value: T, topology: Topology) -> list[T]:
     return everyone
 
 
+def gather_from_all(value: T) -> list[T]:
+    """The values of all processes of the run, by rank."""
+    if is_alone():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def broadcast_object(value: T) -> T:
     """The first rank's value, on every rank."""
     if is_alone():

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.dropout import seed_dropout
@@ -40,8 +41,9 @@ from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.run import Arguments, Run
+from rapidformer.engine.unused_settings import describe_unused, list_own_parts
 from rapidformer.errors import RapidformerError
-from rapidformer.log import warn_once
+from rapidformer.log import get_logger, warn_once
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan, shifts_labels
 from rapidformer.optim.observer import get_observer
@@ -80,6 +82,8 @@ class RapidformerEngine(Run):
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
         self.resumed_from: Path | None = None
+        self.is_own_loop = True
+        """Whether the script drives the training itself; a template says that it does not."""
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
         self._first_update = 0
@@ -131,11 +135,13 @@ class RapidformerEngine(Run):
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
+        has_optimizer = optimizer is not None
         get_observer().before_compose(model)
         self.shifts_labels = shifts_labels(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
         self.model = model
+        self._own_loop.is_composed = True
         # Found once: to walk a model's modules takes longer than many of its kernels.
         self._parameters = list(model.parameters())
         self._num_trainable = self._count_trainable()
@@ -161,7 +167,18 @@ class RapidformerEngine(Run):
         take_over_scheduler(self.lr_scheduler, self.clock)
         seed_dropout(model, self.args.seed, self.topology)
         get_observer().after_compose(self)
+        self._warn_about_unused_settings(
+            has_optimizer=has_optimizer,
+            schedule=lr_scheduler_fn or lr_scheduler,
+            has_loader=isinstance(train_dataloader, DataLoader),
+        )
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
+
+    def _warn_about_unused_settings(self, **own_parts: Any) -> None:
+        own = list_own_parts(has_loop=self.is_own_loop, **own_parts)
+        message = describe_unused(self.args, own)
+        if message is not None and self.is_main:
+            get_logger().warning(message)
 
     def _start_deepspeed(
         self, strategy: DeepSpeedStrategy, optimizer: Optimizer | None
@@ -180,6 +197,7 @@ class RapidformerEngine(Run):
         self.shifts_labels = shifts_labels(model)
         self._parallelized = self._switch_on(model, plan, for_training=False)
         self.model = model.eval()
+        self._own_loop.is_composed = True
         return model
 
     def _switch_on(

@@ -11,10 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch
+from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.heartbeat import beat
+from rapidformer.errors import RapidformerError
 from rapidformer.optim.update import UpdateClock
+
+NOT_COMPOSED = (
+    "this loader gives every process other rows, but the model was not passed to engine.compose(): "
+    "each process would train a model of its own. Call engine.compose(model, ...) before the loop "
+    "and engine.backward(loss) in it. To evaluate only, build the loader with is_training=False."
+)
 
 
 class OwnLoop:
@@ -24,6 +34,7 @@ class OwnLoop:
         self._clock = clock
         self.in_training: MicroBatch | None = None
         """The micro-batch in hand, if it is of the training data."""
+        self.is_composed = False
         self._in_hand: MicroBatch | None = None
         self._rows = 0
         self._ended_with_filler = False
@@ -55,6 +66,9 @@ class OwnLoop:
             self.in_training = each
             beat("forward", self._clock.updates + 1)
             yield each
+            # After the first batch, not before: a look at one batch is no training.
+            if not self.is_composed and not is_alone() and torch.is_grad_enabled():
+                raise RapidformerError(NOT_COMPOSED)
         # Its update has ended. What comes next, from wherever, starts another.
         self.in_training = None
 

@@ -33,7 +33,14 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.lengths import group_by_length, measure_lengths
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
-from rapidformer.dist.collectives import gather_objects, gather_rows, sum_over_rows, wait_for_all
+from rapidformer.dist.collectives import (
+    gather_from_all,
+    gather_objects,
+    gather_rows,
+    is_alone,
+    sum_over_rows,
+    wait_for_all,
+)
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
@@ -131,6 +138,7 @@ class Run:
             get_batch_size=(
                 self.batches.get_size if is_training and not self.batches.is_constant else None
             ),
+            gather_digests=None if is_alone() else gather_from_all,
             sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
             order=self._group_by_length(dataset) if shuffle and is_training else None,
         )
@@ -161,6 +169,7 @@ class Run:
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
             seed=self.args.seed,
             device=self.device,
+            gather_digests=None if is_alone() else gather_from_all,
         )
         return self._watch(adopted, is_training=is_training)
 

@@ -207,6 +207,7 @@ class Template(ABC):
             )
         model, optimizer, scheduler = provided
         is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
+        self.engine.is_own_loop = False
         composed = self.engine.compose(
             model,
             optimizer,

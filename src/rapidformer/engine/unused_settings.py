@@ -1,0 +1,99 @@
+"""Settings that a run does not use because the script brings its own optimizer, schedule or loop.
+
+A script may read a setting itself (``AdamW(lr=args.lr)``). So its source is searched for
+``.lr`` and ``getattr(..., "lr")`` before ``--lr`` is said to have no effect.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import Settings
+from rapidformer.config.switches import to_flag
+
+OPTIMIZER = (
+    "optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+)  # fmt: skip
+SCHEDULE = (
+    "lr_decay_style", "min_lr", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",
+    "lr_warmup_fraction", "lr_warmup_samples",
+)  # fmt: skip
+LOADER = ("micro_batch_size", "num_workers", "keep_last", "group_by_length", "dataloader_type")
+LENGTH = ("epochs", "train_iters", "train_samples", "train_tokens")
+LOOP = (
+    "eval_interval", "eval_strategy", "eval_on_start", "eval_delay", "eval_iters",
+    "eval_micro_batch_size", "exit_interval", "exit_duration_in_mins", "metric_for_best_model",
+    "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold",
+    "label_smoothing", "neftune_noise_alpha", "save_interval", "save_strategy", "log_interval",
+    "log_strategy", "progress", "tensorboard_dir",
+)  # fmt: skip
+
+
+def list_own_parts(
+    *, has_optimizer: bool, schedule: Any, has_loader: bool, has_loop: bool
+) -> dict[str, tuple[str, ...]]:
+    """What a script brings itself, with the settings that it replaces."""
+    # A partial without a length is filled in from the settings.
+    keywords = schedule.keywords if isinstance(schedule, functools.partial) else {}
+    has_length = schedule is not None and None not in keywords.values()
+    parts = {
+        "optimizer": OPTIMIZER if has_optimizer else (),
+        "schedule": SCHEDULE if schedule is not None else (),
+        "DataLoader": LOADER if has_loader else (),
+        "loop": LOOP + (LENGTH if has_length else ()) if has_loop else (),
+    }
+    return {what: names for what, names in parts.items() if names}
+
+
+def describe_unused(args: Settings, made_by_script: dict[str, tuple[str, ...]]) -> str | None:
+    """One sentence about every setting without effect; None if there is none.
+
+    ``made_by_script`` maps what the script brings itself to the settings that describe ours.
+    """
+    given = {
+        what: [name for name in names if args.is_given(name)]
+        for what, names in made_by_script.items()
+    }
+    read = _find_attributes() if any(given.values()) else set()
+    parts = []
+    for what, names in given.items():
+        flags = [to_flag(name) for name in names if name not in read]
+        if flags:
+            parts.append(f"{', '.join(flags)} (your script has its own {what})")
+    if not parts:
+        return None
+    return f"no effect here: {'; '.join(parts)}."
+
+
+def _find_attributes() -> set[str]:
+    """Names of all attributes that the script and the modules beside it read."""
+    return {name for path in _list_sources() for name in _read_attributes(path)}
+
+
+def _list_sources() -> Iterator[Path]:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None:
+        return
+    folder = Path(main).resolve().parent
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and Path(file).resolve().parent == folder:
+            yield Path(file)
+
+
+def _read_attributes(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.Call(ast.Name("getattr"), [_, ast.Constant(str(name)), *_]):
+                yield name
