@@ -48,7 +48,7 @@ def suggest_path(missing: Path) -> str:
     """A sentence with the nearest name beside a path that is not there, or nothing."""
     if not missing.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)
     return f" Did you mean {missing.parent / near[0]}?" if near else ""
 
 

@@ -100,7 +100,7 @@ def test_split_names() -> None:
 
 def test_missing_paths_are_told(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", as_lines(ROWS))
-    with pytest.raises(DataError, match=r"trian.jsonl: there is no such .* mean .*train.jsonl\?"):
+    with pytest.raises(DataError, match=r"trian.jsonl: no such .* mean .*train.jsonl\?"):
         load(tmp_path / "trian.jsonl")
     with pytest.raises(DataError, match=r"there is no such file or folder \(nor a folder"):
         load(tmp_path / "no" / "where.csv")

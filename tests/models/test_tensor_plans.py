@@ -67,7 +67,7 @@ def test_our_table_finds_the_base_model_inside_any_head() -> None:
 
 
 def test_a_model_without_a_plan_is_told_what_to_write() -> None:
-    with pytest.raises(ModelError, match="nothing says how Sequential may be split") as error:
+    with pytest.raises(ModelError, match="no plan says how Sequential may be split") as error:
         plan_of(nn.Sequential(nn.Linear(2, 2)))
     assert "rapidformer_plan()" in str(error.value)
     assert "--zero-3-memory-optimization" in str(error.value)
@@ -116,10 +116,10 @@ def test_a_plan_that_names_the_head_alone_is_none() -> None:
     """The layers would all stay whole: the switch would promise memory that it does not save."""
     model = LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=16))
     model._tp_plan = {"lm_head": "colwise_gather_output"}
-    with pytest.raises(ModelError, match="nothing says how LlamaForCausalLM may be split"):
+    with pytest.raises(ModelError, match="no plan says how LlamaForCausalLM may be split"):
         plan_of(model)
     model._tp_plan = {"model.layers.*.mlp.down_proj.weight": "rowwise"}
-    with pytest.raises(ModelError, match="nothing says how LlamaForCausalLM may be split"):
+    with pytest.raises(ModelError, match="no plan says how LlamaForCausalLM may be split"):
         plan_of(model)
 
 

@@ -80,9 +80,7 @@ def _check_exists(text: str, setting: str) -> Path:
         return path
     flag = "--" + setting.replace("_", "-")
     if not path.parent.is_dir():
-        raise DataError(
-            f"{flag} {text}: there is no such file or folder (nor a folder {path.parent})."
-        )
+        raise DataError(f"{flag} {text}: no such file or folder (nor a folder {path.parent}).")
     raise DataError(f"{flag} {text}: no such file or folder.{suggest_path(path)}")
 
 
@@ -136,7 +134,7 @@ def _describe_hub_failure(
         return f"The data set {name} has no part {data_name}: {', '.join(configurations)}.{hint}"
     if not online:
         return (
-            f"The data set {full_name} is neither a file or folder here nor in the local cache, "
+            f"The data set {full_name} is neither a local file or folder nor in the local cache, "
             "and the Hugging Face Hub cannot be reached: check the spelling or the network, or "
             "give a local file or folder with --data-path."
         )

@@ -1,4 +1,4 @@
-"""Models: found, built, planned for. ``GPTModel`` is loaded when it is first asked for."""
+"""Find, build and plan models. ``GPTModel`` is loaded on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GPTConfig", "GPTForCausalLM", "GPTModel"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: torch and transformers take seconds, and much of this room needs neither.
+    # Lazy: torch and transformers take seconds to import, and much of this room needs neither.
     if name in __all__:
         from rapidformer.models import gpt
 

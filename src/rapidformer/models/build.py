@@ -1,9 +1,8 @@
-"""Hugging Face models, tokenizers and image processors, built.
+"""Build Hugging Face models, tokenizers and image processors.
 
-From a name on the Hub, a local folder, or from scratch by `--model-type` and sizes. Weights are
-always fp32: mixed precision is the training's matter, whatever the file holds. What a reader would
-get wrong: a head whose size does not fit is *meant* to be re-initialised here (that is what
-fine-tuning does), so it is told and not refused.
+From a Hub name, a local folder, or from scratch by `--model-type` and sizes. Weights are always
+fp32, whatever the file holds: mixed precision is applied in training. A head of a different size is
+*meant* to be re-initialised (that is what fine-tuning does), so it is reported, not refused.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from rapidformer.models.location import (
 if TYPE_CHECKING:
     from torch import nn
 
-# Before these flags are believed, the model itself is run once: it must be there as a whole.
+# To check these flags, the model itself is run once, so it must be built whole.
 _TRIED_OUT = ("packing", "reset_attention_mask", "reset_position_ids")
 
 
 def build_pretrained(auto_class_name: str, args: Any, **config_overrides: Any) -> nn.Module:
-    """A model by the name of its Auto class, fp32, in evaluation mode as Hugging Face gives it.
+    """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
 
-    Where the run splits weights, they are made later: each process reads its share.
+    If the run splits weights, they are created later: each rank reads its shard.
     """
     from rapidformer.models.deferred import build_for_split, splits_weights
 
@@ -90,18 +89,18 @@ def load_tokenizer(args: Any, **options: Any) -> Any:
             location, **get_hub_options(location, args), **options
         )
     if tokenizer.pad_token is None:
-        # GPT-2 and its kin have none; the attention mask keeps padding out whatever it is.
+        # GPT-2 and similar have none; the attention mask excludes padding whatever it is.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
 
 def load_image_processor(args: Any) -> Any:
-    """The image processor of the model, or ViT's for the model's image size where it has none."""
+    """The image processor of the model, or ViT's for the model's image size if it has none."""
     location = get_model_location(args)
     if location is None or lacks_file(location, "preprocessor_config.json"):
         return _make_image_processor(load_config(args))
     check_folder(location)
-    # From its own module: the public name asks for torchvision, which Pillow can stand in for.
+    # From its own module: the public name requires torchvision, which Pillow can replace.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with quiet_transformers(location), explain_failure(location, "image processor"):
@@ -149,14 +148,14 @@ def _tell_fresh_weights(report: dict[str, Any], location: str) -> None:
     mismatched = [_describe_mismatch(entry) for entry in report.get("mismatched_keys", ())]
     if mismatched:
         logger.warning(
-            "Weights of %s whose shape does not fit this task start afresh: %s.",
+            "Weights of %s whose shape does not fit this task are newly initialised: %s.",
             location,
             "; ".join(sorted(mismatched)),
         )
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
-        logger.info("Weights that %s does not have start afresh: %s.", location, names)
+        logger.info("Weights that %s does not have are newly initialised: %s.", location, names)
 
 
 def _describe_mismatch(entry: Any) -> str:

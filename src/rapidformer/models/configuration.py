@@ -1,7 +1,7 @@
-"""A model's configuration: taken from its folder or made from `--model-type`, sizes and all.
+"""A model's configuration: from its folder, or from `--model-type` and sizes.
 
-What a reader would get wrong: the size flags *set* sizes only from scratch; beside pretrained
-weights they are a claim that is checked, since a weight's shape cannot be wished for.
+Size flags *set* sizes only when training from scratch; for pretrained weights they are a claim that
+is checked, since the weights' shapes are fixed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rapidformer.models.location import (
     quiet_transformers,
 )
 
-# The families' own names for the sizes that our flags set. A configuration is given every one
-# of them that it has: encoder-decoder models count layers and heads twice.
+# The families' own names for the sizes our flags set. A configuration gets every one of them that
+# it has: encoder-decoder models count layers and heads twice.
 _SIZES: dict[str, tuple[str, ...]] = {
     "num_layers": (
         "num_hidden_layers", "n_layer", "n_layers", "num_layers",
@@ -50,7 +50,7 @@ _RATES: dict[str, tuple[str, ...]] = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"),
     "init_method_std": ("initializer_range",),
 }  # fmt: skip
-# These number positions from the padding token's id on.
+# These number positions starting after the padding token's id.
 _POSITIONS_AFTER_PADDING = frozenset(
     {
         "roberta",
@@ -69,7 +69,7 @@ _NAMING_HELP = (
 
 
 def load_config(args: Any, **overrides: Any) -> Any:
-    """The model's configuration with the flags' sizes (from scratch) and the overrides in it."""
+    """The model's configuration, with the flags' sizes (from scratch) and the overrides applied."""
     location = get_model_location(args)
     if location is None and args.model_type is None:
         raise ModelError(f"There is no model: {_NAMING_HELP}.")
@@ -84,7 +84,7 @@ def load_config(args: Any, **overrides: Any) -> Any:
         _check_sizes(config, args, str(location))
     for flag, names in _RATES.items():
         _set_all(config, names, getattr(args, flag))
-    # num_labels is a view of id2label: set first, so that names given beside it win.
+    # num_labels is a view of id2label: set it first, so that explicit names win.
     for name in sorted(overrides, key=lambda key: key != "num_labels"):
         if overrides[name] is not None:
             setattr(config, name, overrides[name])
@@ -92,18 +92,18 @@ def load_config(args: Any, **overrides: Any) -> Any:
 
 
 def get_position_limit(config: Any) -> int | None:
-    """The longest sequence that absolute position embeddings can number; None where no such."""
+    """The longest sequence that absolute position embeddings allow; None if there are none."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or getattr(config, "rope_parameters", None) is not None or limit <= 0:
         return None
-    # RoBERTa numbers positions from pad_token_id + 1 on, so its 514 take 512 tokens.
+    # RoBERTa numbers positions from pad_token_id + 1, so its 514 positions hold 512 tokens.
     if config.model_type in _POSITIONS_AFTER_PADDING and config.pad_token_id is not None:
         return int(limit) - int(config.pad_token_id) - 1
     return int(limit)
 
 
 def get_size(config: Any, flag: str) -> Any:
-    """A model's size by our flag's name (``num_layers``); None where it has no such size."""
+    """A model's size by our flag's name (``num_layers``); None if it has no such size."""
     return _get(config, flag)
 
 
@@ -170,7 +170,7 @@ def _set_derived(config: Any, args: Any, hidden: int, heads: int) -> None:
 
 
 def _fit_positions(config: Any, args: Any) -> None:
-    """Room for --seq-length, where the positions were not said themselves."""
+    """Make room for --seq-length, unless the positions were given."""
     limit = get_position_limit(config)
     if (
         args.max_position_embeddings is None
@@ -186,7 +186,7 @@ def _check_sizes(config: Any, args: Any, location: str) -> None:
     problems = []
     for flag in _SIZES:
         given, own = getattr(args, flag), _get(config, flag)
-        # An unset size of the model (GPT-2's n_inner) means four times the width.
+        # An unset size (GPT-2's n_inner) means four times the width.
         if own is None and flag == "ffn_hidden_size":
             own = 4 * (_get(config, "hidden_size") or 0) or None
         if given is not None and own is not None and given != own:
@@ -204,7 +204,7 @@ def _check_sizes(config: Any, args: Any, location: str) -> None:
 
 
 def _own(config: Any, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that the configuration stores itself (not as another name's view)."""
+    """The names that the configuration stores itself (not as a view of another name)."""
     views = getattr(config, "attribute_map", {})
     return [name for name in names if name not in views and hasattr(config, name)]
 

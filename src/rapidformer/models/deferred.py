@@ -1,12 +1,11 @@
-"""Models whose weights are made only once it is known which part of them stays here.
+"""Models whose weights are created only once it is known which part of them this rank keeps.
 
     model = build_for_split(args, lambda: AutoModel.from_pretrained(folder))
     get_deferred(model).read("layers.0.weight", spans)
 
-Where a run splits weights, ``build`` runs under a recording: its parameters have no memory, and the
-recipe of each is kept by name. Blocks may be removed before anything is made; what is never asked
-for is never read or drawn. What a reader would get wrong: buffers are real at once, since every
-process needs them whole.
+If a run splits weights, ``build`` runs under a recording: parameters have no memory, and the recipe
+of each is stored by name. Blocks may be removed before anything is created; what is never requested
+is never read or drawn. Buffers are real from the start, since every rank needs them whole.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class DeferredWeights:
         self._parameters = parameters
 
     def knows(self, name: str) -> bool:
-        """Whether the parameter was there when the model was built."""
+        """Whether the parameter existed when the model was built."""
         return name in self._parameters
 
     def read(self, name: str, spans: Spans) -> Tensor:
-        """A part of a parameter, with the values that one process would have."""
+        """A part of a parameter, with the values one process would have."""
         parameter = self._parameters[name]
         if self._recording.holds(parameter):
             return self._recording.read(parameter, spans)
@@ -50,7 +49,7 @@ class DeferredWeights:
 
 
 def splits_weights(args: Any) -> bool:
-    """Whether the settings leave each process a part of the weights only."""
+    """Whether the settings leave each rank only a part of the weights."""
     if args.world_size == 1 or args.deepspeed is not None:
         return False
     shares = (
@@ -67,24 +66,26 @@ def get_deferred(model: nn.Module) -> DeferredWeights | None:
 
 
 def forget_deferred(model: nn.Module) -> None:
-    """Let go of the recipes, once everything is made."""
+    """Drop the recipes, once everything is created."""
     delattr(model, _ATTRIBUTE)
 
 
 def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
-    """``build()``, without memory for weights where the run splits them.
+    """``build()``, without allocating weights if the run splits them.
 
-    What cannot be recorded is built whole on every process, as it always can be.
+    What cannot be recorded is built whole on every rank.
     """
     if not splits_weights(args):
         return build()
-    # The first process's numbers for all: others may have drawn some of their own.
+    # Rank 0's random numbers for all: other ranks may have drawn some of their own.
     state = broadcast_object(torch.get_rng_state())
     torch.set_rng_state(state)
     model, reason = None, ""
     try:
         model = _build_recorded(build)
-    except Exception as error:  # whatever it is: a plain build follows, and tells if it is real
+    except (
+        Exception
+    ) as error:  # whatever it is: a plain build follows, and fails if the error is real
         reason = f"{type(error).__name__}: {error}"
     reasons = _gather_reasons(reason)
     if model is not None and not reasons:
@@ -95,7 +96,7 @@ def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _gather_reasons(reason: str) -> list[str]:
-    """Why some process could not; all go the same way."""
+    """Why some rank could not record; all ranks must go the same way."""
     everyone = [reason]
     if not is_alone():
         everyone = [""] * dist.get_world_size()
@@ -139,7 +140,7 @@ def _make_buffers(model: nn.Module, recording: Recording) -> None:
 
 
 def _clear_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's recipe or value; those with memory are replaced by ones without."""
+    """Every parameter's recipe or value; allocated ones are replaced by ones without memory."""
     found: dict[str, Tensor] = {}
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

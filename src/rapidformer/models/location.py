@@ -1,7 +1,7 @@
-"""Where a model is, whether the folder has what is needed, and why loading it failed.
+"""Where a model is, whether its folder is complete, and why loading it failed.
 
-What a reader would get wrong: `explain_failure` is what stands between a user and transformers'
-tracebacks; each call into `from_pretrained` is made inside it, and inside `quiet_transformers`.
+`explain_failure` keeps transformers' tracebacks from users: every call to `from_pretrained` is made
+inside it and inside `quiet_transformers`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# One of these stands in the name of some file of every tokenizer.
+# Every tokenizer has a file whose name contains one of these.
 _TOKENIZER_PARTS = (
     "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
 )  # fmt: skip
 
 
 def get_model_location(args: Any) -> str | None:
-    """The folder or Hub name to take the model from; a model folder in --load comes first."""
+    """The folder or Hub name to load the model from; a model folder in --load takes precedence."""
     if args.load and (Path(args.load).expanduser() / "config.json").is_file():
         return str(Path(args.load).expanduser())
     location = args.pretrained_model_name_or_path
@@ -38,18 +38,18 @@ def get_model_location(args: Any) -> str | None:
 
 
 def is_from_scratch(args: Any) -> bool:
-    """Whether weights are drawn afresh: asked for, or only a model type was given."""
+    """Whether weights are freshly initialised: requested, or only a model type was given."""
     return bool(args.from_scratch) or get_model_location(args) is None
 
 
 def lacks_file(location: str, file: str) -> bool:
-    """Whether a local folder has no such file; of the Hub this cannot be said."""
+    """Whether a local folder lacks this file; for the Hub this is unknown."""
     path = Path(location)
     return path.is_dir() and not (path / file).is_file()
 
 
 def check_folder(location: str, *, needed: str | None = None, needs_weights: bool = False) -> None:
-    """Refuse a path that is no model folder, or one that lacks a file; Hub names pass."""
+    """Refuse a path that is not a model folder, or one that lacks a file; Hub names pass."""
     path = Path(location)
     if not path.exists():
         if looks_like_path(location):
@@ -71,7 +71,7 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
 
 
 def check_has_tokenizer(location: str) -> None:
-    """transformers makes an empty tokenizer of a folder without one, which knows no word."""
+    """transformers makes an empty tokenizer for a folder without one, which knows no words."""
     path = Path(location)
     if path.is_dir() and not any(
         part in name for name in list_names(path) for part in _TOKENIZER_PARTS
@@ -89,7 +89,7 @@ def _list_folder(path: Path) -> str:
 
 
 def get_hub_options(location: str, args: Any) -> dict[str, Any]:
-    """What every `from_pretrained` is told."""
+    """Passed to every `from_pretrained`."""
     is_local = Path(location).exists()
     return {
         "trust_remote_code": args.trust_remote_code,
@@ -100,7 +100,7 @@ def get_hub_options(location: str, args: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def quiet_transformers(location: str | None) -> Iterator[None]:
-    """Our own lines tell what starts afresh; transformers' report and bar would say it twice.
+    """Silence transformers' report and bar: our own lines say what is newly initialised.
 
     A download keeps its bar: it can take minutes.
     """
@@ -136,7 +136,9 @@ def explain_failure(location: str, wanted: str) -> Iterator[None]:
 def _describe_failure(location: str, wanted: str, error: Exception) -> str:
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
-        return f"{location} brings Python code of its own: add --trust-remote-code if you trust it."
+        return (
+            f"{location} comes with its own Python code: add --trust-remote-code if you trust it."
+        )
     if "Unrecognized configuration class" in text:
         return (
             f"{location} cannot do this task: its architecture has no {wanted} in transformers; "
@@ -145,13 +147,13 @@ def _describe_failure(location: str, wanted: str, error: Exception) -> str:
     if not Path(location).exists() and isinstance(error, OSError):
         if not is_hub_reachable():
             return (
-                f"The model {location} is neither a folder here nor in the local cache, and the "
+                f"The model {location} is neither a local folder nor in the local cache, and the "
                 "Hugging Face Hub cannot be reached: check the spelling or the network, or give "
                 "a local folder with --pretrained-model-name-or-path."
             )
         if "not a valid model identifier" in text or "Repository Not Found" in text:
             return (
-                f"The model {location} is neither a folder here nor on the Hugging Face Hub (or "
+                f"The model {location} is neither a local folder nor on the Hugging Face Hub (or "
                 "it is private): check the spelling of --pretrained-model-name-or-path."
             )
     return f"The {wanted} of {location} cannot be loaded: {text[:300]}"

@@ -1,9 +1,9 @@
-"""Where a model's blocks are: what recompute, compile and sharding need to know of it.
+"""Where a model's blocks are: what recompute, compile and sharding need to know.
 
 Sources in order: the caller (``engine.compose(plan=...)``), the model's own ``rapidformer_plan()``,
-Hugging Face's marks (blocks that support recompute, modules that must not be split), then the
-longest list of equal blocks. What the caller does not say, the next source does. A plan names
-modules; it holds none, so it stays true after parameters are replaced.
+Hugging Face's markers (blocks that support recompute, modules that must not be split), then the
+longest list of equal blocks. What one source leaves out comes from the next. A plan names modules
+and holds none, so it stays valid after parameters are replaced.
 """
 
 from __future__ import annotations
@@ -24,38 +24,44 @@ class ModelPlan:
     """What the switches may rely on."""
 
     blocks: tuple[str, ...] = ()
-    """Names of the repeated blocks, in the order of the forward pass of each stack."""
+    """Names of the repeated blocks, in forward order within each stack."""
     tied: tuple[tuple[str, ...], ...] = ()
-    """Groups of parameter names that are one and the same parameter."""
+    """Groups of parameter names that refer to the same parameter."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """How layers are split over processes: a pattern of module names to a style
-    (``{"layers.*.query": "colwise", "layers.*.output": "rowwise"}``)."""
+    """How layers are split over ranks: a module name pattern to a style (``{"layers.*.query":
+    "colwise", "layers.*.output": "rowwise"}``).
+    """
     divided: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Attributes of modules that count heads, of which each process then has its share."""
+    """Attributes of modules that count heads; each rank then has its part of them."""
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
-    --sequence-parallel may split the tokens between attention and feed-forward layers."""
+    --sequence-parallel may split the tokens between attention and feed-forward layers.
+    """
     has_split_attention: bool = False
-    """Whether the tokens of a block meet in torch's scaled_dot_product_attention alone, on
-    [batch, heads, tokens, size], so that --context-parallel-size may share them out."""
+    """Whether a block's tokens interact only in torch's scaled_dot_product_attention, on [batch,
+    heads, tokens, size], so that --context-parallel-size may split them.
+    """
     token_dims: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of a block with a value for every token, to the dimension of the tokens; those of
-    [batch, tokens] and [batch, tokens, size] are found by themselves."""
+    """Block arguments with a value per token, mapped to the token dimension; those of shape [batch,
+    tokens] and [batch, tokens, size] are found automatically.
+    """
     has_split_losses: bool = False
-    """Whether the model's loss takes logits whose vocabulary is split over processes."""
+    """Whether the model's loss accepts logits whose vocabulary is split over ranks."""
     before: Sequence[str] = ()
-    """Modules that are used before the first block: what a pipeline's first stage has. Found out
-    by a trial run where neither this nor ``after`` is said."""
+    """Modules used before the first block: what a pipeline's first stage holds. A trial run finds
+    them if neither this nor ``after`` is given.
+    """
     after: Sequence[str] = ()
-    """Modules that are used after the last block: what a pipeline's last stage has."""
+    """Modules used after the last block: what a pipeline's last stage holds."""
     pipeline_problem: str = ""
-    """Why the model cannot be cut into stages, if it cannot."""
+    """Why the model cannot be split into stages, if it cannot."""
     experts: tuple[str, ...] = ()
-    """Patterns of modules with one slice of every parameter for each expert, which are called with
-    rows sorted by expert and the ends of each expert's stretch: what --expert-model-parallel-size
-    shares out."""
+    """Patterns of modules whose parameters have one slice per expert, and which are called with
+    rows sorted by expert and the end offset of each expert's rows: what
+    --expert-model-parallel-size splits.
+    """
     source: str = field(default="", compare=False)
-    """Who said so: shown at start-up."""
+    """Where the plan comes from: shown at start-up."""
 
     def get_blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.blocks]
@@ -70,7 +76,7 @@ _LISTS = ("before", "after", "experts")
 
 
 def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
-    """The plan of a model, from the best source that knows it; what is ``given`` comes first."""
+    """The plan of a model, from the best source available; ``given`` takes precedence."""
     known = model.__dict__.get("rapidformer_known_plan")
     if isinstance(known, ModelPlan):
         return known
@@ -114,7 +120,7 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
 
 
 def _read_plan(model: nn.Module, plan: GivenPlan, author: str, other: ModelPlan) -> ModelPlan:
-    """The plan that somebody wrote; what it leaves out is taken from the other one."""
+    """A written plan; what it leaves out is taken from the other one."""
     if isinstance(plan, ModelPlan):
         fields = (*_KEYS, "pipeline_problem")
         given = {name: getattr(plan, name) for name in fields if getattr(plan, name)}
@@ -154,7 +160,7 @@ def _check_mapping(model: nn.Module, plan: Mapping[str, Any], author: str) -> di
         )
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     for key in ("tensor", "divided", "before", "after"):
-        # A pattern with a slip would leave its layers whole, and nobody would know.
+        # A misspelled pattern would silently leave its layers whole.
         patterns = plan.get(key, ())
         idle = [
             pattern
@@ -208,7 +214,8 @@ def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model compares each position with the *next* label (causal language models).
 
-    Such a model has no prediction for a row's first label, so that label has no weight in the loss.
+    Such a model has no prediction for a row's first label, so that label does not count in the
+    loss.
     """
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):

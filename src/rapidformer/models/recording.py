@@ -1,10 +1,10 @@
-"""A model built without its memory: what would have been done to each tensor is written down.
+"""Build a model without its memory, recording what would have been done to each tensor.
 
-Under ``record`` every tensor made on the CPU lives on ``meta``, and each operation that gives it
-values becomes a step. Later any of them can be made, alone and in any order, with the very bits
-that one process would have had: a step that draws random numbers remembers the generator's state
-before it. What a reader would get wrong: random steps do draw while recording, into memory that is
-thrown away at once, since the generator has to move on exactly as in a plain build.
+Under ``record``, every tensor created on the CPU lives on ``meta``, and each operation that gives
+it values becomes a step. Later any tensor can be created, alone and in any order, with exactly the
+bits one process would have had: a step that draws random numbers remembers the generator's state
+before it. Random steps do draw while recording, into memory that is discarded at once, because the
+generator has to advance exactly as in a plain build.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rapidformer.models.steps import (
     to_meta,
 )
 
-# Steps after which nothing of the earlier values is left, if they cover the whole memory.
+# Steps that leave nothing of the earlier values, if they cover the whole memory.
 _OVERWRITING = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_"}
 _WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ONLY_SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand", "new_")
@@ -52,12 +52,12 @@ _GET_IS_META, _GET_DEVICE = _tensor_class.is_meta.__get__, _tensor_class.device.
 
 
 class Recording:
-    """The steps of a build, and what can be made from them."""
+    """The steps of a build, and what can be created from them."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
-        # Kept alive: the address of one that is gone could be another's.
+        # Kept alive: the address of a freed tensor could be reused.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._scratch: torch.UntypedStorage | None = None
 
@@ -66,7 +66,7 @@ class Recording:
         return tensor.is_meta and get_storage_key(tensor) in self._storages
 
     def has_values(self, tensor: Tensor) -> bool:
-        """Whether some step has given it values: one that was left alone cannot be made."""
+        """Whether some step has given it values; otherwise it cannot be created."""
         return self.holds(tensor) and bool(self._writers[get_storage_key(tensor)])
 
     def read(self, tensor: Tensor, spans: Spans | None = None) -> Tensor:
@@ -94,10 +94,10 @@ class Recording:
         self._add(step, [tensor])
         return tensor
 
-    # ---- writing down --------------------------------------------------------------------------
+    # ---- recording -----------------------------------------------------------------------------
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One operation of the build: done on ``meta`` and written down, or done as it is."""
+        """One operation of the build: run on ``meta`` and recorded, or run as it is."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._concerns(function, tensors, kwargs):
             return function(*args, **kwargs)
@@ -130,7 +130,7 @@ class Recording:
         return is_copied and any(tensor.is_meta for tensor in tensors)
 
     def _draw(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
-        """Move the generator on as the step would have."""
+        """Advance the generator as the step would have."""
         places = {id(tensor) for tensor in written}
 
         def get(tensor: Tensor) -> Tensor:
@@ -144,7 +144,9 @@ class Recording:
         function(*args, **on_cpu(kwargs))
 
     def _get_scratch(self, tensor: Tensor) -> Tensor:
-        """Memory for a draw, the same each time: thousands of pieces would not be given back."""
+        """Scratch memory for a draw, reused: thousands of pieces would not be returned to the
+        system.
+        """
         size = tensor.untyped_storage().nbytes()
         if self._scratch is None or self._scratch.nbytes() < size:
             self._scratch = torch.UntypedStorage(size, device="cpu")
@@ -152,7 +154,7 @@ class Recording:
         return place.set_(self._scratch, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
 
     def finish(self) -> None:
-        """Let go of what only recording needs."""
+        """Drop what only recording needs."""
         self._scratch = None
 
     def _note(
@@ -217,10 +219,10 @@ class Recording:
     def _realize(self, values: Any) -> Any:
         return tree_map_only(Tensor, lambda t: self.read(t) if self.holds(t) else t, values)
 
-    # ---- making --------------------------------------------------------------------------------
+    # ---- creating ------------------------------------------------------------------------------
 
     def _find_source(self, view: View) -> PartialSource | None:
-        """Where the tensor comes from as it is, but for its type."""
+        """The source of the tensor if it comes from there unchanged, except for its type."""
         steps = [self._steps[i] for i in self._find_steps(view.storage, len(self._steps))]
         if len(steps) != 1 or steps[0].results[:1] != [view]:
             return None
@@ -235,7 +237,7 @@ class Recording:
         return self._find_source(earlier) if is_same else None
 
     def _find_steps(self, storage: int, before: int) -> list[int]:
-        """The steps that a piece of memory's values come from, at a point of the build."""
+        """The steps behind a piece of memory's values at some point of the build."""
         writers = [number for number in self._writers[storage] if number < before]
         for position in range(len(writers) - 1, -1, -1):
             if self._steps[writers[position]].overwrites:
@@ -301,7 +303,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Disguise(TorchFunctionMode):
-    """Lets recorded tensors look like what they stand for: much code leaves ``meta`` ones alone."""
+    """Makes recorded tensors look real: much code skips ``meta`` tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -315,7 +317,7 @@ class _Disguise(TorchFunctionMode):
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Build inside, without memory; the recording then makes what is asked of it."""
+    """Build inside this context, without memory; the recording then creates what is requested."""
     recording = Recording()
     with _Recorder(recording), _Disguise(recording):
         yield recording

@@ -1,7 +1,7 @@
-"""One step of a recorded build: what was done, to which memory, with which random numbers.
+"""One step of a recorded build: the operation, its memory, its random numbers.
 
-What a reader would get wrong: tensors are named by their place in a piece of memory, never by the
-object. Parameters, views and detached copies of one tensor are then one and the same thing.
+Tensors are identified by their place in a piece of memory, never by the object. Parameters, views
+and detached copies of one tensor are therefore the same thing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from rapidformer.compat.torch_dispatch import get_schema, tree_leaves, tree_map_only
 
 Spans = Sequence[Sequence[tuple[int, int]]]
-"""A part of a tensor: for each dimension the stretches that belong to it, in their order."""
+"""A part of a tensor: for each dimension, the ranges that belong to it, in order."""
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
 
 class RecordingError(Exception):
-    """Something that only a plain build can do."""
+    """Something only a plain build can do."""
 
 
 class PartialSource(Protocol):
-    """Where a whole tensor comes from that can also be read in part, such as a file."""
+    """A source of a whole tensor that can also be read in part, such as a file."""
 
     def __call__(self) -> Tensor: ...
 
@@ -55,19 +55,19 @@ class Blank:
 
 @dataclass(kw_only=True, eq=False)
 class Step:
-    """An operation with the arguments it had; recorded tensors are told by their place."""
+    """An operation with its arguments; recorded tensors are identified by their place."""
 
     function: Any
     args: Any
     kwargs: dict[str, Any]
     results: list[View]
-    """New memory that the step returns; empty where it writes into what was there."""
+    """New memory that the step returns; empty if it writes into existing memory."""
     random_state: Tensor | None
     overwrites: bool
 
 
 def take(whole: Tensor, spans: Spans) -> Tensor:
-    """The part of a tensor that the spans tell."""
+    """The part of a tensor given by the spans."""
     for dim, stretches in enumerate(spans):
         if list(stretches) != [(0, whole.shape[dim])]:
             parts = [whole.narrow(dim, start, end - start) for start, end in stretches]

@@ -1,20 +1,20 @@
-"""How the layers of a model may be split over processes: the tensor-parallel plan.
+"""How a model's layers may be split over ranks: the tensor-parallel plan.
 
-Sources in order: the caller, the model's own ``rapidformer_plan()``, Hugging Face's plan (of which
-only the words are taken), our table for families without one. Patterns name modules, or parameters
-of one number per head; ``*`` stands for one part of a dotted name. What a reader would get wrong: a
-plan says nothing of parameters it does not name; those are kept whole on every process.
+Sources in order: the caller, the model's own ``rapidformer_plan()``, Hugging Face's plan (only its
+strings are used), our table for families without one. Patterns name modules, or parameters with one
+number per head; ``*`` stands for one part of a dotted name. Parameters that a plan does not name
+stay whole on every rank.
 
 Styles:
-  colwise                         each process computes its share of the outputs (whole heads)
-  rowwise                         each has its share of the inputs; the outputs are summed
+  colwise                         each rank computes a slice of the outputs (whole heads)
+  rowwise                         each rank takes a slice of the inputs; outputs are summed
   colwise_gather_output           as colwise, then joined
   rowwise_split_input             as rowwise, from a whole input
-  embedding_rowwise               each process has its part of the vocabulary
+  embedding_rowwise               each rank has a slice of the vocabulary
   key_value                       colwise over key/value heads, of which there may be too few
   fused_qkv, fused_kv             colwise, of two or three matrices side by side
-  replicated_with_grad_allreduce  whole, but used on a share of the heads only
-  mla_kv_a_proj                   whole; of its outputs, a part is used on a share of the heads only
+  replicated_with_grad_allreduce  whole, but applied to a slice of the heads only
+  mla_kv_a_proj                   whole; some of its outputs are used on a slice of the heads only
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STYLES = (
     "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce", "mla_kv_a_proj",
 )  # fmt: skip
 _KEY_VALUE_NAMES = ("k_proj", "v_proj")
-# Experts stay whole on every process: to split them is expert parallelism's business.
+# Experts stay whole on every rank: splitting them is up to expert parallelism.
 _EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
-# What transformers' plan of a family leaves out, though it works on a share of the width.
+# What transformers' plan of a family leaves out, although it works on a slice of the width.
 _LEFT_OUT = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
-_WRONG = {"doge": "its dynamic mask is made for all heads, whatever heads a process has."}
+_WRONG = {"doge": "its dynamic mask covers all heads, whichever heads a rank holds."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class TensorPlan:
     styles: Mapping[str, str]
     """Module name to style."""
     parameters: frozenset[str] = frozenset()
-    """Names of parameters, not of layers, that have one entry per head: split like the heads."""
+    """Names of parameters, not layers, that have one entry per head: split like the heads."""
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module name to attributes that count heads."""
     sequence_problem: str = ""
-    """Why the tokens between its layers cannot be split; empty where they can."""
+    """Why the tokens between its layers cannot be split; empty if they can."""
     source: str = ""
 
 
@@ -93,7 +93,7 @@ _GPT2 = _Family(
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
     },
-    # The width at which the fused output is taken apart again.
+    # The width at which the fused output is split again.
     divided={"h.*.attn": ("split_size",), "h.*.crossattention": ("split_size",)},
 )
 _T5 = _Family(
@@ -152,7 +152,9 @@ _FAMILIES = {
 
 
 def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
-    """The plan from the best source that knows the model; an error that says what is missing."""
+    """The plan from the best source that knows the model; otherwise an error that says what is
+    missing.
+    """
     vocabulary = _find_vocabulary(model) if hasattr(model, "get_output_embeddings") else {}
     divided: Mapping[str, Sequence[str]] = {}
     problem = ""
@@ -163,7 +165,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     else:
         patterns, source = _read_hugging_face(model), "transformers' plan of the model"
         if not dict(expand_patterns(model, patterns)).keys() - vocabulary.keys():
-            # Where transformers has no plan of the layers, it may still name the head.
+            # If transformers has no plan for the layers, it may still name the head.
             family = _find_family(model)
             prefix = _find_base_prefix(model)
             patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
@@ -188,12 +190,12 @@ def _find_family(model: nn.Module) -> _Family:
 
 
 def _get_kind(model: nn.Module) -> str:
-    """transformers' name of the family."""
+    """transformers' name for the family."""
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
 def describe_model(model: nn.Module) -> str:
-    """The name a user knows the model by."""
+    """The name users know the model by."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return str(name or type(model).__name__)
 
@@ -221,7 +223,7 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
 
 
 def _find_parameters(model: nn.Module, patterns: Mapping[str, str]) -> frozenset[str]:
-    """Parameters that the plan names themselves, not by the layer they are in."""
+    """Parameters that the plan names directly rather than by their layer."""
     compiled = [(compile_pattern(pattern), style) for pattern, style in patterns.items()]
     found: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -250,7 +252,7 @@ def _find_vocabulary(model: Any) -> dict[str, str]:
 
 
 def _find_base_prefix(model: Any) -> str:
-    """Where the family's base model stands inside a model with a head: ``bert.``"""
+    """Where the family's base model is inside a model with a head: ``bert.``"""
     base = model.base_model
     return next(f"{n}." if n else "" for n, module in model.named_modules() if module is base)
 
@@ -262,13 +264,13 @@ def _check_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
         raise ModelError(
             f"--tensor-model-parallel-size: the plan of {describe_model(model)} has styles that "
             f"cannot be split here: {shown}. Known are {', '.join(STYLES)}. "
-            "--zero-3-memory-optimization splits any model over the processes."
+            "--zero-3-memory-optimization shards any model."
         )
 
 
 def _explain_missing(model: nn.Module) -> str:
     return (
-        f"--tensor-model-parallel-size: nothing says how {describe_model(model)} may be split. "
+        f"--tensor-model-parallel-size: no plan says how {describe_model(model)} may be split. "
         "Say it by engine.compose(model, plan={'blocks': 'name.of.list', 'tensor': "
         "{'layers.*.query': 'colwise', 'layers.*.output': 'rowwise', ...}}), or let a method "
         f"rapidformer_plan() of {type(model).__name__} return the same; or use "

@@ -1,8 +1,8 @@
-"""Weights in safetensors files, read in part: a process takes its share and never the whole.
+"""Read weights from safetensors files in part: a rank reads its shard, never the whole.
 
-``transformers`` itself finds the files, renames, joins and converts what they hold; here it is only
-handed tensors without values in place of the files' own. What a reader would get wrong: a file is
-opened anew for each tensor, since what is mapped of an open one counts as this process's memory.
+``transformers`` itself finds the files and renames, merges and converts their contents; here it
+just gets tensors without values in place of the files' own. A file is reopened for each tensor,
+because the mapped pages of an open file count as this process's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FileTensor:
             return file.get_tensor(self.key)  # type: ignore[no-any-return]
 
     def read(self, spans: Spans) -> Tensor:
-        """The part of it that the spans tell."""
+        """The part of it given by the spans."""
         size = [sum(end - start for start, end in stretches) for stretches in spans]
         if not spans:
             return self()
@@ -59,7 +59,7 @@ def _read_part(whole: Any, spans: Spans, chosen: list[tuple[int, int]]) -> Tenso
 
 @contextmanager
 def record_files(recording: Recording) -> Iterator[None]:
-    """Let ``from_pretrained`` meet recorded tensors where it would read files."""
+    """Make ``from_pretrained`` see recorded tensors where it would read files."""
     from transformers import modeling_utils
 
     class RecordedFile(_RecordedFile):
@@ -80,7 +80,7 @@ def record_files(recording: Recording) -> Iterator[None]:
 
 
 class _RecordedFile:
-    """What is asked of an open safetensors file."""
+    """The interface of an open safetensors file."""
 
     def __init__(self, recording: Recording, path: Any) -> None:
         self._recording, self._path = recording, str(path)

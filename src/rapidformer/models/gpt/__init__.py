@@ -1,4 +1,6 @@
-"""``GPTModel`` and its configuration; importing this makes transformers' Auto classes know them."""
+"""``GPTModel`` and its configuration; importing this registers them with transformers' Auto
+classes.
+"""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 

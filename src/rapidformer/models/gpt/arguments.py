@@ -1,8 +1,8 @@
 """From a run's flags to a ``GPTConfig``: what ``GPTModel()`` does in a white-box script.
 
-What a reader would get wrong: the vocabulary is padded to a multiple of
-``--make-vocab-size-divisible-by`` alone. Megatron multiplies by the tensor-parallel processes too,
-which makes another model of every layout; here any vocabulary can be split over any number.
+The vocabulary is padded to a multiple of ``--make-vocab-size-divisible-by`` alone. Megatron also
+multiplies by the tensor-parallel size, so every layout gives a different model; here any vocabulary
+can be split over any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rapidformer.context import get_args, get_tokenizer
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.gpt.configuration import GPTConfig
 
-# Flags whose names and meaning are the configuration's own; unset ones keep its defaults.
+# Flags with the configuration's own names and meanings; unset ones keep its defaults.
 _SAME = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
     "position_embedding_type", "rotary_base", "rotary_percent", "normalization",
@@ -26,7 +26,7 @@ _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def config_from_arguments(args: Any, vocab_size: int) -> GPTConfig:
-    """The configuration that the flags describe; every missing size is named in one error."""
+    """The configuration described by the flags; one error names every missing size."""
     problems = _find_missing_sizes(args)
     if problems:
         raise ConfigurationError(problems)
@@ -51,7 +51,7 @@ def config_from_context() -> GPTConfig:
         raise ConfigurationError([*_find_missing_sizes(args), needed]) from error
     config = config_from_arguments(args, vocab_size)
     with contextlib.suppress(RapidformerError):
-        # Not every tokenizer has an end of document; where there is one, generated text ends there.
+        # Not every tokenizer has an end-of-document token; if there is one, generation stops there.
         config.eos_token_id = get_tokenizer().eod
     return config
 

@@ -1,8 +1,8 @@
 """Causal self-attention with grouped queries and rotary positions.
 
-What a reader would get wrong: masks here say where one may *look* (what torch's attention takes),
-Megatron's say where one may not; ``build_visibility`` is the one place where they are turned round.
-No mask at all is the fast path: torch's kernels know "causal" without an s x s tensor.
+Masks here say where a token may *look*, as torch's attention expects; Megatron's say where it may
+not. ``build_visibility`` is the one place that inverts them. No mask at all is the fast path:
+torch's kernels handle "causal" without an s x s tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ResidualLinear(nn.Linear):
 
 
 class SelfAttention(nn.Module):
-    """Each token looks at itself and at those before it."""
+    """Each token attends to itself and to those before it."""
 
     def __init__(self, config: GPTConfig, layer_index: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         key_size = config.head_size * (config.num_query_groups or config.num_attention_heads)
         bias = config.add_bias_linear
-        # Three layers, not one joint matrix: each can be split by heads and copied by name.
+        # Three layers, not one fused matrix: each can be split by heads and copied by name.
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=bias)
         self.key = nn.Linear(config.hidden_size, key_size, bias=bias)
         self.value = nn.Linear(config.hidden_size, key_size, bias=bias)
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
             value,
             attn_mask=visible,
             dropout_p=self.dropout if self.training else 0.0,
-            # A single query is a step of generation: it looks at all that is in the cache.
+            # A single query is a generation step: it attends to everything in the cache.
             is_causal=visible is None and (cache is None or query.shape[2] > 1),
             enable_gqa=self.is_grouped,
         )
@@ -76,9 +76,9 @@ class SelfAttention(nn.Module):
 def build_visibility(attention_mask: Tensor | None, tokens: Tensor, past: int) -> Tensor | None:
     """True where a token may look, [b or 1, 1, tokens, past + tokens]; None is plain causal.
 
-    A mask of four dimensions is Megatron's: True is hidden, and it is taken as it is, unless its
-    maker has marked it as plain causal. One of two dimensions is Hugging Face's: 1 is a real token,
-    0 is padding.
+    A four-dimensional mask is Megatron's: True is hidden, and it is used as it is, unless it is
+    marked as plain causal. A two-dimensional one is Hugging Face's: 1 is a real token, 0 is
+    padding.
     """
     length = tokens.shape[1]
     if attention_mask is None or getattr(attention_mask, "is_plain_causal", False):
@@ -90,7 +90,7 @@ def build_visibility(attention_mask: Tensor | None, tokens: Tensor, past: int) -
     if attention_mask.dim() == 2:
         causal = _build_causal(length, past, tokens.device)
         visible = causal & attention_mask[:, None, None, :].bool()
-        # Padding looks at itself: a row without anything to look at would give NaN.
+        # Padding attends to itself: a row with nothing to attend to would give NaN.
         return visible | causal.triu(past)
     raise ModelError(
         f"attention_mask is {str(attention_mask.dtype).removeprefix('torch.')} of shape "
@@ -116,7 +116,7 @@ def build_rotation(position_ids: Tensor, config: GPTConfig) -> Rotation:
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the first numbers of each head (all, by default) by the angles of its position."""
+    """Rotate the first dimensions of each head (all, by default) by the angles of its position."""
     cosine, sine = rotation
     turned, kept = heads.tensor_split([cosine.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)

@@ -1,8 +1,8 @@
-"""The same GPT in Hugging Face's form: what ``AutoModelForCausalLM`` gives for its folder.
+"""The same GPT with Hugging Face's interface: what ``AutoModelForCausalLM`` returns for its folder.
 
-Weights and configuration are those of ``GPTModel``, so a model that was pre-trained in Megatron's
-form is fine-tuned, evaluated and asked for text in this one. What a reader would get wrong: here
-labels equal the inputs and the model shifts them, and a mask's True means "may look".
+Weights and configuration are ``GPTModel``'s, so a model pre-trained in Megatron's form can be
+fine-tuned, evaluated and sampled from in this one. Here labels equal the inputs and the model
+shifts them, and True in a mask means "may look".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GPTForCausalLM(GPTModel):
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits, and with labels the mean loss of the labelled tokens, mixtures' losses added."""
+        """Logits and, with labels, the mean loss over labelled tokens plus the mixtures' losses."""
         if attention_mask is not None and attention_mask.dtype is torch.bool:
             attention_mask = ~attention_mask if attention_mask.dim() == 4 else attention_mask
         hidden, moe_losses = self.transform(

@@ -1,8 +1,8 @@
-"""What a GPT is made of: sizes, the choice of parts, and the mixture of experts.
+"""The configuration of a GPT: sizes, components and the mixture of experts.
 
-Names are Megatron's; Hugging Face's names of the same sizes are views of them. The defaults are
-Megatron's GPT (which is GPT-2). What a reader would get wrong: ``vocab_size`` counts the rows of
-the embedding, padding included; ``tokenizer_vocab_size`` is the number of ids that mean something.
+Names are Megatron's; Hugging Face's names for the same sizes are views of them. The defaults are
+Megatron's GPT, which is GPT-2. ``vocab_size`` counts the rows of the embedding, padding included;
+``tokenizer_vocab_size`` is the number of meaningful ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NORMS = ("LayerNorm", "RMSNorm")
 
 
 class GPTConfig(PreTrainedConfig):
-    """Sizes and options of a ``GPTModel``; every problem is told at once."""
+    """Sizes and options of a ``GPTModel``; all problems are reported at once."""
 
     model_type = "rapidformer_gpt"
     attribute_map = {  # noqa: RUF012 - transformers declares it as a class variable
@@ -36,11 +36,11 @@ class GPTConfig(PreTrainedConfig):
     num_query_groups: int | None = None
     """Key/value heads that the attention heads share (default: one for each head)."""
     ffn_hidden_size: int | None = None
-    """Default: 4 x hidden_size; with SwiGLU two thirds of it, in multiples of 64."""
+    """Default: 4 x hidden_size; with SwiGLU two thirds of it, rounded to multiples of 64."""
     max_position_embeddings: int = 1024
     vocab_size: int = 50304
     tokenizer_vocab_size: int | None = None
-    """Ids from here up to ``vocab_size`` are padding, and never generated (default: none are)."""
+    """Ids from here up to ``vocab_size`` are padding and never generated (default: none)."""
 
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 10000.0
@@ -68,7 +68,7 @@ class GPTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # The views (num_hidden_layers, ...) are among kwargs: in place before sizes are derived.
+        # The views (num_hidden_layers, ...) are among kwargs: set them before sizes are derived.
         super().__post_init__(**kwargs)
         if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
@@ -85,12 +85,12 @@ class GPTConfig(PreTrainedConfig):
 
     @property
     def rotary_size(self) -> int:
-        """How many numbers of each head are turned by rotary positions."""
+        """How many dimensions of each head are rotated."""
         return int(self.head_size * self.rotary_percent)
 
     @property
     def experts_per_layer(self) -> list[int]:
-        """For each layer the number of its experts; 1 is a dense layer."""
+        """The number of experts of each layer; 1 is a dense layer."""
         places = range(self.moe_layer_freq - 1, self.num_layers, self.moe_layer_freq)
         counts = self._get_expert_counts()
         counts = counts * len(places) if len(counts) == 1 else counts

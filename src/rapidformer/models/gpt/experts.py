@@ -1,9 +1,8 @@
-"""A mixture of experts: each token goes through the few feed-forward layers its router picks.
+"""A mixture of experts: each token goes through the few feed-forward networks its router picks.
 
 No token is dropped and no expert is padded: tokens are sorted by expert and each expert multiplies
-its own stretch of rows. What a reader would get wrong: an expert that got no token still takes part
-with zero rows, so its weights get a gradient of zeros in every step, and processes that add up
-their gradients never wait for one that does not come.
+its own rows. An expert without tokens still takes part with zero rows, so its weights get a zero
+gradient in every step, and ranks that sum gradients never wait for a missing one.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from rapidformer.models.gpt.configuration import GPTConfig
 
 
 def activate(up: Tensor, gate: Tensor | None) -> Tensor:
-    """GELU in Megatron's (and GPT-2's) tanh form; SwiGLU where there is a gate."""
+    """GELU in Megatron's (and GPT-2's) tanh form; SwiGLU if there is a gate."""
     if gate is None:
         return functional.gelu(up, approximate="tanh")
     return functional.silu(gate) * up
 
 
 class MixtureOfExperts(nn.Module):
-    """Returns the mixed output and the loss that keeps the experts evenly loaded."""
+    """Returns the mixed output and the load-balancing loss."""
 
     context_region: ContextRegion | None = None
-    """Set where the tokens of a micro-batch are shared out: its loss is one over all of them."""
+    """Set if a micro-batch's tokens are split over ranks: the loss then covers all of them."""
 
     def __init__(self, config: GPTConfig, num_experts: int) -> None:
         super().__init__()
@@ -43,13 +42,14 @@ class MixtureOfExperts(nn.Module):
         probabilities = logits.softmax(dim=-1)
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if self.top_k > 1:
-            # With one expert the probability itself is the weight: else the router learns nothing.
+            # With one expert, the probability itself is the weight; otherwise the router learns
+            # nothing.
             weights = weights / weights.sum(dim=-1, keepdim=True)
         by_expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(logits.shape[-1], device=hidden.device)
         ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-        # Copied for each choice and then permuted, not picked by index: the backward pass of a
-        # permutation adds nothing up, so it gives the same bits on every device and in every run.
+        # Copied for each choice and then permuted, not indexed: the backward pass of a permutation
+        # adds nothing up, so it gives the same bits on every device and in every run.
         copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
         rows = self.experts(copies.index_select(0, order), ends)
         mixed = rows.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
                 loss = loss + self.z_loss_share * logits.logsumexp(dim=-1).square().mean()
             return loss
         squares = logits.logsumexp(dim=-1).square().sum()
-        # What all tokens sum up to, with its gradient; and the counts, which have none.
+        # The sum over all tokens, with its gradient; and the counts, which have none.
         sums = region.sum(torch.cat([probabilities.sum(dim=0), squares[None]]))
         all_ends = region.sum(ends.to(sums.dtype))
         means = sums * (self.top_k / all_ends[-1])
@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers side by side: one weight for all experts, without biases."""
+    """Feed-forward networks side by side: one weight for all experts, without biases."""
 
     def __init__(self, config: GPTConfig, num_experts: int) -> None:
         super().__init__()
@@ -97,14 +97,14 @@ class Experts(nn.Module):
 
 
 def compute_balance_loss(probabilities: Tensor, ends: Tensor) -> Tensor:
-    """experts x sum(share of the choices x mean probability): 1 where all are loaded alike."""
+    """experts x sum(fraction of choices x mean probability): 1 if all are equally loaded."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     shares = counts / ends[-1]
     return len(ends) * (shares * probabilities.mean(dim=0)).sum()
 
 
 def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The rows of each expert times its weight: [rows, in] x [experts, in, out] -> [rows, out]"""
+    """Each expert's rows times its weight: [rows, in] x [experts, in, out] -> [rows, out]"""
     kind = rows.device.type
     if torch.is_autocast_enabled(kind):
         # Grouped products are not on autocast's list.
@@ -118,14 +118,14 @@ def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _can_multiply_grouped(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch has one kernel for all stretches: bf16 on a GPU, rows of whole 16 bytes."""
+    """Whether torch has one kernel for all experts: bf16 on a GPU, rows aligned to 16 bytes."""
     is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
     return rows.is_cuda and rows.dtype is torch.bfloat16 and is_aligned
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _multiply_in_turn(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    # On a GPU the sizes have to be waited for; compiled, every new size would compile again.
+    # On a GPU this waits for the sizes; compiled, every new size would recompile.
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     stretches = zip(rows.split(sizes), weights.unbind(), strict=True)
     return torch.cat([stretch @ weight for stretch, weight in stretches])

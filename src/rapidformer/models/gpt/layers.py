@@ -1,8 +1,8 @@
 """The blocks of a GPT: norm, attention, norm, feed-forward, each added to the residual stream.
 
-What a reader would get wrong: a block with a mixture of experts returns ``(hidden, loss)``, a dense
-one the hidden states alone. The loss leaves through the return value and not through an attribute,
-so that it survives recompute, compile and sharding.
+A block with a mixture of experts returns ``(hidden, loss)``, a dense one only the hidden states.
+The loss is a return value rather than an attribute, so that it survives recompute, compile and
+sharding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def build_norm(config: GPTConfig) -> nn.Module:
 
 
 class FeedForward(nn.Module):
-    """The dense feed-forward layer: GELU, or SwiGLU with a gate."""
+    """The dense feed-forward network: GELU, or SwiGLU with a gate."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -81,5 +81,5 @@ def compute_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     losses = functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
     )
-    # Copied: fully_shard warns of a model that returns a view, since writing into it is unsafe.
+    # Copied: fully_shard warns about a model that returns a view, since writing to it is unsafe.
     return losses.view_as(labels).clone()

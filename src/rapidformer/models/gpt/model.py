@@ -1,11 +1,10 @@
-"""``GPTModel``: a decoder in Megatron's calling form.
+"""``GPTModel``: a decoder with Megatron's calling convention.
 
     losses = model(tokens, position_ids, attention_mask, labels=labels)   # [batch, tokens], fp32
     logits = model(tokens, position_ids, attention_mask)                  # [batch, tokens, vocab]
 
-What a reader would get wrong: ``labels`` are *not* shifted here. ``labels[:, i]`` is what follows
-``tokens[:, i]``, as Megatron's data gives it; ``GPTForCausalLM`` is the same model in Hugging
-Face's form, which shifts.
+``labels`` are *not* shifted here: ``labels[:, i]`` is the token after ``tokens[:, i]``, as in
+Megatron's data. ``GPTForCausalLM`` is the same model with Hugging Face's interface, which shifts.
 """
 
 from __future__ import annotations
@@ -41,16 +40,15 @@ _TENSOR_PLAN = {
 
 
 class GPTModel(PreTrainedModel, GenerationMixin):
-    """A GPT with learned or rotary positions, grouped queries, SwiGLU and experts as options.
+    """A GPT with learned or rotary positions; grouped queries, SwiGLU and experts are options.
 
-    Without a configuration the sizes are those of the current run's flags (``get_args()``). The
-    other parameters are Megatron's: the whole model is always built, and the switches split it
-    where a run is spread over processes.
+    Without a configuration, sizes come from the current run's flags (``get_args()``). The other
+    parameters are Megatron's: the whole model is always built, and the switches split it.
 
-    What a call returns: without labels the logits; with labels the loss of every token, and
-    with experts a tuple ``(losses, moe_loss of the first mixture, of the second, ...)``. Each
-    moe_loss is 1 where the experts are loaded alike; the loss to minimise is
-    ``mean of losses + model.moe_loss_coeff * sum(moe_losses)``.
+    A call returns the logits if there are no labels; with labels, the loss of every token, and with
+    experts a tuple ``(losses, moe_loss of the first mixture, of the second, ...)``. Each moe_loss
+    is 1 if the experts are equally loaded; the loss to minimise is ``mean of losses +
+    model.moe_loss_coeff * sum(moe_losses)``.
     """
 
     config_class = GPTConfig
@@ -88,7 +86,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
 
     @property
     def moe_loss_coeff(self) -> float:
-        """What the sum of the mixtures' losses is multiplied by, before it joins the token loss."""
+        """The factor for the sum of the mixtures' losses in the total loss."""
         return self.config.moe_loss_coeff
 
     def forward(
@@ -105,17 +103,18 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool = False,
     ) -> Any:
-        """Token losses, or logits where there are no labels.
+        """Token losses, or logits without labels.
 
-        ``attention_mask`` is Megatron's (bool, True = hidden) or None for plain causal, which is
-        the fast path. The parameters after ``labels`` are for old scripts and for ``generate``.
+        ``attention_mask`` is Megatron's (bool, True = hidden) or None for plain causal, the fast
+        path. The parameters after ``labels`` are for old scripts and for ``generate``.
         """
         hidden, moe_losses = self.transform(
             input_ids, position_ids, attention_mask, past_key_values
         )
         logits = self.output(hidden[:, -logits_to_keep:])
         if return_dict or past_key_values is not None:
-            # `generate` alone has a cache; some of its ways of decoding ask for no object.
+            # Only `generate` has a cache; some of its decoding strategies do not ask for an output
+            # object.
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         if labels is None:
             return logits
@@ -131,7 +130,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
     ) -> tuple[Tensor, list[Tensor]]:
         """The hidden states after the last norm, and the loss of each mixture of experts."""
         if cache is not None and cache.is_compileable:
-            # It comes with a mask of four dimensions whose True means the opposite.
+            # It comes with a four-dimensional mask in which True means the opposite.
             raise ModelError("GPTModel generates with a growing cache: use the dynamic one.")
         past = cache.get_seq_length() if cache is not None else 0
         hidden, position_ids = self._embed(input_ids, position_ids, past)
@@ -164,10 +163,10 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         hidden = functional.dropout(hidden, self.config.hidden_dropout, self.training)
         return hidden, position_ids
 
-    # ---- what the library and transformers ask of a model --------------------------------------
+    # ---- what the library and transformers call ------------------------------------------------
 
     def rapidformer_plan(self) -> ModelPlan:
-        """Where the blocks are and how layers may be split: what the switches go by."""
+        """Where the blocks are and how layers may be split."""
         return ModelPlan(
             blocks=("layers",),
             tensor=_TENSOR_PLAN,
@@ -197,9 +196,9 @@ class GPTModel(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fresh weights; transformers calls it for every module, also for what a file lacks."""
+        """Initial weights; transformers calls this for every module, even if a file lacks it."""
         std = self.config.init_method_std
-        # Every layer adds two updates to the residual stream: its variance must not grow by that.
+        # Every layer adds two updates to the residual stream; this keeps its variance constant.
         small_std = std / math.sqrt(2 * self.config.num_layers)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             is_residual = isinstance(module, ResidualLinear)
