@@ -102,9 +102,9 @@ def test_missing_paths_are_told(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", as_lines(ROWS))
     with pytest.raises(DataError, match=r"trian.jsonl: no such .* mean .*train.jsonl\?"):
         load(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"there is no such file or folder \(nor a folder"):
+    with pytest.raises(DataError, match=r"no such file or folder \(nor a folder"):
         load(tmp_path / "no" / "where.csv")
-    with pytest.raises(DataError, match=r"--valid-data no.csv: there is no such"):
+    with pytest.raises(DataError, match=r"--valid-data no.csv: no such"):
         load_splits(make_args(valid_data=["no.csv"]))
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"holds no data files: .* it holds nothing"):
@@ -121,7 +121,7 @@ def test_missing_paths_are_told(tmp_path: Path) -> None:
 
 def test_hub_name_without_network_fails_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
-    message = r"The data set glue \(mrpc\) is neither a file .* cannot be reached"
+    message = r"The data set glue \(mrpc\) is neither a local file .* cannot be reached"
     with pytest.raises(DataError, match=message):
         load_splits(make_args(data_path=["glue"], data_name="mrpc", cache_dir=str(tmp_path)))
     with pytest.raises(DataError, match=message):

@@ -87,7 +87,7 @@ def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"There is no model: give a model with"):
         build()
-    with pytest.raises(ModelError, match=r"neither a folder here nor in the local cache, and the "
+    with pytest.raises(ModelError, match=r"neither a local folder nor in the local cache, and the "
                                          "Hugging Face Hub cannot be reached"):  # fmt: skip
         build(pretrained_model_name_or_path="bert-base-cased")
     missing = str(folder.parent / (folder.name + "x"))
