@@ -14,7 +14,7 @@ from rapidformer.tasks.registry import is_pretraining
 
 def run(argv: list[str]) -> None:
     """Print the metrics, and write them to ``--output`` where it is given."""
-    args = choose_run_model(parse_arguments(argv))
+    args = choose_run_model(parse_arguments(argv), "evaluate")
     if args.task is None:
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
     if is_pretraining(args.task):

@@ -20,8 +20,8 @@ usage: rapidformer [command] --flag value ...
   rapidformer --user-script my_finetuner.py --epochs 3 ...
 """
 _COMMON = {
-    "evaluate": "rapidformer evaluate --task TASK --load RUN/best --data-path DATA",
-    "predict": 'rapidformer predict --task TASK --load RUN/best --input "a text" --output FILE',
+    "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
+    "predict": 'rapidformer predict --load RUN --input "a text" | --data-path FILE [--output FILE]',
     "plot": "rapidformer plot RUN [--output curve.png]",
     "tasks": "rapidformer tasks",
 }

@@ -115,9 +115,7 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     """Start one process per GPU, if there are several; False where this one is enough."""
     from rapidformer.config import parse_arguments
     from rapidformer.config.parse import drop_unknown_flags
-    from rapidformer.config.validate import find_problems
-    from rapidformer.errors import ConfigurationError
-    from rapidformer.launch.environment import is_launched, plan_launch
+    from rapidformer.launch.environment import is_launched
 
     if is_launched():
         return False
@@ -128,20 +126,26 @@ def _starts_processes(name: str, words: list[str]) -> bool:
             return False
         return _start(read_launch_settings(words), [name, *words])
     args = parse_arguments(drop_unknown_flags(words))
-    if name == "predict" and args.task is not None:
-        from rapidformer.tasks.registry import get_task
-
-        get_task(args.task)
     plan = None
     if args.user_script is None and args.hostfile is None:
         # Said before any process is started; a script may have flags of its own and checks later,
         # and only the hosts know how many they are.
-        args = parse_arguments(words)
-        plan = plan_launch(args)
-        problems = find_problems(args.replace("the launch", world_size=plan.world_size))
-        if problems:
-            raise ConfigurationError(problems)
+        from rapidformer.cli.checks import check_command
+
+        args, plan = check_command(name, words)
+    if args.log_level in ("debug", "info"):
+        _say_loading(args)
     return _start(args, [name, *words], plan)
+
+
+def _say_loading(args: Settings) -> None:
+    """At once: the imports that follow take seconds on which nothing else would be seen."""
+    model = args.load or args.pretrained_model_name_or_path or args.model_type
+    data = args.data_path or args.data_dir or args.data_name or args.train_data
+    named = [args.user_script, model, *(data if isinstance(data, list) else [data])]
+    what = ", ".join(["torch", *dict.fromkeys(str(name) for name in named if name)])
+    sys.stderr.write(f"loading   {what}\n")
+    sys.stderr.flush()
 
 
 def _start(args: Settings, words: list[str], plan: LaunchPlan | None = None) -> bool:
@@ -171,10 +175,10 @@ def _start(args: Settings, words: list[str], plan: LaunchPlan | None = None) -> 
 
 
 def _describe_unknown(name: str) -> str:
-    import difflib
+    from rapidformer.nearest import find_nearest
 
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = find_nearest(name, COMMANDS)
+    hint = f" Did you mean {near}?" if near else ""
     return f"there is no command {name!r}: use one of {', '.join(COMMANDS)}.{hint}"
 
 

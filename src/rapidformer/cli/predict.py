@@ -14,7 +14,7 @@ from rapidformer.errors import ConfigurationError, DataError
 
 def run(argv: list[str]) -> None:
     """Write one JSON object per example, to ``--output`` or to the terminal."""
-    args = choose_run_model(parse_arguments(argv))
+    args = choose_run_model(parse_arguments(argv), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
     rows = _read_rows(args)

@@ -19,10 +19,8 @@ def run(argv: list[str]) -> None:
         run_script(script, argv)
         return
     args = parse_arguments(argv)
-    if args.task is None:
-        raise ConfigurationError(
-            "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE.py."
-        )
+    if args.task is None:  # under a launcher of others, where nothing has been checked yet
+        raise ConfigurationError("what to train? Give --task or --user-script FILE.py.")
     # Here, and not above: a script decides itself what it imports, and may need no torch.
     from rapidformer.tasks.registry import get_task, is_pretraining
 

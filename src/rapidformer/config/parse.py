@@ -7,8 +7,8 @@ here, not by argparse, so that every problem of a command line is told at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from rapidformer.config.dialects import ALIASES, BARE_BESIDE, VALUES, WITHOUT_EF
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
+from rapidformer.nearest import find_nearest
 
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -25,6 +26,7 @@ COMMAND_LINE = "command line"
 # Flags that stand before those of any command line, which win. `rapidformer launch` hands its own
 # flags to a script's engine in this way: the script's command line is not ours to change.
 FLAGS_VARIABLE = "RAPIDFORMER_FLAGS"
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,6 +80,7 @@ def parse_arguments(
     known = parser._option_string_actions
     words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
     words = _drop_bare_switches([_normalize(word, known) for word in words])
+    words = _join_negative_numbers(words, known)
     namespace, unknown = parser.parse_known_args(words)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
@@ -155,6 +158,17 @@ def _normalize(word: str, known: Mapping[str, Any]) -> str:
     return word if name in known or dashed not in known else dashed + equals + value
 
 
+def _join_negative_numbers(words: list[str], known: Mapping[str, Any]) -> list[str]:
+    """``--lr -1e-4`` as ``--lr=-1e-4``: argparse would take the number for a flag."""
+    joined: list[str] = []
+    for word in words:
+        if _NEGATIVE_NUMBER.fullmatch(word) and joined and joined[-1] in known:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _drop_bare_switches(words: list[str]) -> list[str]:
     """``--deepspeed --deepspeed-config FILE`` says one thing: the file."""
     names = [word.partition("=")[0] for word in words]
@@ -168,8 +182,8 @@ def _drop_bare_switches(words: list[str]) -> list[str]:
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else "`rapidformer --help` lists all flags."
+    near = find_nearest(name, known)
+    hint = f"did you mean {near}?" if near else "`rapidformer --help` lists all flags."
     return f"unknown flag {name}: {hint}"
 
 
@@ -205,7 +219,7 @@ def _canonical_names(values: Mapping[str, Any], where: str, problems: list[str])
         elif name in WITHOUT_EFFECT:
             canonical[name] = value
         else:
-            near = difflib.get_close_matches(name, [*settings, *ALIASES], n=1)
-            hint = f": did you mean {near[0]}?" if near else "."
+            near = find_nearest(name, [*settings, *ALIASES])
+            hint = f": did you mean {near}?" if near else "."
             problems.append(f"unknown setting {key} in {where}{hint}")
     return canonical

@@ -7,7 +7,6 @@ Nothing changes an instance: deriving makes a new one with ``replace``.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from rapidformer.config.sections import (
     RunArguments,
     TrainingLengthArguments,
 )
+from rapidformer.nearest import find_nearest
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -93,8 +93,8 @@ class Settings(
             return getattr(self, ALIASES[name])
         if name.startswith("no_") and name[3:] in _FIELD_NAMES:
             return not getattr(self, name[3:])
-        near = difflib.get_close_matches(name, [*_FIELD_NAMES, *ALIASES, *extras], n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
+        near = find_nearest(name, [*_FIELD_NAMES, *ALIASES, *extras])
+        hint = f"; the nearest is {near!r}" if near else ""
         raise AttributeError(f"there is no setting {name!r}{hint}")
 
 

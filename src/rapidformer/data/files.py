@@ -93,7 +93,8 @@ def _read_small(path: Path, kind: str) -> Dataset:
         raise DataError(f"{path} cannot be read as UTF-8 text: {get_first_line(error)}") from error
 
 
-def _open_text(path: Path) -> Any:
+def open_text(path: Path) -> Any:
+    """A text file, plain or gzipped."""
     # utf-8-sig: spreadsheets write a byte-order mark before the first column name.
     if path.name.endswith(".gz"):
         return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
@@ -101,7 +102,7 @@ def _open_text(path: Path) -> Any:
 
 
 def _read_text(path: Path) -> Dataset:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         lines = [line.rstrip("\r\n") for line in file]
     return import_datasets().Dataset.from_dict({"text": [line for line in lines if line.strip()]})
 
@@ -130,7 +131,7 @@ def _get_table_options(kind: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Dataset:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         text = file.read()
     start = text.lstrip()[:1]
     rows = _parse_json_document(text, path) if start == "[" else None
@@ -263,7 +264,7 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
 
 
 def _raise_first_bad_line(path: Path) -> None:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 json.loads(line.strip() or "null")

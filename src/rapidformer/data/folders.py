@@ -30,7 +30,7 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
     """The splits of a folder, in any of the layouts people use."""
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _load_saved(folder)
-    files = _list_data_files(folder)
+    files = list_data_files(folder)
     if files:
         return load_named_files(files, cache_dir)
     by_split = {
@@ -93,7 +93,8 @@ def _describe_columns(rows: Dataset) -> str:
     )
 
 
-def _list_data_files(folder: Path) -> list[Path]:
+def list_data_files(folder: Path) -> list[Path]:
+    """The files of rows that lie directly in a folder."""
     return sorted(
         path
         for path in folder.iterdir()
@@ -117,7 +118,7 @@ def _load_saved(folder: Path) -> dict[str, Dataset]:
 def _load_split_folder(folder: Path, cache_dir: str | None) -> Dataset:
     if (folder / "state.json").exists():
         return next(iter(_load_saved(folder).values()))
-    files = _list_data_files(folder)
+    files = list_data_files(folder)
     if files:
         return load_split(files, cache_dir)
     if _is_image_folder(folder):

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 def load_splits(args: Any) -> dict[str, Dataset]:
     """The splits that the data flags name, with keys among train, validation and test."""
-    location = _as_list(args.data_path or args.data_dir)
+    location = as_list(args.data_path or args.data_dir)
     splits = _load_location(location, args) if location else {}
     for name, split in (
         ("train_data", "train"),
         ("valid_data", "validation"),
         ("test_data", "test"),
     ):
-        files = _as_list(getattr(args, name))
+        files = as_list(getattr(args, name))
         if files:
-            paths = [_check_exists(path, name) for path in files]
+            paths = [check_exists(path, name) for path in files]
             splits[split] = load_split(paths, args.cache_dir)
     if not splits:
         raise DataError(
@@ -48,7 +48,7 @@ def load_splits(args: Any) -> dict[str, Dataset]:
 # --- where the data is ---------------------------------------------------------------------------
 
 
-def _as_list(given: str | Path | Sequence[str | Path] | None) -> list[str]:
+def as_list(given: str | Path | Sequence[str | Path] | None) -> list[str]:
     """One path or several: flags and users' own code may give either."""
     if not given:
         return []
@@ -56,11 +56,11 @@ def _as_list(given: str | Path | Sequence[str | Path] | None) -> list[str]:
 
 
 def _load_location(location: list[str], args: Any) -> dict[str, Dataset]:
-    if len(location) == 1 and _is_hub_name(location[0]):
+    if len(location) == 1 and is_hub_name(location[0]):
         return _load_from_hub(location[0], args)
-    paths = [_check_exists(item, "data_path") for item in location]
+    paths = [check_exists(item, "data_path") for item in location]
     if len(paths) == 1 and paths[0].is_dir():
-        return load_folder(_find_sub_folder(paths[0], args.data_name), args.cache_dir)
+        return load_folder(find_sub_folder(paths[0], args.data_name), args.cache_dir)
     folders = [path for path in paths if path.is_dir()]
     if folders:
         raise DataError(
@@ -69,12 +69,14 @@ def _load_location(location: list[str], args: Any) -> dict[str, Dataset]:
     return load_named_files(paths, args.cache_dir)
 
 
-def _is_hub_name(text: str) -> bool:
+def is_hub_name(text: str) -> bool:
+    """Whether this can only be a data set on the Hub: nothing here has that name."""
     path = Path(text).expanduser()
     return not (path.exists() or looks_like_path(text) or get_format(path))
 
 
-def _check_exists(text: str, setting: str) -> Path:
+def check_exists(text: str, setting: str) -> Path:
+    """The path that a flag names, which must be there."""
     path = Path(text).expanduser()
     if path.exists():
         return path
@@ -84,7 +86,8 @@ def _check_exists(text: str, setting: str) -> Path:
     raise DataError(f"{flag} {text}: no such file or folder.{suggest_path(path)}")
 
 
-def _find_sub_folder(folder: Path, name: str | None) -> Path:
+def find_sub_folder(folder: Path, name: str | None) -> Path:
+    """The part of a folder that ``--data-name`` chooses."""
     if name is None:
         return folder
     if (folder / name).is_dir():

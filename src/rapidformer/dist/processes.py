@@ -67,6 +67,10 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigurationError(
+            "--device cuda: torch sees no GPU here. Leave --device out to compute on the CPU."
+        )
     if local_rank >= count:
         raise ConfigurationError(
             f"process {local_rank} on this node has no GPU of its own: {count} visible. "

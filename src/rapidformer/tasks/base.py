@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.columns import ColumnRole
+from rapidformer.tasks.columns import ColumnRole, find_columns
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,10 @@ class Task(ABC):
     """Name of the Auto class in transformers that builds the model."""
     best_metric: str = "loss"
     greater_is_better: bool = False
+    metrics: tuple[str, ...] = ("loss",)
+    """Every metric that the task may give: ``--metric-for-best-model`` must be one of them."""
+    answer_role: str | None = None
+    """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
     """True where position i predicts label i+1, so that the first label of a row does not count."""
     evaluation_keys: frozenset[str] = frozenset()
@@ -66,6 +70,13 @@ class Task(ABC):
     @abstractmethod
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         """Load the processor and the data, find columns, check labels, tokenize."""
+
+    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+        """Raise where the first rows of the data lack a column; nothing else is looked at."""
+        roles = [role for role in self.columns if role.required]
+        if not has_answers:
+            roles = [role for role in roles if role.name != self.answer_role]
+        find_columns(roles, list(dict.fromkeys(name for row in rows for name in row)), args)
 
     @abstractmethod
     def prepare_for_prediction(

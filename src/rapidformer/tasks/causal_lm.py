@@ -51,7 +51,15 @@ class CausalLM(LanguageModel):
         SYSTEM,
     )
     auto_class = "AutoModelForCausalLM"
+    metrics = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
+
+    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+        from rapidformer.tasks.rows import get_column_names
+
+        settings = ChatSettings.read(args)
+        if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
+            find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows import get_splits

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.errors import DataError
+from rapidformer.nearest import find_nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +80,8 @@ def check_given(given: str, flag: str, available: Sequence[str]) -> str:
     """The column that the user named, if it is there."""
     if given in available:
         return given
-    near = difflib.get_close_matches(given, available, n=1, cutoff=0.4)
-    hint = f" Did you mean {flag} {near[0]}?" if near else ""
+    near = find_nearest(given, available)
+    hint = f" Did you mean {flag} {near}?" if near else ""
     raise DataError(
         f"{flag} {given}: the data has no such column. It has {_listed(available)}.{hint}"
     )

@@ -41,6 +41,8 @@ class ImageClassification(Task):
     description = "a class for an image (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"
+    metrics = ("accuracy", "f1", "f1_macro", "loss")
+    answer_role = LABEL.name
     best_metric = "accuracy"
     greater_is_better = True
 

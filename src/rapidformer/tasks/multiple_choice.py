@@ -70,8 +70,12 @@ class MultipleChoice(Task):
     description = "the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
     auto_class = "AutoModelForMultipleChoice"
+    metrics = ("accuracy", "loss")
     best_metric = "accuracy"
     greater_is_better = True
+
+    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+        _find_columns(rows, args, with_label=has_answers)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows import get_column_names, get_splits

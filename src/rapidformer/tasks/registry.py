@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 
 from rapidformer.errors import ConfigurationError
+from rapidformer.nearest import find_nearest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.image_classification import ImageClassification
@@ -56,7 +56,7 @@ def get_task(name: str) -> Task:
             "`rapidformer predict --task causal_lm` or `--task masked_lm`."
         )
     names = [known for task in list_tasks() for known in (task.name, *task.aliases)] + [PRETRAINING]
-    near = difflib.get_close_matches(normal, names, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = find_nearest(normal, names)
+    hint = f" Did you mean {near}?" if near else ""
     known = ", ".join([*(task.name for task in list_tasks()), PRETRAINING])
     raise ConfigurationError(f"--task {name} is not a task: use one of {known}.{hint}")

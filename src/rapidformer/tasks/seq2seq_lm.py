@@ -57,6 +57,13 @@ class Seq2SeqLM(Task):
     description = "a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
     auto_class = "AutoModelForSeq2SeqLM"
+    metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
+
+    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+        if has_answers:
+            _find_pair(rows, args)
+        else:
+            _find_source(rows, args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows import get_splits

@@ -67,8 +67,28 @@ class SequenceClassification(Task):
     description = "classes or a number for a text or a pair of texts"
     columns = (TEXT, TEXT_PAIR, LABEL)
     auto_class = "AutoModelForSequenceClassification"
+    metrics = (
+        "accuracy", "f1", "f1_macro", "matthews_correlation", "pearson", "spearmanr", "mse", "mae",
+        "loss",
+    )  # fmt: skip
     best_metric = "accuracy"
     greater_is_better = True
+
+    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+        available = list(dict.fromkeys(name for row in rows for name in row))
+        problems: list[str] = []
+        label = None
+        try:
+            label = _find_label(available, args) if has_answers else None
+        except DataError as error:
+            problems.append(str(error))
+        try:
+            find_texts(available, args, taken=label)
+        except DataError as error:
+            if not problems or args.text_column or args.text_pair_column:
+                problems.append(str(error))
+        if problems:
+            raise DataError(" ".join(problems))
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.label_space import get_model_classes

@@ -46,6 +46,8 @@ class TokenClassification(Task):
     description = "a tag for every word: named entities, parts of speech"
     columns = (WORDS, TAGS)
     auto_class = "AutoModelForTokenClassification"
+    metrics = ("precision", "recall", "f1", "accuracy", "loss")
+    answer_role = TAGS.name
     best_metric = "f1"
     greater_is_better = True
 

@@ -1,0 +1,41 @@
+"""Every problem of a black-box command at once, before torch or any process is started."""
+
+from __future__ import annotations
+
+from rapidformer.cli.run_model import choose_run_model
+from rapidformer.config import Settings, parse_arguments
+from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config.validate import find_problems
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
+from rapidformer.tasks.preflight import find_task_problems
+
+
+def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
+    """The settings of the command and how many processes it takes, or an error with everything."""
+    problems: list[str] = []
+    args = _parse(words, problems)
+    if name in ("evaluate", "predict"):
+        try:
+            args = choose_run_model(args, name)
+        except RapidformerError as error:
+            problems.append(str(error))
+    plan = plan_launch(args)
+    problems += find_problems(args.replace("the launch", world_size=plan.world_size))
+    gpus = count_gpus() if args.device == "cuda" else 0
+    problems += [p for p in find_task_problems(args, name, gpus) if p not in problems]
+    if problems:
+        raise ConfigurationError(problems)
+    return args, plan
+
+
+def _parse(words: list[str], problems: list[str]) -> Settings:
+    """The settings; unknown flags are problems among others, and hide none of them."""
+    try:
+        return parse_arguments(words)
+    except ConfigurationError as error:
+        problems += error.problems
+        try:
+            return parse_arguments(drop_unknown_flags(words))
+        except ConfigurationError:
+            raise error from None

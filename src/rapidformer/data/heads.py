@@ -1,0 +1,111 @@
+"""The first rows of the data, read by the standard library alone.
+
+So a wrong path or column is found before torch, transformers and `datasets` have been imported.
+What cannot be read so (parquet, the Hub, a nested document) gives no rows and is checked later.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rapidformer.data.files import get_format, open_text
+from rapidformer.data.folders import list_data_files
+from rapidformer.data.sources import as_list, check_exists, find_sub_folder, is_hub_name
+from rapidformer.data.splits import get_split_name
+from rapidformer.errors import DataError
+
+Rows = list[dict[str, Any]]
+_ROWS = 5
+_CHARACTERS = 1 << 20
+_SPLITS = ("train", "validation", "test")
+_FLAGS = {"train_data": "train", "valid_data": "validation", "test_data": "test"}
+
+
+def read_head(args: Any, problems: list[str]) -> Rows:
+    """The first rows of the first split; paths that are not there go to ``problems``."""
+    files = list(_find_files(args, problems))
+    for split in (*_SPLITS, None):
+        path = next((path for name, path in files if name == split), None)
+        if path is not None:
+            return _read_rows(path)
+    return []
+
+
+def _find_files(args: Any, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
+    location = as_list(args.data_path or args.data_dir)
+    if not (len(location) == 1 and is_hub_name(location[0])):
+        for text in location:
+            yield from _list_files(_check(text, "data_path", problems), args.data_name, problems)
+    for name, split in _FLAGS.items():
+        for text in as_list(getattr(args, name)):
+            path = _check(text, name, problems)
+            if path is not None and path.is_file():
+                yield split, path
+
+
+def _check(text: str, setting: str, problems: list[str]) -> Path | None:
+    try:
+        return check_exists(text, setting)
+    except DataError as error:
+        problems.append(str(error))
+        return None
+
+
+def _list_files(
+    path: Path | None, data_name: str | None, problems: list[str]
+) -> Iterator[tuple[str | None, Path]]:
+    if path is None:
+        return
+    paths = [path]
+    if path.is_dir():
+        try:
+            paths = list_data_files(find_sub_folder(path, data_name))
+        except DataError as error:
+            problems.append(str(error))
+            return
+    for file in paths:
+        yield get_split_name(file.name.split(".")[0]), file
+
+
+def _read_rows(path: Path) -> Rows:
+    readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
+    read = readers.get(str(get_format(path)))
+    if read is None:
+        return []
+    try:
+        with open_text(path) as file:
+            rows = read(file, path)
+    except (OSError, ValueError, UnicodeDecodeError, gzip.BadGzipFile, EOFError, csv.Error):
+        return []  # whoever reads the file says what is wrong with it, by its line
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _read_json(file: Any, path: Path) -> list[Any]:
+    text = file.read(_CHARACTERS).lstrip()
+    decoder = json.JSONDecoder()
+    if text.startswith("["):
+        row, _ = decoder.raw_decode(text[1:].lstrip())
+        return [row]
+    lines = [line for line in text.split("\n") if line.strip()]
+    if len(lines) > 1 and text.startswith("{") and lines[0].rstrip().endswith("}"):
+        return [json.loads(line) for line in lines[:_ROWS]]
+    row, _ = decoder.raw_decode(text)
+    return [] if isinstance(row.get("data"), list) else [row]
+
+
+def _read_table(file: Any, path: Path) -> list[Any]:
+    is_tsv = get_format(path) == "tsv"
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
+    reader = csv.DictReader(file, **options)
+    rows = list(itertools.islice(reader, _ROWS))
+    return rows or [dict.fromkeys(reader.fieldnames or ())]
+
+
+def _read_text(file: Any, path: Path) -> list[Any]:
+    return [{"text": line} for line in itertools.islice(file, _ROWS)]

@@ -1,0 +1,146 @@
+"""What is wrong with a black-box command, found before anything heavy is imported.
+
+Paths, columns, names and places to write: a person who mistyped three things reads of all three, at
+once. What only the whole data or the model can tell is checked when they are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rapidformer.config import Settings
+from rapidformer.errors import RapidformerError
+from rapidformer.nearest import find_nearest
+from rapidformer.tasks.base import Task
+from rapidformer.tasks.registry import get_task, is_pretraining
+
+_PRETRAINING_METRICS = ("loss", "perplexity", "lm_loss", "sop_loss", "moe_loss")
+_GPU_DRIVER = Path("/proc/driver/nvidia")
+
+
+def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]:
+    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one sentence each."""
+    problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
+    if command == "train":
+        problems += _check_save(args)
+    if args.task is None:
+        return problems
+    if is_pretraining(args.task) and command != "predict":
+        return problems + list(_check_metric(args, _PRETRAINING_METRICS))
+    try:
+        task = get_task(args.task)
+    except RapidformerError as error:
+        return [*problems, str(error)]
+    problems += _check_metric(args, task.metrics)
+    problems += _check_model(args)
+    problems += _check_input(args) if command == "predict" else ()
+    if command != "predict" or args.input is None:
+        problems += _check_data(args, task, has_answers=command != "predict")
+    return problems
+
+
+def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
+    # Without nvidia-smi nobody has counted: then the driver's own folder tells.
+    if args.device == "cuda" and num_gpus == 0 and not _GPU_DRIVER.exists():
+        yield "--device cuda: there is no GPU here. Leave --device out to compute on the CPU."
+
+
+def _check_needs(args: Settings, command: str) -> Iterator[str]:
+    if command == "train" and args.task is None:
+        yield "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE."
+    if command in ("evaluate", "predict"):
+        if args.load is None and args.pretrained_model_name_or_path is None and not args.model_type:
+            yield (
+                f"{command} needs a trained model: give --load RUN, the folder of a run (or of a "
+                "model)."
+            )
+        elif args.task is None:
+            yield (
+                f"{command} needs --task, since --load names no run that knows it; "
+                "`rapidformer tasks` lists them."
+            )
+
+
+def _check_save(args: Settings) -> Iterator[str]:
+    """A place that cannot be written to is found before hours are spent on what goes there."""
+    if args.save is None:
+        return
+    folder = Path(args.save).expanduser()
+    if folder.exists() and not folder.is_dir():
+        yield f"--save {args.save} is a file: give a folder for the run."
+        return
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or _is_virtual(nearest):
+        yield f"--save {args.save}: {nearest} cannot be written to. Choose another folder."
+
+
+def _is_virtual(folder: Path) -> bool:
+    """/proc and /sys look writable to root, and are not."""
+    return folder.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
+
+
+def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
+    given = args.metric_for_best_model
+    if given is None or given.removeprefix("eval_") in metrics:
+        return
+    near = find_nearest(given, metrics)
+    hint = f" Did you mean {near}?" if near else ""
+    yield (
+        f"--metric-for-best-model {given}: --task {args.task} has no such metric. It has "
+        f"{', '.join(metrics)}.{hint}"
+    )
+
+
+def _check_model(args: Settings) -> Iterator[str]:
+    from rapidformer.models.location import check_folder, get_model_location, is_from_scratch
+
+    location = get_model_location(args)
+    if location is None and args.model_type is None and args.load is None:
+        yield (
+            "which model? Give --pretrained-model-name-or-path (a folder or a name on the Hub), or "
+            "--model-type with sizes."
+        )
+    if location is None:
+        return
+    try:
+        check_folder(location, needed=None if args.model_type else "config.json")
+        check_folder(location, needs_weights=not is_from_scratch(args))
+    except RapidformerError as error:
+        yield str(error)
+
+
+def _check_input(args: Settings) -> Iterator[str]:
+    texts = args.input or []
+    objects = [text for text in texts if text.lstrip().startswith("{")]
+    if objects and len(objects) < len(texts):
+        plain = next(text for text in texts if text not in objects)
+        yield (
+            f"--input mixes texts ({plain[:40]!r}) and JSON objects ({objects[0][:40]!r}): give "
+            "either texts, or objects with the same columns."
+        )
+    for text in objects:
+        try:
+            json.loads(text)
+        except ValueError as reason:
+            yield f"--input {text!r} is not valid JSON: {reason}. A text must not begin with {{."
+
+
+def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
+    from rapidformer.data.heads import read_head
+
+    if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
+        if args.data_name is not None:  # alone, it is the data set's name
+            return []
+        what = "" if has_answers else "--input TEXT ... or "
+        return [f"which data? Give {what}--data-path, a file, a folder or a data set on the Hub."]
+    problems: list[str] = []
+    rows = read_head(args, problems)
+    if rows:
+        try:
+            task.check_columns(rows, args, has_answers=has_answers)
+        except RapidformerError as error:
+            problems.append(str(error))
+    return problems

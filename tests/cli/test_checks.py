@@ -1,0 +1,181 @@
+"""Problems of a command: all of them at once, and before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rapidformer.cli.checks import check_command
+from rapidformer.config import parse_arguments
+from rapidformer.errors import ConfigurationError
+from rapidformer.nearest import find_nearest
+from rapidformer.training.run_folder import ARGUMENTS_FILE
+
+Find = Callable[..., list[str]]
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """The problems of a command beside a model folder ``model`` and a file ``rows.jsonl``."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str, text: str) -> list[str]:
+        try:
+            check_command(command, text.split())
+        except ConfigurationError as error:
+            return error.problems
+        return []
+
+    return run
+
+
+BASE = "--task sequence_classification --pretrained-model-name-or-path model --data-path rows.jsonl"
+
+
+def test_a_sound_command_has_no_problems(find: Find) -> None:
+    assert find("train", f"{BASE} --save run --metric-for-best-model eval_accuracy") == []
+
+
+def test_all_problems_are_told_at_once(find: Find) -> None:
+    problems = find(
+        "train",
+        "--task sequence_classification --pretrained-model-name-or-path ./nowhere --data-path "
+        "rows.jsonl --text-column txet --label-column lable --valid-data missing.csv --lr -1e-4 "
+        "--metric-for-best-model acuracy --save rows.jsonl --microbatch-size 4",
+    )
+    said = "\n".join(problems)
+    assert "unknown flag --microbatch-size: did you mean --micro-batch-size?" in said
+    assert "--lr must not be negative, got -0.0001." in said
+    assert "--save rows.jsonl is a file: give a folder for the run." in said
+    assert "--metric-for-best-model acuracy" in said and "Did you mean accuracy?" in said
+    assert "There is no model folder nowhere." in said
+    assert "--valid-data missing.csv: there is no such file or folder." in said
+    assert "--text-column txet: the data has no such column." in said
+    assert "--label-column lable: the data has no such column." in said
+    assert "Did you mean --label-column label?" in said
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["token_classification", "question_answering", "multiple_choice", "seq2seq_lm", "masked_lm",
+     "causal_lm", "image_classification"],
+)  # fmt: skip
+def test_columns_of_every_task_are_looked_for(task: str, find: Find) -> None:
+    Path("odd.jsonl").write_text('{"foo": "x", "bar": 1}\n')
+    words = BASE.replace("sequence_classification", task).replace("rows.jsonl", "odd.jsonl")
+    (problem,) = find("train", words)
+    assert "No column with" in problem and "foo, bar" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", "body,label\nx,1\n"),
+        ("rows.tsv", "body\tlabel\nx\t1\n"),
+        ("rows.json", '[{"body": "x", "label": 1}]'),
+        ("rows.ndjson", '{"body": "x", "label": 1}\n'),
+    ],
+)
+def test_heads_of_files_are_read(name: str, content: str, find: Find) -> None:
+    Path(name).write_text(content)
+    (problem,) = find("train", BASE.replace("rows.jsonl", name))
+    assert "No column with the text was found" in problem and "body, label" in problem
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(find: Find) -> None:
+    (problem,) = find("train", f"{BASE} --save /proc/run")
+    assert problem == "--save /proc/run: /proc cannot be written to. Choose another folder."
+
+
+def test_cuda_without_a_gpu(find: Find, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rapidformer.cli.checks.count_gpus", lambda: 0)
+    monkeypatch.setattr("rapidformer.tasks.preflight._GPU_DRIVER", tmp_path / "none")
+    (problem,) = find("train", f"{BASE} --device cuda")
+    assert "there is no GPU here. Leave --device out to compute on the CPU." in problem
+
+
+def test_evaluate_needs_a_model_and_a_task(find: Find) -> None:
+    assert find("evaluate", "--task causal_lm --data-path rows.jsonl")[0].startswith(
+        "evaluate needs a trained model: give --load RUN"
+    )
+    (problem,) = find("evaluate", "--load model --data-path rows.jsonl")
+    assert "evaluate needs --task, since --load names no run that knows it" in problem
+
+
+def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:
+    words = ["--task", "sequence_classification", "--load", "model"]
+    with pytest.raises(ConfigurationError, match=r"--input mixes texts .* and JSON objects"):
+        check_command("predict", [*words, "--input", "a movie", '{"text": "x"}'])
+    with pytest.raises(ConfigurationError, match="is not valid JSON"):
+        check_command("predict", [*words, "--input", '{"text": x}'])
+
+
+def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "best").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (run / "best" / name).write_text("{}")
+    (run / ARGUMENTS_FILE).write_text(
+        "task: sequence_classification\ntext_column: body\nlabel_column:\n"
+        f"data_path: {tmp_path / 'own.jsonl'}\nseq_length: 32\nseed: 7\n"
+    )
+    (tmp_path / "own.jsonl").write_text(json.dumps({"body": "x", "label": 1}) + "\n")
+    for load in ("run", "run/best"):
+        args, _ = check_command("evaluate", ["--load", load])
+        assert (args.task, args.text_column, args.seq_length) == (
+            "sequence_classification", "body", 32,
+        )  # fmt: skip
+        assert args.data_path == str(tmp_path / "own.jsonl") and args.seed == 7
+        assert args.load == "run/best"
+    (problem,) = find("predict", "--load run --data-path rows.jsonl")
+    assert "--text-column body: the data has no such column" in problem
+    assert find("predict", "--load run --data-path rows.jsonl --text-column text") == []
+
+
+def test_negative_numbers_reach_their_flag() -> None:
+    assert parse_arguments(["--lr", "-1e-4"]).lr == -1e-4
+    assert parse_arguments(["--lr", "-.5", "--seed", "3"]).lr == -0.5
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--epoch", "--epochs"), ("--micro_batchsize", "--micro-batch-size"), ("--stream", None)],
+)
+def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
+    assert find_nearest(typed, ["--epochs", "--micro-batch-size", "--hysteresis"]) == meant
+
+
+def test_nothing_heavy_is_imported_before_problems_are_known(find: Find) -> None:
+    code = (
+        "import sys; from rapidformer.cli.main import main; status = main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pandas'} & set(sys.modules);"
+        "sys.exit(f'{status} {sorted(heavy)}')"
+    )
+    words = [*BASE.split(), "--text-column", "txet", "--save", "rows.jsonl"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False,
+        env=dict(os.environ), timeout=120,
+    )  # fmt: skip
+    assert "--text-column txet" in done.stderr and "is a file" in done.stderr
+    assert done.stderr.splitlines()[-1] == "1 []"
+
+
+def test_the_first_line_says_what_is_loaded(
+    find: Find, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rapidformer.cli import main as command
+
+    monkeypatch.setattr(command, "import_module", lambda name: pytest.fail("too late"))
+    monkeypatch.setattr(command, "_start", lambda *given: True)
+    assert command.main(BASE.split()) == 0
+    assert capsys.readouterr().err == "loading   torch, model, rows.jsonl\n"
