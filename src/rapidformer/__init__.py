@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rapidformer.config import Settings as TrainingArguments
     from rapidformer.context import get_args, get_timers, get_tokenizer
     from rapidformer.data.pretraining import (
         build_pretrain_huggingface_bert_datasets,
@@ -24,9 +23,14 @@ if TYPE_CHECKING:
     from rapidformer.log import get_logger
     from rapidformer.models.gpt import GPTModel
     from rapidformer.models.plan import ModelPlan
+    from rapidformer.tasks.metrics.loading import load_metric
     from rapidformer.training.finetuner import Finetuner
     from rapidformer.training.pretrainer import PreTrainer
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
+    from rapidformer.training.trainer.arguments import TrainingArguments
+    from rapidformer.training.trainer.seq2seq import Seq2SeqTrainer
+    from rapidformer.training.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
+    from rapidformer.training.trainer.trainer import Trainer
 
 __all__ = [
     "Finetuner",
@@ -36,6 +40,9 @@ __all__ = [
     "Pretrainer",
     "RapidformerEngine",
     "RapidformerError",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
+    "Trainer",
     "TrainingArguments",
     "build_pretrain_huggingface_bert_datasets",
     "build_train_valid_test_datasets",
@@ -45,6 +52,7 @@ __all__ = [
     "get_ltor_masks_and_position_ids",
     "get_timers",
     "get_tokenizer",
+    "load_metric",
     "mpu",
 ]
 
@@ -58,7 +66,13 @@ _WHERE = {
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
-    "TrainingArguments": ("rapidformer.config", "Settings"),
+    "Seq2SeqTrainer": ("rapidformer.training.trainer.seq2seq", "Seq2SeqTrainer"),
+    "Seq2SeqTrainingArguments": (
+        "rapidformer.training.trainer.seq2seq_arguments",
+        "Seq2SeqTrainingArguments",
+    ),
+    "Trainer": ("rapidformer.training.trainer.trainer", "Trainer"),
+    "TrainingArguments": ("rapidformer.training.trainer.arguments", "TrainingArguments"),
     "build_pretrain_huggingface_bert_datasets": (
         _PRETRAINING,
         "build_pretrain_huggingface_bert_datasets",
@@ -73,6 +87,7 @@ _WHERE = {
     "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),
     "get_timers": ("rapidformer.context", "get_timers"),
     "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
+    "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
     "mpu": ("rapidformer.dist.mpu", ""),
 }
 

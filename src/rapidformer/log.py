@@ -37,6 +37,12 @@ def warn_once(message: str) -> None:
     get_logger().warning(message)
 
 
+@cache
+def say_once(message: str) -> None:
+    """Tell something of little weight one time in a process's life."""
+    get_logger().info(message)
+
+
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def __init__(self) -> None:
         super().__init__(sys.stderr)

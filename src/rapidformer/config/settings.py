@@ -47,6 +47,12 @@ class Settings(
     extras: Mapping[str, Any] = field(default_factory=dict, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        """Built directly, an instance would not know what its user has said."""
+        if not self.sources:
+            given = {f.name: "code" for f in dataclasses.fields(self) if _is_changed(self, f)}
+            object.__setattr__(self, "sources", given)
+
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // (
@@ -96,6 +102,13 @@ class Settings(
         near = find_nearest(name, [*_FIELD_NAMES, *ALIASES, *extras])
         hint = f"; the nearest is {near!r}" if near else ""
         raise AttributeError(f"there is no setting {name!r}{hint}")
+
+
+_OWN = ("rank", "world_size", "extras", "sources")
+
+
+def _is_changed(settings: Settings, each: dataclasses.Field[Any]) -> bool:
+    return each.name not in _OWN and getattr(settings, each.name) != each.default
 
 
 _FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Settings))

@@ -40,6 +40,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
+from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
 from rapidformer.errors import RapidformerError
@@ -203,7 +204,8 @@ class RapidformerEngine(Run):
     def _switch_on(
         self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool
     ) -> Parallelized:
-        return parallelize(
+        switch_on = functools.partial(
+            parallelize,
             model,
             self.args,
             device=self.device,
@@ -212,6 +214,7 @@ class RapidformerEngine(Run):
             given_plan=plan,
             for_training=for_training,
         )
+        return switch_on_once(model, self.args, switch_on)
 
     @property
     def parallelized(self) -> Parallelized:

@@ -15,11 +15,13 @@ from typing import Any
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.store import TRACKER, find_checkpoints
 from rapidformer.errors import CheckpointError
+from rapidformer.log import get_logger
 
 METRICS_FILE = "metrics.jsonl"
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
+PREVIOUS = "previous"
 
 
 def check_run_folder(
@@ -51,6 +53,23 @@ def check_run_folder(
         shutil.rmtree(path, ignore_errors=True)
     for name in (METRICS_FILE, TRACKER, ARGUMENTS_FILE):
         (folder / name).unlink(missing_ok=True)
+
+
+def set_aside(folder: Path) -> None:
+    """Move an earlier run of the folder into its ``previous``, where only one is kept.
+
+    For front ends that train into the same folder again without asking.
+    """
+    names = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard")
+    found = [*find_checkpoints(folder), *(folder / name for name in names)]
+    found = [path for path in found if path.exists()]
+    if not found:
+        return
+    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+    (folder / PREVIOUS).mkdir()
+    for path in found:
+        path.rename(folder / PREVIOUS / path.name)
+    get_logger().info(f"the earlier run in {folder} has moved to {folder / PREVIOUS}")
 
 
 class MetricsFile:

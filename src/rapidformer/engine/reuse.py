@@ -1,0 +1,45 @@
+"""A model that an earlier engine of this process has switched on, taken over as it is.
+
+Notebooks train, evaluate and train again with one model. Switches are applied once: a second set of
+hooks would add gradients up twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from rapidformer.accel.parallelize import Parallelized
+from rapidformer.config import Settings
+from rapidformer.config.switches import SWITCHES
+from rapidformer.errors import RapidformerError
+
+_SWITCHED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Parallelized]] = WeakKeyDictionary()
+
+
+def switch_on_once(
+    model: nn.Module, args: Settings, switch_on: Callable[[], Parallelized]
+) -> Parallelized:
+    """What ``switch_on`` gives, or what it gave for this model and these settings before."""
+    asked = {name: getattr(args, name) for switch in SWITCHES for name in switch.settings}
+    before, parallelized = _SWITCHED.get(model, (None, None))
+    if before is not None and parallelized is not None:
+        if parallelized.deepspeed is not None:
+            raise RapidformerError(
+                "DeepSpeed has this model already and cannot start it anew: load the model again."
+            )
+        if before == asked:
+            return parallelized
+        if args.world_size > 1:
+            changed = [name for name in asked if before[name] != asked[name]]
+            raise RapidformerError(
+                "this model was switched on with other settings before "
+                f"({', '.join('--' + name.replace('_', '-') for name in changed)}), which cannot "
+                "be taken back: load the model again."
+            )
+    parallelized = switch_on()
+    _SWITCHED[model] = asked, parallelized
+    return parallelized

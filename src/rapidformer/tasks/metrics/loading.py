@@ -1,0 +1,188 @@
+"""``load_metric``: metrics by the names that ``datasets.load_metric`` had, before it was removed.
+
+    metric = load_metric("glue", "mrpc")
+    metric.add_batch(predictions=predictions, references=batch["labels"])
+    metric.compute()
+
+Results have the names and scales of the originals, over the tasks' own metrics. Examples are kept
+in this process: on several, gather predictions first (``engine.gather``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.tasks.metrics.classification import GLUE_METRICS, compute_single_label
+from rapidformer.tasks.metrics.entities import compute_entities
+from rapidformer.tasks.metrics.generation import compute_generation
+from rapidformer.tasks.metrics.regression import compute_regression
+from rapidformer.tasks.metrics.squad import compute_squad
+
+_Scores = dict[str, Any]
+_Compute = Callable[..., _Scores]
+
+
+class Metric:
+    """Collects predictions and references, and computes their score."""
+
+    def __init__(self, name: str, compute: _Compute) -> None:
+        self.name = name
+        self._compute = compute
+        self._predictions: list[Any] = []
+        self._references: list[Any] = []
+
+    def add(self, *, prediction: Any = None, reference: Any = None, **same: Any) -> None:
+        """Add one example."""
+        prediction = same.get("predictions", prediction)
+        self._predictions.append(_to_plain(prediction))
+        self._references.append(_to_plain(same.get("references", reference)))
+
+    def add_batch(self, *, predictions: Any, references: Any) -> None:
+        """Add several examples: lists, arrays or tensors."""
+        predictions, references = _to_plain(predictions), _to_plain(references)
+        if len(predictions) != len(references):
+            raise DataError(
+                f"{self.name}: {len(predictions)} predictions and {len(references)} references "
+                "do not belong together."
+            )
+        self._predictions += predictions
+        self._references += references
+
+    def compute(
+        self, *, predictions: Any = None, references: Any = None, **settings: Any
+    ) -> _Scores:
+        """The scores of everything added so far, which is then forgotten."""
+        if predictions is not None:
+            self.add_batch(predictions=predictions, references=references)
+        if not self._predictions:
+            raise DataError(f"{self.name}: there is nothing to score, add predictions first.")
+        collected = self._predictions, self._references
+        self._predictions, self._references = [], []
+        return self._compute(*collected, **settings)
+
+
+def load_metric(path: str, config_name: str | None = None, **settings: Any) -> Metric:
+    """A metric by name: ``load_metric("glue", "mrpc")``, ``load_metric("seqeval")``."""
+    if path == "glue":
+        return Metric(f"glue/{config_name}", _find_glue(config_name))
+    if path not in _METRICS:
+        near = difflib.get_close_matches(path, [*_METRICS, "glue"], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(sorted([*_METRICS, "glue"]))
+        raise ConfigurationError(f"there is no metric {path!r}: {hint}Known are {known}.")
+    return Metric(path, _METRICS[path])
+
+
+def _find_glue(task: str | None) -> _Compute:
+    if task == "stsb":
+        return lambda p, r: {k: v for k, v in compute_regression(p, r).items() if "m" not in k[:1]}
+    if task not in GLUE_METRICS:
+        raise ConfigurationError(
+            f"glue has no task {task!r}: use one of {', '.join([*GLUE_METRICS, 'stsb'])}."
+        )
+    # The originals report the correlation alone for cola.
+    names = GLUE_METRICS[task][:1] if task == "cola" else GLUE_METRICS[task]
+    return lambda p, r: compute_single_label(p, r, _count_classes(p, r), names)
+
+
+def _count_classes(predictions: list[int], references: list[int]) -> int:
+    return max(2, 1 + max([*predictions, *references]))
+
+
+def _classify(name: str) -> _Compute:
+    """``average`` as in scikit-learn: binary (of class 1), micro, macro, weighted or None."""
+
+    def compute(
+        predictions: list[int], references: list[int], average: str | None = "binary"
+    ) -> _Scores:
+        import torch
+        from torchmetrics.functional import classification
+
+        predicted, wanted = torch.tensor(predictions), torch.tensor(references)
+        if average == "binary":
+            score = getattr(classification, f"binary_{_FUNCTIONS[name]}")(predicted, wanted)
+            return {name: float(score)}
+        classes = _count_classes(predictions, references)
+        function = getattr(classification, f"multiclass_{_FUNCTIONS[name]}")
+        score = function(predicted, wanted, num_classes=classes, average=average or "none")
+        return {name: float(score) if score.dim() == 0 else score.tolist()}
+
+    return compute
+
+
+_FUNCTIONS = {"f1": "f1_score", "precision": "precision", "recall": "recall"}
+
+
+def _score_accuracy(predictions: list[int], references: list[int]) -> _Scores:
+    return compute_single_label(predictions, references, 2, ("accuracy",))
+
+
+def _correlate(predictions: list[int], references: list[int]) -> _Scores:
+    classes = _count_classes(predictions, references)
+    return compute_single_label(predictions, references, classes, ("matthews_correlation",))
+
+
+def _score_entities(
+    predictions: list[list[str]], references: list[list[str]], **settings: Any
+) -> _Scores:
+    scores = compute_entities(predictions, references)
+    return {f"overall_{name}": value for name, value in scores.items()}
+
+
+def _score_answers(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
+    """Predictions ``{"id", "prediction_text"}``, references ``{"id", "answers": {"text"}}``."""
+    wanted = {str(each["id"]): each["answers"]["text"] for each in references}
+    answers = {str(each["id"]): each["prediction_text"] for each in predictions}
+    missing = [name for name in wanted if name not in answers]
+    if missing:
+        raise DataError(f"squad: there is no prediction for the question {missing[0]!r}.")
+    return compute_squad([answers[name] for name in wanted], list(wanted.values()))
+
+
+def _score_rouge(predictions: list[str], references: list[str], **settings: Any) -> _Scores:
+    scores = compute_generation(predictions, references)
+    shares = {name: value / 100 for name, value in scores.items() if name != "bleu"}
+    return shares | {"rougeLsum": shares["rougeL"]}
+
+
+def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
+    """References are texts or lists of texts; sacreBLEU's score in percent."""
+    from torchmetrics.functional.text import sacre_bleu_score
+
+    rows = [each if isinstance(each, list) else [each] for each in references]
+    return {"score": 100 * float(sacre_bleu_score(predictions, rows))}
+
+
+def _score_error(predictions: list[float], references: list[float], **settings: Any) -> _Scores:
+    return {"mse": compute_regression(predictions, references)["mse"]}
+
+
+def _score_equal(predictions: list[str], references: list[str], **settings: Any) -> _Scores:
+    hits = sum(p == r for p, r in zip(predictions, references, strict=True))
+    return {"exact_match": hits / len(references)}
+
+
+_METRICS: Mapping[str, _Compute] = {
+    "accuracy": _score_accuracy,
+    "f1": _classify("f1"),
+    "precision": _classify("precision"),
+    "recall": _classify("recall"),
+    "matthews_correlation": _correlate,
+    "seqeval": _score_entities,
+    "squad": _score_answers,
+    "squad_v2": _score_answers,
+    "rouge": _score_rouge,
+    "sacrebleu": _score_bleu,
+    "mse": _score_error,
+    "exact_match": _score_equal,
+}
+
+
+def _to_plain(values: Any) -> Any:
+    """Tensors and arrays as lists and numbers."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    return values.tolist() if hasattr(values, "tolist") else values

@@ -1,0 +1,1 @@
+"""``Trainer``: the scripts of Hugging Face and FlagAI, on the one training loop."""

@@ -1,0 +1,87 @@
+"""transformers' callbacks: their events, with the arguments that they expect.
+
+``TrainerState`` and ``TrainerControl`` are transformers' own classes. Each process has its own
+state; what a callback asks for (stop, log, evaluate, save) is the first process's word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from rapidformer.training.trainer.trainer import Trainer
+
+Callback = TrainerCallback | type[TrainerCallback]
+
+
+class CallbackList:
+    """The callbacks of a trainer, called in the order in which they were added."""
+
+    def __init__(self, trainer: Trainer, callbacks: list[Callback]) -> None:
+        self._trainer = trainer
+        self.callbacks: list[TrainerCallback] = []
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Callback) -> None:
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def pop(self, callback: Callback) -> TrainerCallback | None:
+        """Take one out, by itself or by its class."""
+        for each in self.callbacks:
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                self.callbacks.remove(each)
+                return each
+        return None
+
+    def call(self, event: str, **details: Any) -> TrainerControl:
+        """Tell every callback; one that returns a control object replaces the trainer's."""
+        trainer = self._trainer
+        for callback in self.callbacks:
+            returned = getattr(callback, event)(
+                trainer.args,
+                trainer.state,
+                trainer.control,
+                model=trainer.model,
+                processing_class=trainer.processing_class,
+                optimizer=trainer.optimizer,
+                lr_scheduler=trainer.lr_scheduler,
+                train_dataloader=trainer.train_dataloader,
+                **{"eval_dataloader": None, **details},
+            )
+            if returned is not None:
+                trainer.control = returned
+        return trainer.control
+
+    def on_prediction_step(self, loader: Any) -> None:
+        self.call("on_prediction_step", eval_dataloader=loader)
+
+
+def build_reporting_callbacks(report_to: Any) -> list[Callback]:
+    """transformers' integrations (wandb, mlflow, tensorboard ...) by their names."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names = [name for name in names if name not in ("none", "")]
+    if not names:
+        return []
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    found: list[Callback] = get_reporting_integration_callbacks(names)
+    return found
+
+
+def build_state(trainer: Trainer) -> TrainerState:
+    from transformers.trainer_callback import ExportableState
+
+    exportable = [
+        each
+        for each in [*trainer.callbacks.callbacks, trainer.control]
+        if isinstance(each, ExportableState)
+    ]
+    args = trainer.args
+    return TrainerState(
+        is_local_process_zero=args.local_process_index == 0,
+        is_world_process_zero=args.process_index == 0,
+        stateful_callbacks=exportable,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,54 @@
+"""Which system's words a ``Trainer`` was given, and the class that understands them.
+
+Hugging Face's is ``Trainer`` itself. Another dialect is a subclass of it; an instance takes that
+class on (a user's own subclass stays in front of it), so that scripts need no other import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rapidformer.errors import ConfigurationError
+
+
+class Dialect(NamedTuple):
+    """How a system's arguments are recognised, and where its class is."""
+
+    recognises: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
+    module: str
+    name: str
+
+
+DIALECTS: list[Dialect] = []
+
+
+def take_on_dialect(trainer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Make the trainer one of the dialect of its arguments; Hugging Face's it is already."""
+    for dialect in DIALECTS:
+        if dialect.recognises(positional, named):
+            cls = getattr(importlib.import_module(dialect.module), dialect.name)
+            own = type(trainer)
+            if not issubclass(own, cls):
+                # The public class itself gives way; a user's subclass stays in front.
+                is_public = issubclass(cls, own)
+                trainer.__class__ = cls if is_public else type(own.__name__, (own, cls), {})
+            return
+
+
+def check_names(function: Callable[..., Any], named: Mapping[str, Any]) -> None:
+    """Say every name that does not exist, each with the nearest one that does."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    problems = []
+    for name in named:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else "."
+            problems.append(f"Trainer has no argument {name!r}{hint}")
+    if problems:
+        raise ConfigurationError(problems)

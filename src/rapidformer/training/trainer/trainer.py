@@ -1,0 +1,458 @@
+"""``Trainer``: Hugging Face's trainer over the one loop, and the door to the other dialects.
+
+    trainer = Trainer(model, args, train_dataset=..., eval_dataset=..., processing_class=...)
+    trainer.train()
+
+A subclass may replace any public method. What a reader would get wrong: the engine is made when it
+is first needed, so a script may change ``args`` until then; and an instance takes on the class of
+another dialect when its arguments are in that dialect (``dialects.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+
+from rapidformer.config import Settings
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.training.loop import Progress, evaluate_model
+from rapidformer.training.regularization import regularize
+from rapidformer.training.trainer.arguments import TrainingArguments
+from rapidformer.training.trainer.bridge import TrainerTemplate, find_checkpoint_folder
+from rapidformer.training.trainer.callbacks import (
+    Callback,
+    CallbackList,
+    build_reporting_callbacks,
+    build_state,
+)
+from rapidformer.training.trainer.columns import ColumnFilter, choose_collator, find_label_names
+from rapidformer.training.trainer.dialects import check_names, take_on_dialect
+from rapidformer.training.trainer.evaluating import choose_outputs, run_evaluation
+from rapidformer.training.trainer.loss import (
+    LossRecorder,
+    call_with_count,
+    count_labels,
+    get_loss,
+)
+from rapidformer.training.trainer.optimizing import (
+    build_named_optimizer,
+    build_named_schedule,
+    list_decayed,
+)
+from rapidformer.training.trainer.records import RunRecords
+from rapidformer.training.trainer.settings import TORCH_OPTIMIZERS, build_settings, has_own_curve
+
+Inputs = dict[str, Any]
+Metrics = dict[str, Any]
+
+
+class Trainer(RunRecords):
+    """Trains, evaluates and predicts with one model."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        take_on_dialect(self, positional, named)
+        check_names(self._set_up, named)
+        self._set_up(*positional, **named)
+
+    def _set_up(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., Metrics] | None = None,
+        callbacks: list[Callback] | None = None,
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        if tokenizer is not None and processing_class not in (None, tokenizer):
+            raise ConfigurationError("tokenizer= and processing_class= are two names of one thing.")
+        if (model is None) == (model_init is None):
+            raise ConfigurationError("Trainer needs a model, or a model_init that makes one.")
+        self.args = args if args is not None else TrainingArguments("trainer_output")
+        seed_everything(self.args.seed, deterministic=self.args.full_determinism)
+        self.model_init = model_init
+        self.model: nn.Module = model if model is not None else self.call_model_init()
+        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.data_collator = data_collator or choose_collator(self.processing_class)
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._given_optimizers = optimizers
+        self._optimizer_class = optimizer_cls_and_kwargs
+        self._start_records(callbacks or [])
+
+    def _start_records(self, callbacks: list[Callback]) -> None:
+        """What a trainer keeps beside its arguments, before it has an engine."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self.label_names = self.args.label_names or find_label_names(self.model)
+        self.train_dataloader: Any = None
+        self._engine: RapidformerEngine | None = None
+        self._is_training = self._has_trained = False
+        self._ignore_keys: list[str] | None = None
+        self.control = TrainerControl()
+        self.callbacks = CallbackList(
+            self, [*build_reporting_callbacks(self.args.report_to), *callbacks]
+        )
+        self.state: TrainerState = build_state(self)
+        self.callbacks.call("on_init_end")
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RapidformerEngine:
+        """Made when first needed. Where there is data to train on, it is ready to train."""
+        if self._engine is None:
+            self._engine = self._build_engine(self.build_settings())
+            if self._can_train():
+                TrainerTemplate(self, self._engine).prepare()
+            else:
+                self._engine.compose_for_evaluation(self.model)
+        return self._engine
+
+    def _can_train(self) -> bool:
+        return self.train_dataset is not None or self._overrides("get_train_dataloader")
+
+    def _build_engine(self, settings: Settings) -> RapidformerEngine:
+        engine = RapidformerEngine(args=settings)
+        self.accelerator = LossRecorder(engine)
+        self._engine_settings = settings
+        self.train_dataloader = None
+        return engine
+
+    def build_settings(self) -> Settings:
+        """The arguments as the settings of a run."""
+        return build_settings(self.args)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model that ``model_init`` makes."""
+        assert self.model_init is not None
+        try:
+            model = self.model_init()
+        except TypeError:
+            model = self.model_init(trial)
+        if model is None:
+            raise RapidformerError("model_init must return a model, it returned None.")
+        return model
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end, from the start or from a checkpoint (True: the newest one)."""
+        if trial is not None:
+            raise RapidformerError("train(trial=...): hyperparameter search is not built in.")
+        settings = self.build_settings()
+        folder = find_checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
+        if folder is not None:
+            settings = settings.replace("resume_from_checkpoint", load=str(folder))
+        if self.model_init is not None:
+            seed_everything(self.args.seed, deterministic=self.args.full_determinism)
+            self.model, self._engine = self.call_model_init(), None
+        self._set_model_flags()
+        self._ignore_keys = ignore_keys_for_eval
+        if self._engine is None or self._has_trained or settings != self._engine_settings:
+            self._engine = self._build_engine(settings)
+        self.state = build_state(self)
+        return self._run(TrainerTemplate(self, self._engine))
+
+    def _run(self, template: TrainerTemplate) -> TrainOutput:
+        started = time.time()
+        self._is_training = self._has_trained = True
+        try:
+            progress = template.run_training()
+        finally:
+            self._is_training = False
+        metrics = self._measure_training(progress, started)
+        self.log(dict(metrics))
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _measure_training(self, progress: Progress, started: float) -> Metrics:
+        steps = self.engine.clock.updates
+        samples = self.engine.batches.count_samples(steps)
+        losses = [line["loss"] for line in self.state.log_history if "loss" in line]
+        metrics: Metrics = speed_metrics(
+            "train", started, num_samples=samples, num_steps=self.state.max_steps
+        )
+        self.state.global_step = steps
+        metrics["train_loss"] = sum(losses) / len(losses) if losses else float("nan")
+        return metrics
+
+    def _set_model_flags(self) -> None:
+        config = getattr(self.model, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = self.args.use_cache
+        if self.args.tf32 is not None:
+            torch.set_float32_matmul_precision("high" if self.args.tf32 else "highest")
+
+    def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""
+        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        count = count_labels(model, inputs)
+        returned = call_with_count(self.training_step, model, inputs, count=count)
+        return self.accelerator.take(returned)
+
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of a micro-batch. The loop runs the backward pass of what is returned."""
+        loss: torch.Tensor = call_with_count(
+            self.compute_loss, model, inputs, count=num_items_in_batch
+        )
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss over the labels of a micro-batch.
+
+        ``num_items_in_batch`` counts the labels of this micro-batch: the loop weighs micro-batches
+        by theirs, so a sum divided by it becomes the exact mean over the global batch.
+        """
+        labels = None
+        if self.compute_loss_func is not None and "labels" in inputs:
+            labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = get_loss(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    # ---- optimizer and schedule ----------------------------------------------------------------
+
+    def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
+        """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        steps = self.engine.get_train_iters() or 0
+        if self._overrides("create_optimizer_and_scheduler"):
+            self.create_optimizer_and_scheduler(steps)
+        elif self.optimizer is None and (
+            self._overrides("create_optimizer") or self._overrides("create_scheduler")
+            or self._has_named_optimizer()
+        ):  # fmt: skip
+            self.create_optimizer()
+        make = None
+        if self.lr_scheduler is None and (
+            self._overrides("create_scheduler") or not has_own_curve(self.args)
+        ):
+            make = partial(self.create_scheduler, steps)
+        return self.optimizer, self.lr_scheduler, make
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Trainer, name)
+
+    def _has_named_optimizer(self) -> bool:
+        return self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Make the optimizer that the arguments describe, over the model's parameters."""
+        if self.optimizer is None:
+            self.optimizer = build_named_optimizer(
+                model or self.model, self.args, self.engine.args, self._optimizer_class
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """Make the schedule that the arguments describe, for a run of this many updates."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer if optimizer is not None else self.optimizer
+            self.lr_scheduler = build_named_schedule(self.args, optimizer, num_training_steps)
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to."""
+        return list_decayed(model)
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The training data as a loader; a subclass may return any torch ``DataLoader``."""
+        if self.train_dataset is None:
+            raise DataError("Trainer: training needs a train_dataset.")
+        is_shuffled = self.engine.args.dataloader_type != "single"
+        return self._build_loader(self.train_dataset, "training", shuffle=is_shuffled)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Evaluation data as a loader, by itself or by its name among several."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if dataset is None:
+            raise DataError("Trainer: evaluation needs an eval_dataset.")
+        return self._build_loader(dataset, "evaluation")
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Data to predict on as a loader."""
+        return self._build_loader(test_dataset, "test")
+
+    def _build_loader(self, dataset: Any, what: str, *, shuffle: bool = False) -> Any:
+        collate, is_training = self.data_collator, what == "training"
+        if self.args.remove_unused_columns:
+            columns = ColumnFilter(self.model, self.label_names)
+            dataset = columns.filter_dataset(dataset, what)
+            collate = columns.filter_rows(collate)
+        return self.engine.build_data_loader(
+            dataset,
+            collate,
+            shuffle=shuffle,
+            batch_size=None if is_training else self.engine.args.eval_micro_batch_size,
+            is_training=is_training,
+        )
+
+    # ---- evaluating and predicting -------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Metrics:
+        """The loss and ``compute_metrics`` on evaluation data; several data sets by name."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, Mapping):
+            found: Metrics = {}
+            for name, each in dataset.items():
+                prefix = f"{metric_key_prefix}_{name}"
+                found |= self.evaluate(each, ignore_keys, metric_key_prefix=prefix)
+            return found
+        started, loader = time.time(), self.get_eval_dataloader(eval_dataset)
+        output = self.evaluation_loop(
+            loader,
+            "Evaluation",
+            # Without metrics there is nobody to look at predictions.
+            prediction_loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        metrics = self._add_speed(output, metric_key_prefix, started)
+        self.log(dict(metrics))
+        self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
+        self._tell(metrics, "evaluation")
+        return metrics
+
+    def evaluate_in_training(self) -> Metrics:
+        """The loop's evaluation; how fast it was is not a metric."""
+        metrics = self.evaluate(ignore_keys=self._ignore_keys)
+        speed = ("_runtime", "_per_second")
+        return {name: value for name, value in metrics.items() if not name.endswith(speed)}
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics, in the order of the data."""
+        started, loader = time.time(), self.get_test_dataloader(test_dataset)
+        output = self.evaluation_loop(
+            loader,
+            "Prediction",
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        metrics = self._add_speed(output, metric_key_prefix, started)
+        self.callbacks.call("on_predict", metrics=metrics, eval_dataloader=loader)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Predict a loader's data without gradients and dropout."""
+        loss_only = self.args.prediction_loss_only
+        if prediction_loss_only is not None:
+            loss_only = prediction_loss_only
+        loader = self.engine.adopt_loader(dataloader, is_training=False)
+        outputs: list[EvalLoopOutput] = []
+
+        def run() -> dict[str, float]:
+            outputs.append(
+                run_evaluation(
+                    self,
+                    loader,
+                    loss_only=loss_only,
+                    ignore_keys=ignore_keys,
+                    prefix=metric_key_prefix,
+                )
+            )
+            return {}
+
+        if self._is_training:
+            run()
+        else:
+            with regularize(self.model, self.engine.args):
+                evaluate_model(self.engine, run)
+        return outputs[0]
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, logits and labels of one batch, each of them or None."""
+        names = self.label_names
+        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+        labels = tuple(inputs[name] for name in names) if has_labels else None
+        if ignore_keys is None:
+            config = getattr(model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        loss = None
+        with torch.no_grad():
+            if has_labels:
+                count = count_labels(model, inputs)
+                compute = partial(self.compute_loss, return_outputs=True)
+                loss, outputs = call_with_count(compute, model, inputs, count=count)
+                loss = loss.detach().mean()
+            else:
+                outputs = model(**inputs)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = choose_outputs(outputs, ignore_keys or [], has_loss=has_labels)
+        return loss, logits, labels[0] if labels and len(labels) == 1 else labels
+
+    def _add_speed(self, output: EvalLoopOutput, prefix: str, started: float) -> Metrics:
+        batch, samples = self.args.eval_batch_size * self.args.world_size, output.num_samples or 0
+        speed = speed_metrics(prefix, started, num_samples=samples, num_steps=-(-samples // batch))
+        metrics: Metrics = {**(output.metrics or {}), **speed}
+        return metrics

@@ -1,0 +1,199 @@
+"""``TrainingArguments``: transformers' names, defaults and parser, and what each becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import HfArgumentParser, IntervalStrategy
+
+import rapidformer
+from rapidformer import TrainingArguments
+from rapidformer.config import Settings, resolve
+from rapidformer.config.hugging_face_names import HUGGING_FACE
+from rapidformer.config.schema import get_settings
+from rapidformer.errors import ConfigurationError
+from rapidformer.training.trainer.settings import build_settings
+
+THEIRS = dataclasses.fields(transformers.TrainingArguments)
+
+
+def test_names_order_and_defaults_are_those_of_transformers() -> None:
+    ours = dataclasses.fields(TrainingArguments)
+    assert [f.name for f in ours] == [f.name for f in THEIRS]
+    assert len(ours) == 112
+    assert [f.default for f in ours] == [getattr(f.default, "value", f.default) for f in THEIRS]
+
+
+def test_every_name_has_a_row_that_says_what_becomes_of_it() -> None:
+    assert list(HUGGING_FACE) and set(HUGGING_FACE) == {f.name for f in THEIRS}
+    for name, row in HUGGING_FACE.items():
+        assert row.setting or row.note, name
+        assert not row.setting or row.setting in get_settings(), name
+        if row.outcome in ("ignored", "refused"):
+            assert row.note and not row.setting, name
+
+
+def _find_other_value(each: dataclasses.Field[Any]) -> Any:
+    kind = str(each.type)
+    if each.default is True or each.default is False or "bool" in kind:
+        return not each.default
+    if "int" in kind or "float" in kind:
+        return 7
+    return {"x": 1} if "dict" in kind else "x"
+
+
+@pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "refused"])
+def test_a_refused_name_says_why(name: str) -> None:
+    each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
+    arguments = TrainingArguments("out", **{name: _find_other_value(each)})
+    with pytest.raises(ConfigurationError, match=rf"TrainingArguments\({name}=.*not supported: "):
+        build_settings(arguments)
+
+
+@pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "ignored"])
+def test_an_ignored_name_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("rapidformer.training.trainer.settings.warn_once", told.append)
+    each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
+    build_settings(TrainingArguments("out", **{name: _find_other_value(each)}))
+    assert told == [f"TrainingArguments({name}=...) has no effect: {HUGGING_FACE[name].note}."]
+
+
+def test_positional_folder_mutable_and_readable() -> None:
+    arguments = TrainingArguments("test-trainer")
+    assert arguments.output_dir == "test-trainer"
+    arguments.learning_rate = 1e-3
+    assert build_settings(arguments).lr == 1e-3
+    lines = str(arguments).splitlines()
+    assert lines[:4] == [
+        "TrainingArguments(", "    output_dir='test-trainer',", "    learning_rate=0.001,",
+        "    # defaults",
+    ]  # fmt: skip
+    assert len(lines) == 112 + 3
+    assert TrainingArguments().output_dir == "trainer_output"
+    assert "secret" not in str(TrainingArguments(hub_token="secret"))
+
+
+def test_the_argument_parser_of_transformers_takes_it() -> None:
+    flags = "--output_dir out --fp16 --eval_steps 0.5 --eval_strategy steps --label_names a b"
+    words = f"{flags} --max_steps 10 --no_remove_unused_columns".split()
+    parser: Any = HfArgumentParser(TrainingArguments)  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses([*words, "--deepspeed", '{"a": 1}'])
+    assert (arguments.fp16, arguments.eval_steps, arguments.label_names) == (True, 0.5, ["a", "b"])
+    assert arguments.deepspeed == {"a": 1} and arguments.remove_unused_columns is False
+    (read,) = parser.parse_dict({"output_dir": "out", "seed": 3})
+    assert read.seed == 3
+
+
+def test_values_in_their_spelling(tmp_path: Path) -> None:
+    settings = build_settings(
+        TrainingArguments(
+            str(tmp_path), max_steps=20, num_train_epochs=2.5, warmup_steps=0.1,
+            lr_scheduler_type="constant_with_warmup", optim="adamw_torch",
+            eval_strategy=IntervalStrategy.STEPS,
+            eval_steps=0.25, save_steps=5, logging_steps=2, save_only_model=True, use_cpu=True,
+            dataloader_drop_last=True, train_sampling_strategy="group_by_length", ddp_timeout=600,
+            label_smoothing_factor=0.1, metric_for_best_model="eval_f1", disable_tqdm=True,
+        )
+    )  # fmt: skip
+    wanted = {
+        "train_iters": 20, "epochs": None, "lr_decay_style": "constant", "lr_warmup_fraction": 0.1,
+        "optimizer": "adamw", "eval_strategy": "steps", "eval_interval": 0.25, "save_interval": 5,
+        "log_interval": 2, "save_optim": False, "save_rng": False, "device": "cpu",
+        "keep_last": False, "group_by_length": True, "distributed_timeout_minutes": 10.0,
+        "label_smoothing": 0.1, "greater_is_better": True, "progress": False,
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+
+
+def test_the_defaults_are_hugging_faces() -> None:
+    settings = resolve(build_settings(TrainingArguments("out")))
+    wanted = {
+        "lr": 5e-5, "epochs": 3, "train_iters": None, "weight_decay": 0.0, "seed": 42,
+        "micro_batch_size": 8, "eval_strategy": "no", "save_strategy": "steps",
+        "save_interval": 500, "log_interval": 500, "log_first_step": False, "clip_grad": 1.0,
+        "lr_decay_style": "linear", "num_workers": 0, "dataloader_type": "cyclic",
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    assert not settings.is_given("lr") and settings.is_given("save")
+
+
+def test_warm_up_by_steps_by_share_and_without() -> None:
+    assert build_settings(TrainingArguments(warmup_steps=7)).lr_warmup_iters == 7
+    constant = build_settings(TrainingArguments(warmup_steps=7, lr_scheduler_type="constant"))
+    assert constant.lr_warmup_iters == 0
+    assert TrainingArguments(warmup_steps=0.1).get_warmup_steps(25) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"fsdp": "full_shard auto_wrap"}, {"zero_3_memory_optimization": True}),
+        ({"fsdp": "shard_grad_op"}, {"zero_2_memory_optimization": True}),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}},
+         {"zero_2_memory_optimization": True}),
+        ({"fsdp": ["full_shard", "offload"]},
+         {"zero_3_memory_optimization": True, "cpu_offload": True}),
+        ({"fsdp": True, "fsdp_config": {"fsdp_activation_checkpointing": "true"}},
+         {"zero_3_memory_optimization": True, "checkpoint_activations": True}),
+        ({"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}},
+         {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}),
+        ({"torch_compile_backend": "aot_eager"}, {"compile": True, "compile_backend": "aot_eager"}),
+        ({}, {"zero_3_memory_optimization": False, "cpu_offload": False}),
+    ],
+)  # fmt: skip
+def test_sharding_and_parallelism(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    settings = build_settings(TrainingArguments("out", **given))
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+
+
+def test_a_deepspeed_dictionary_becomes_the_runs_file(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
+    settings = build_settings(TrainingArguments(str(tmp_path), deepspeed=content))
+    assert settings.deepspeed == str(tmp_path / "deepspeed.json")
+    assert json.loads(Path(settings.deepspeed).read_text()) == content
+    # The file wins over a default of Hugging Face's; a value that was given must agree with it.
+    assert resolve(settings).micro_batch_size == 4
+    with pytest.raises(ConfigurationError, match="train_micro_batch_size_per_gpu"):
+        resolve(
+            build_settings(
+                TrainingArguments(str(tmp_path), deepspeed=content, per_device_train_batch_size=2)
+            )
+        )
+
+
+def test_all_problems_at_once() -> None:
+    arguments = TrainingArguments(
+        "out", optim="lion_32bit", lr_scheduler_type="greedy", fsdp="all_of_it",
+        learning_rate="fast", auto_find_batch_size=True,
+    )  # type: ignore[arg-type]  # fmt: skip
+    with pytest.raises(ConfigurationError) as caught:
+        build_settings(arguments)
+    text = str(caught.value)
+    for part in ("optim='lion_32bit'", "lr_scheduler_type='greedy'", "'all_of_it'",
+                 "lr in TrainingArguments needs a number", "auto_find_batch_size"):  # fmt: skip
+        assert part in text
+    assert len(caught.value.problems) == 5
+
+
+def test_the_launchers_flags_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAPIDFORMER_FLAGS", "--device cpu")
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "7", "--run_mode", "x"])
+    settings = build_settings(TrainingArguments("out"))
+    assert settings.device == "cpu"
+    assert settings.lr == 5e-5  # a script's own flags are its own
+
+
+def test_one_public_class_and_one_internal_one() -> None:
+    assert rapidformer.TrainingArguments is not Settings
+    assert not hasattr(rapidformer, "Settings")
+
+
+def test_settings_built_directly_know_what_was_said() -> None:
+    settings = Settings(global_batch_size=32)
+    assert settings.is_given("global_batch_size") and not settings.is_given("lr")

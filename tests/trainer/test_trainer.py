@@ -1,0 +1,410 @@
+"""``Trainer`` in Hugging Face's words: verbs, hooks, data, and the same numbers as elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import get_constant_schedule, get_scheduler
+
+from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
+from rapidformer.config.hugging_face_names import HUGGING_FACE
+from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
+from tests.processes import run_in_processes
+from tests.trainer.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
+
+
+def make_arguments(folder: Path | str, **settings: Any) -> TrainingArguments:
+    given = {"logging_steps": 1, "num_train_epochs": 2, "log_level": "error", "use_cpu": True,
+             "disable_tqdm": True, "per_device_train_batch_size": 4}  # fmt: skip
+    return TrainingArguments(str(folder), **{**given, **settings})
+
+
+def make_trainer(folder: Path | str, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
+    settings = {k: given.pop(k) for k in list(given) if k in HUGGING_FACE}
+    names: dict[str, Any] = {
+        "model": make_classifier() if "model_init" not in given else None,
+        "args": make_arguments(folder, **settings),
+        "data_collator": collate,
+        "train_dataset": make_dataset(),
+        "eval_dataset": make_dataset(13, seed=1),
+        "compute_metrics": compute_accuracy,
+    }
+    return cls(**{**names, **given})
+
+
+def read_losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+# ---- the same numbers as every other front end -----------------------------------------------
+
+
+class Same(Finetuner):
+    def train_valid_test_datasets_provider(self) -> Any:
+        return make_rows(), None, None, collate
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return make_classifier(), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+
+OTHER_WORDS = {"micro_batch_size": 4, "epochs": 2, "lr": 5e-5, "weight_decay": 0.0, "seed": 42,
+               "log_interval": 1, "log_level": "error", "device": "cpu"}  # fmt: skip
+
+
+def test_the_losses_of_a_finetuner_bit_for_bit(tmp_path: Path) -> None:
+    Same(RapidformerEngine(args={**OTHER_WORDS, "save": str(tmp_path / "finetuner")})).train()
+    make_trainer(tmp_path / "trainer", eval_dataset=None).train()
+    expected = read_losses(tmp_path / "finetuner")
+    assert len(expected) == 20
+    assert read_losses(tmp_path / "trainer") == expected
+
+
+def test_the_losses_of_an_engine_loop_bit_for_bit(tmp_path: Path) -> None:
+    make_trainer(tmp_path, eval_dataset=None).train()
+    engine = RapidformerEngine(args=OTHER_WORDS)
+    loader = engine.build_data_loader(make_rows(), collate, shuffle=True)
+    model, _, _ = engine.compose(make_classifier())
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            loss = model(**batch).loss
+            engine.backward(loss, len(batch["labels"]))
+            engine.step()
+            losses.append(loss.item())
+    assert read_losses(tmp_path) == losses
+
+
+def test_accumulation_is_exact(tmp_path: Path) -> None:
+    rows = make_dataset(38)  # the last update of an epoch is smaller
+    for name, settings in {
+        "whole": {"per_device_train_batch_size": 8},
+        "parts": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    }.items():
+        make_trainer(tmp_path / name, train_dataset=rows, **settings).train()
+    whole, parts = read_losses(tmp_path / "whole"), read_losses(tmp_path / "parts")
+    assert len(whole) == len(parts) == 10
+    assert parts == pytest.approx(whole, abs=1e-6)
+
+
+def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
+    [alone] = run_in_processes(_train_and_predict, 1, str(tmp_path / "one"), 4)
+    for result in run_in_processes(_train_and_predict, 2, str(tmp_path / "two"), 2):
+        assert result["shapes"] == alone["shapes"] == [(13, 2), (13,)]
+        np.testing.assert_allclose(result["predictions"], alone["predictions"], atol=1e-5)
+        assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=1e-6)
+
+
+def _train_and_predict(folder: str, batch: int) -> dict[str, Any]:
+    trainer = make_trainer(folder, per_device_train_batch_size=batch)
+    before = trainer.evaluate()
+    trainer.train()
+    trainer.train()  # from the weights of now; the hooks of the first run are not doubled
+    output = trainer.predict(make_dataset(13, seed=1))
+    assert output.metrics is not None
+    after = [output.metrics[f"test_{name}"] for name in ("loss", "accuracy")]
+    return {
+        "shapes": [output.predictions.shape, output.label_ids.shape],  # type: ignore[union-attr]
+        "predictions": output.predictions,
+        "metrics": [before["eval_loss"], *after],
+    }
+
+
+# ---- verbs -------------------------------------------------------------------------------------
+
+
+def test_predict_gives_rows_in_order(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    data = make_dataset(13, seed=1)
+    predictions, labels, metrics = trainer.predict(data)
+    model = make_classifier().eval()
+    with torch.no_grad():
+        alone = torch.cat([model(**collate([row])).logits for row in data])
+    np.testing.assert_allclose(predictions, alone.numpy(), atol=1e-6)
+    assert labels.tolist() == data["label"]  # type: ignore[union-attr]
+    assert metrics is not None and metrics["test_accuracy"] == pytest.approx(
+        float((alone.argmax(-1).numpy() == np.array(data["label"])).mean())
+    )
+    # The exact mean over all examples, though the last batch is smaller.
+    exact = torch.nn.functional.cross_entropy(alone, torch.tensor(data["label"]))
+    assert metrics["test_loss"] == pytest.approx(float(exact), abs=1e-6)
+
+
+def test_evaluate_train_evaluate(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, learning_rate=1e-2)
+    first = trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < first["eval_loss"]
+    alone = make_trainer(tmp_path / "alone", learning_rate=1e-2)
+    alone.train()
+    assert read_losses(tmp_path) == read_losses(tmp_path / "alone")
+
+
+def test_training_again_into_the_same_folder_keeps_one_earlier_run(tmp_path: Path) -> None:
+    for _ in range(3):
+        trainer = make_trainer(tmp_path)
+        trainer.train()
+    assert (tmp_path / "previous" / "metrics.jsonl").is_file()
+    assert not (tmp_path / "previous" / "previous").exists()
+    assert read_losses(tmp_path) == read_losses(tmp_path / "previous")
+
+
+def test_two_trainers_with_one_model(tmp_path: Path) -> None:
+    model = make_classifier()
+    make_trainer(tmp_path / "a", model=model, learning_rate=1e-2).train()
+    again = make_trainer(tmp_path / "b", model=model).evaluate()
+    loaded = make_trainer(
+        tmp_path / "c", model=type(model).from_pretrained(tmp_path / "a" / "last")
+    )
+    assert again["eval_loss"] == pytest.approx(loaded.evaluate()["eval_loss"], abs=1e-7)
+
+
+def test_resuming_is_bit_equal(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "whole", save_steps=7).train()
+    trainer = make_trainer(tmp_path / "parts", save_steps=7)
+    trainer.train()
+    for path in (tmp_path / "parts").glob("iter_*"):
+        if path.name != "iter_0000007":
+            shutil.rmtree(path)
+    make_trainer(tmp_path / "parts", save_steps=7).train(resume_from_checkpoint=True)
+    assert read_losses(tmp_path / "parts") == read_losses(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint=True: .* no checkpoint"):
+        make_trainer(tmp_path / "none").train(resume_from_checkpoint=True)
+
+
+def test_saving_models_and_state(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    trainer.save_state()
+    loaded = type(trainer.model).from_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 20
+    trainer.save_metrics("eval", {"eval_loss": 1.0})
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_loss": 1.0}
+    trainer.create_model_card(tasks="text-classification")
+    assert "text-classification" in (tmp_path / "README.md").read_text()
+
+
+def test_several_evaluation_sets(tmp_path: Path) -> None:
+    sets = {"near": make_dataset(5, seed=1), "far": make_dataset(6, seed=2)}
+    metrics = make_trainer(tmp_path, eval_dataset=sets).evaluate()
+    assert {"eval_near_loss", "eval_far_accuracy"} <= metrics.keys()
+
+
+# ---- what a subclass or the constructor may replace ------------------------------------------
+
+
+def test_compute_loss_of_a_subclass(tmp_path: Path) -> None:
+    class Doubled(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = 2 * torch.nn.functional.cross_entropy(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    make_trainer(tmp_path / "plain", num_train_epochs=0.1).train()
+    trainer = make_trainer(tmp_path / "double", cls=Doubled, num_train_epochs=0.1)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert read_losses(tmp_path / "double")[0] == 2 * read_losses(tmp_path / "plain")[0]
+    assert before == pytest.approx(2 * make_trainer(tmp_path / "e").evaluate()["eval_loss"])
+
+
+def test_compute_loss_func_divides_by_the_count(tmp_path: Path) -> None:
+    def total(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+        return loss / num_items_in_batch
+
+    make_trainer(tmp_path / "plain").train()
+    accumulates = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    make_trainer(tmp_path / "own", compute_loss_func=total, **accumulates).train()
+    plain, own = read_losses(tmp_path / "plain"), read_losses(tmp_path / "own")
+    assert own == pytest.approx(plain, abs=1e-6)
+
+
+def test_training_step_of_a_subclass(tmp_path: Path) -> None:
+    class Seen(Trainer):
+        steps = 0
+
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            type(self).steps += 1
+            return super().training_step(model, inputs, *rest, **named)
+
+    class ByHand(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    class Bypass(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = self.compute_loss(model, inputs)
+            loss.backward()
+            return loss.detach()
+
+    for cls in (Trainer, Seen, ByHand):
+        make_trainer(tmp_path / cls.__name__, cls=cls).train()
+    plain = read_losses(tmp_path / "Trainer")
+    assert plain == read_losses(tmp_path / "Seen") == read_losses(tmp_path / "ByHand")
+    assert Seen.steps == 20
+    with pytest.raises(RapidformerError, match="training_step must return the loss with its graph"):
+        make_trainer(tmp_path / "bypass", cls=Bypass).train()
+
+
+def test_optimizers_given_and_created(tmp_path: Path) -> None:
+    class WithSgd(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.seen_steps = num_training_steps
+            self.lr_scheduler = get_constant_schedule(optimizer)
+            return self.lr_scheduler
+
+    made = make_trainer(tmp_path / "made", cls=WithSgd)
+    made.train()
+    assert isinstance(made.optimizer, torch.optim.SGD) and made.seen_steps == 20  # type: ignore[attr-defined]
+    model = make_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = make_trainer(
+        tmp_path / "given", model=model, optimizers=(optimizer, get_constant_schedule(optimizer))
+    )
+    given.train()
+    assert given.optimizer is optimizer
+    assert read_losses(tmp_path / "given") == read_losses(tmp_path / "made")
+
+
+@pytest.mark.parametrize("kind", ["polynomial", "cosine_with_restarts", "inverse_sqrt"])
+def test_schedules_of_transformers(tmp_path: Path, kind: str) -> None:
+    trainer = make_trainer(tmp_path, lr_scheduler_type=kind, warmup_steps=3)
+    trainer.train()
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["lr"] for line in lines if "lr" in line]
+    optimizer = torch.optim.SGD(make_classifier().parameters(), lr=5e-5)
+    schedule = get_scheduler(kind, optimizer, 3, 20)
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(expected)
+
+
+def test_loaders_of_a_subclass(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(make_rows(12), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(make_rows(6), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+
+    trainer = make_trainer(tmp_path, cls=Own, train_dataset=None, eval_dataset=None)
+    trainer.train()
+    assert len(read_losses(tmp_path)) == 6
+    assert "eval_accuracy" in trainer.evaluate()
+
+
+def test_prediction_step_of_a_subclass(tmp_path: Path) -> None:
+    class Fixed(Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            rows = len(inputs["labels"])
+            return None, torch.tensor([[0.0, 1.0]]).repeat(rows, 1), inputs["labels"]
+
+    output = make_trainer(tmp_path, cls=Fixed).predict(make_dataset(13, seed=1))
+    assert output.predictions.tolist() == [[0.0, 1.0]] * 13  # type: ignore[union-attr]
+    assert output.metrics is not None and "test_loss" not in output.metrics
+
+
+def test_logits_are_shortened_before_they_are_kept(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        compute_metrics=lambda p: {"accuracy": float((p.predictions == p.label_ids).mean())},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    assert trainer.predict(make_dataset(13, seed=1)).predictions.shape == (13,)  # type: ignore[union-attr]
+    assert trainer.evaluate()["eval_accuracy"] == make_trainer(tmp_path).evaluate()["eval_accuracy"]
+
+
+def test_model_init_makes_the_model_anew_for_each_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model_init=make_classifier)
+    trainer.train()
+    first = read_losses(tmp_path)
+    trainer.train()
+    assert read_losses(tmp_path) == first
+
+
+def test_metrics_by_batch_and_what_else_they_may_see(tmp_path: Path) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def by_batch(prediction: Any, compute_result: bool) -> dict[str, float]:
+        calls.append((len(prediction.predictions), compute_result))
+        assert prediction.inputs.shape[0] == len(prediction.losses) == calls[-1][0]
+        return {"seen": float(sum(count for count, _ in calls))}
+
+    trainer = make_trainer(
+        tmp_path, compute_metrics=by_batch, batch_eval_metrics=True,
+        include_for_metrics=["inputs", "loss"],
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_seen"] == 13
+    assert calls == [(8, False), (5, True)]
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    def watch(rows: list[dict[str, Any]]) -> Any:
+        seen.update(rows[0])
+        return collate(rows)
+
+    for data in (make_dataset(8), make_rows(8)):
+        seen.clear()
+        make_trainer(tmp_path, data_collator=watch, train_dataset=data, num_train_epochs=1).train()
+        assert seen == {"input_ids", "label"}
+    make_trainer(
+        tmp_path, data_collator=watch, remove_unused_columns=False, num_train_epochs=1
+    ).train()
+    assert {"sentence", "idx"} <= seen
+
+
+def test_data_without_any_input_is_refused(tmp_path: Path) -> None:
+    data = make_dataset(8).select_columns(["sentence", "idx"])
+    with pytest.raises(DataError, match="none of the columns of the training data"):
+        make_trainer(tmp_path, train_dataset=data).train()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": None}, ConfigurationError, "needs a model, or a model_init"),
+        ({"train_dataset": None}, DataError, "training needs a train_dataset"),
+        ({"tokenizer": 1, "processing_class": 2}, ConfigurationError, "two names of one thing"),
+        ({"train_data": 1}, ConfigurationError, "'train_data': did you mean 'train_dataset'"),
+    ],
+)
+def test_what_is_missing_is_said(
+    tmp_path: Path, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(tmp_path, **given).train()
+
+
+def test_evaluation_needs_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="evaluation needs an eval_dataset"):
+        make_trainer(tmp_path, eval_dataset=None).evaluate()
