@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
@@ -14,15 +14,13 @@ from rapidformer.training.finetuner import to_metrics
 from rapidformer.training.loop import Evaluation, Progress
 from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template
-
-if TYPE_CHECKING:
-    from rapidformer.training.trainer.trainer import Trainer
+from rapidformer.training.trainer.interface import TrainerInterface
 
 
 class TrainerTemplate(Template):
     """Data, optimizer, forward step and evaluation are the trainer's."""
 
-    def __init__(self, trainer: Trainer, engine: RapidformerEngine) -> None:
+    def __init__(self, trainer: TrainerInterface, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self.trainer = trainer
         self.processor = trainer.processing_class

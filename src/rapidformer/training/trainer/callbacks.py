@@ -6,12 +6,11 @@ state; what a callback asks for (stop, log, evaluate, save) is the first process
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-if TYPE_CHECKING:
-    from rapidformer.training.trainer.trainer import Trainer
+from rapidformer.training.trainer.interface import TrainerInterface
 
 Callback = TrainerCallback | type[TrainerCallback]
 
@@ -19,7 +18,7 @@ Callback = TrainerCallback | type[TrainerCallback]
 class CallbackList:
     """The callbacks of a trainer, called in the order in which they were added."""
 
-    def __init__(self, trainer: Trainer, callbacks: list[Callback]) -> None:
+    def __init__(self, trainer: TrainerInterface, callbacks: list[Callback]) -> None:
         self._trainer = trainer
         self.callbacks: list[TrainerCallback] = []
         for callback in callbacks:
@@ -71,7 +70,7 @@ def build_reporting_callbacks(report_to: Any) -> list[Callback]:
     return found
 
 
-def build_state(trainer: Trainer) -> TrainerState:
+def build_state(trainer: TrainerInterface) -> TrainerState:
     from transformers.trainer_callback import ExportableState
 
     exportable = [

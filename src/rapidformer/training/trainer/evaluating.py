@@ -7,7 +7,7 @@ data on any number of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
-
-if TYPE_CHECKING:
-    from rapidformer.training.trainer.trainer import Trainer
+from rapidformer.training.trainer.interface import TrainerInterface
 
 _PADDING = -100
 
 
 def run_evaluation(
-    trainer: Trainer,
+    trainer: TrainerInterface,
     loader: Any,
     *,
     loss_only: bool,
@@ -141,7 +139,7 @@ def _gather_mean(
     return engine.gather(torch.stack(pair).reshape(1, 2)).cpu()
 
 
-def _weigh(trainer: Trainer, batch: Any, rows: int) -> float | torch.Tensor:
+def _weigh(trainer: TrainerInterface, batch: Any, rows: int) -> float | torch.Tensor:
     """What the loss of this batch is a mean over: its labels, or its rows."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
