@@ -367,6 +367,8 @@ class AccelerationArguments:
     """full: recompute whole blocks; selective: keep matrix products and attention"""
     recompute_interval: int = 1
     """recompute every n-th block only"""
+    activation_offload: bool = False
+    """keep what the backward pass needs of each block in pinned host memory"""
     compile: bool = False
     """compile each transformer block with torch.compile"""
     onnx_runtime_training: bool = False

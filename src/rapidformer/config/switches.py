@@ -248,7 +248,14 @@ SWITCHES: tuple[Switch, ...] = (
         implies=(Implication(setting="onnx_runtime_training", sets="compile", to=True),),
         exact="to rounding: fused kernels add in another order",
     ),
-    # Outside of both: tokens are cut before the first block and joined after the last.
+    # Around both: of a recomputed block only the inputs are kept, and sent to the host.
+    Switch(
+        name="activation offload",
+        turned_on_by=("activation_offload",),
+        module="activation_offload",
+        exact="yes, dropout included",
+    ),
+    # Outside of all these: tokens are cut before the first block and joined after the last.
     Switch(
         name="context parallelism",
         turned_on_by=("context_parallel_size",),

@@ -1,0 +1,256 @@
+"""``--activation-offload``: what a block keeps for its backward pass waits in the host's memory.
+
+A block gets a subclass of its own class whose ``__call__`` sends every tensor that autograd saves
+to pinned memory, on a stream of its own, while the next block computes. In the backward pass, the
+first tensor that is asked for brings back its whole block and starts on the block before it, so the
+copies run ahead. What is on the device anyway stays there: weights, and the masks and positions
+that all blocks share. So does a tensor whose strides a copy would change, such as an expanded one:
+kernels must see the same layout again.
+
+Around a recomputed block it sends what recompute keeps, the block's inputs; around a compiled one,
+what the compiled forward pass hands to the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.data_parallel import get_local
+from rapidformer.errors import ConfigurationError, TrainingError
+from rapidformer.log import warn_once
+from rapidformer.models.plan import ModelPlan
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Offload the blocks that this process has."""
+    if not has_own_memory(assembly.device):
+        warn_once("--activation-offload has no effect on a CPU: its memory is the host's already.")
+        return None
+    apply_activation_offload(assembly.model, assembly.plan, assembly.device)
+    return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device's memory is not the host's."""
+    return device.type == "cuda"
+
+
+def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> nn.Module:
+    """Keep what each block saves for its backward pass in the host's memory."""
+    if not plan.blocks:
+        raise ConfigurationError(
+            f"--activation-offload: no repeated blocks were found in {type(model).__name__}. "
+            "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
+        )
+    lane = Lane(device)
+    for block in plan.get_blocks(model):
+        cls: Any = type(block)
+        block.__class__ = _get_offloading_class(cls, lane)
+    return model
+
+
+@functools.cache
+def _get_offloading_class(cls: type[nn.Module], lane: Lane) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run: Callable[..., Any] = functools.partial(cls.__call__, self)
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        saved = lane.open(self, [*args, *kwargs.values()])
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            return run(*args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+class Lane:
+    """The stream on which tensors leave and return; it knows which call of a block came last.
+
+    Memory on the device always belongs to the stream that computes. It waits for a copy before it
+    lets go of what was copied, so memory is reused in the order of the kernels, however far the
+    host has run ahead; ``record_stream`` would keep it until the host looks again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: weakref.ref[SavedTensors] | None = None
+        self._leaving: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
+        self._sent: list[Tensor] = []
+
+    def open(self, block: nn.Module, given: list[Any]) -> SavedTensors:
+        """For one call of a block with these arguments: where its saved tensors go."""
+        # What the block before the last one sent had the whole last block to leave.
+        self._let_go(keeping=1)
+        saved = SavedTensors(block, given, self, previous=self._last)
+        # Weak, so that a graph that is dropped without a backward pass drops its copies too.
+        self._last = weakref.ref(saved)
+        return saved
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory, which may still be on its way."""
+        if self.stream is None:
+            return tensor.clone()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+        self._sent.append(tensor)
+        return host
+
+    def bring(self, copies: list[Copy]) -> torch.cuda.Event | None:
+        """Start the way back of these; they may be used after the event."""
+        if self.stream is None:
+            for copy in copies:
+                copy.returned = copy.host.clone()
+            return None
+        self._let_go(keeping=0)
+        for copy in copies:
+            copy.returned = torch.empty_like(copy.host, device=self.device)
+        # Their memory may have been used by kernels that are still to run.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for copy in copies:
+                assert copy.returned is not None
+                copy.returned.copy_(copy.host, non_blocking=True)
+        event: torch.cuda.Event = self.stream.record_event()
+        return event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the computing stream wait; the host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _let_go(self, *, keeping: int) -> None:
+        """Free tensors on the device that have left it, but for those of the last calls."""
+        if self.stream is not None and self._sent:
+            self._leaving.append((self._sent, self.stream.record_event()))
+            self._sent = []
+        while len(self._leaving) > keeping:
+            _, event = self._leaving[0]
+            self.wait(event)
+            self._leaving.popleft()
+
+
+@dataclass(kw_only=True, eq=False)
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Copy:
+    """A saved tensor in the host's memory; several operations may have saved the same one."""
+
+    host: Tensor
+    source: StorageWeakRef
+    version: int
+    times_saved: int = 0
+    times_needed: int = 0
+    returned: Tensor | None = None
+
+
+class SavedTensors:
+    """What one call of a block saves for its backward pass."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        given: list[Any],
+        lane: Lane,
+        previous: weakref.ref[SavedTensors] | None,
+    ) -> None:
+        self._block = block
+        # Masks and rotary positions: every block is given the same ones.
+        tensors = [value for value in tree_leaves(given) if type(value) is Tensor]
+        self._shared = {_get_place(tensor) for tensor in tensors if not tensor.requires_grad}
+        self._lane = lane
+        self._previous = previous
+        self._copies: list[Copy] = []
+        self._latest: dict[tuple[int, Any], Copy] = {}
+        self._weights: set[int] | None = None
+        self._arrival: torch.cuda.Event | None = None
+        self._is_back = False
+
+    def pack(self, tensor: Tensor) -> Kept | Copy:
+        """Called by autograd for every tensor that an operation saves."""
+        if not self._is_offloaded(tensor):
+            return Kept(tensor=tensor, version=tensor._version)
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        copy = self._latest.get((_get_place(tensor), layout))
+        # Memory is used again: an address means the same tensor only as long as that one lives.
+        if copy is None or copy.source.expired() or copy.version != tensor._version:
+            copy = Copy(
+                host=self._lane.send(tensor),
+                source=StorageWeakRef(tensor.untyped_storage()),
+                version=tensor._version,
+            )
+            self._copies.append(copy)
+            self._latest[_get_place(tensor), layout] = copy
+        copy.times_saved += 1
+        return copy
+
+    def unpack(self, packed: Kept | Copy) -> Tensor:
+        """Called by autograd for every tensor that the backward pass needs."""
+        if isinstance(packed, Kept):
+            if packed.tensor._version != packed.version:
+                # Autograd itself looks only where no hook has taken the tensor.
+                raise TrainingError(
+                    "a weight was changed in place between the forward and the backward pass that "
+                    "needs it: call backward before the optimizer's step."
+                )
+            return packed.tensor
+        self._bring_back()
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None:
+            previous._bring_back()
+        self._wait()
+        if packed.returned is None:
+            self._lane.wait(self._lane.bring([packed]))
+        assert packed.returned is not None
+        tensor = packed.returned
+        packed.times_needed += 1
+        if packed.times_needed % packed.times_saved == 0:
+            # Autograd has it now; another pass through the same graph brings it back again.
+            packed.returned = None
+        return tensor
+
+    def _bring_back(self) -> None:
+        if not self._is_back:
+            self._is_back = True
+            self._arrival = self._lane.bring(self._copies)
+
+    def _wait(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        self._lane.wait(arrival)
+
+    def __del__(self) -> None:
+        # A graph that is dropped halfway: no memory is freed under a copy that still runs.
+        self._wait()
+
+    def _is_offloaded(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.device.type != self._lane.device.type:
+            return False
+        if self._weights is None:
+            # Not sooner: under ZeRO-3 a block's weights are gathered when it is called.
+            self._weights = {_get_place(get_local(p)) for p in self._block.parameters()}
+        if _get_place(tensor) in self._weights or _get_place(tensor) in self._shared:
+            return False
+        return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _get_place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
