@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from rapidformer.dist.whole import join_whole
 from tests.parity.harness import build_model
-from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, zero
+from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, run_on_ranks, zero
 
 GPT2 = {"model_name": "gpt2"}
 VALIDATION = 100
@@ -119,3 +121,96 @@ def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
             make_optimizer=train_only_what_was_trainable,
         )
     assert "unfrozen after compose(), but the optimizer does not hold them" in caplog.text
+
+
+# ---- weights in a loss, parts of a model called by themselves, copies ----------------------------
+
+
+def penalise_weights(loop: Loop) -> None:
+    for number in range(3):
+        before = sum(loop.engine.gather_weight(p).abs().sum() for p in loop.model.parameters())
+        loss = loop.compute_loss(number)
+        after = sum(loop.engine.gather_weight(p).pow(2).sum() for p in loop.model.parameters())
+        loop.values += [float(before.detach()), float(after.detach())]
+        # Unequal weights of the micro-batches: the penalty must not depend on them.
+        share = 1.0 + loop.engine.topology.get_rank("data")
+        loop.engine.backward(0.0 * loss + 0.01 * before + 0.01 * after, share)
+        loop.engine.step()
+
+
+def penalise_shards(loop: Loop) -> None:
+    penalty = sum(p.pow(2).sum() for p in loop.model.parameters())
+    loop.engine.backward(loop.compute_loss(0) + 0.01 * penalty)
+
+
+def call_the_embedding(loop: Loop) -> None:
+    """Also while weights are gathered: before the second micro-batch of an update."""
+    for number in range(2):
+        for micro_batch in range(2):
+            batch = loop.get_batch(2 * number + micro_batch)
+            embedded = loop.model.get_input_embeddings()(batch.pop("input_ids"))
+            with loop.engine.accumulate(is_last=micro_batch == 1):
+                loop.engine.backward(loop.model(inputs_embeds=embedded, **batch)["loss"])
+        loop.engine.step()
+
+
+def call_the_parts(loop: Loop) -> None:
+    """The model itself is called only after its parts were."""
+    for number in range(2):
+        batch = loop.get_batch(number)
+        labels = batch.pop("labels")
+        hidden = loop.model.transformer(**batch).last_hidden_state
+        logits = loop.model.lm_head(hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loop.note_mean(loss)
+        loop.engine.backward(loss)
+        loop.engine.step()
+    with torch.no_grad():
+        loop.note_mean(loop.compute_loss(VALIDATION))
+
+
+def keep_a_moving_average(loop: Loop) -> None:
+    average = [p.detach().clone() for p in loop.model.parameters()]
+    for number in range(3):
+        loop.engine.backward(loop.compute_loss(number))
+        loop.engine.step()
+        with torch.no_grad():
+            loop.note_mean(loop.compute_loss(VALIDATION))
+        for mean, parameter in zip(average, loop.model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.3)
+    for mean, parameter in zip(average, loop.model.parameters(), strict=True):
+        parameter.data.copy_(mean)
+    with torch.no_grad():
+        loop.note_mean(loop.compute_loss(VALIDATION))
+
+
+def copy_the_model(loop: Loop) -> None:
+    copied = copy.deepcopy(loop.model)
+    for number in range(3):
+        loop.engine.backward(loop.compute_loss(number))
+        loop.engine.step()
+        for mean, parameter in zip(copied.parameters(), loop.model.parameters(), strict=True):
+            mean.data.lerp_(parameter.detach(), 0.3)
+    with torch.no_grad():
+        loop.note_mean(copied(**loop.get_batch(VALIDATION))["loss"])
+
+
+def test_weights_parts_and_averages_of_a_split_model() -> None:
+    sharded = [zero(1), zero(2), zero(3)]
+    runs = [(case, layout, GPT2) for case in (penalise_weights, call_the_embedding,
+            keep_a_moving_average) for layout in [*sharded, TENSOR]]  # fmt: skip
+    runs += [(call_the_parts, layout, GPT2) for layout in sharded]
+    runs += [(copy_the_model, layout, GPT2) for layout in ({}, TENSOR)]
+    assert_same(runs)
+
+
+def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
+    runs = [(penalise_shards, layout, GPT2) for layout in (zero(1), zero(3), TENSOR)]
+    runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
+    outcomes = run_on_ranks(runs)
+    for ranks in outcomes[:3]:
+        assert all("Gather each of them in the loss: sum(engine.gather_weight(p)" in o.error
+                   for o in ranks)  # fmt: skip
+    for ranks in outcomes[3:]:
+        assert all("For a moving average, copy the shards after compose()" in o.error
+                   for o in ranks)  # fmt: skip

@@ -27,6 +27,7 @@ from rapidformer.accel.weights import check_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES, Moment
 from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
@@ -71,6 +72,11 @@ class Parallelized:
         return (
             self._gathered_weights.keep() if self._gathered_weights is not None else nullcontext()
         )
+
+    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A whole parameter for use in a loss, with the gradient of one process."""
+        gathered = self._gathered_weights
+        return gather_with_gradient(parameter) if gathered is None else gathered.gather(parameter)
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
@@ -13,6 +14,8 @@ PRIVATE_NAMES = {
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "generating with sharded weights",
     f"{_STATE}._lazy_init": "generating with sharded weights",
     f"{_STATE}._fsdp_param_groups or {_STATE}._fsdp_param_group": "releasing gathered weights",
+    f"{_STATE}._state_ctx": "calling a part of a sharded model by itself",
+    f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
     "torch.Tensor._version": "seeing whether gathered weights were changed",
 }
 
@@ -35,3 +38,22 @@ def list_parameter_groups(module: FSDPModule) -> list[Any]:
 def count_changes(tensor: Tensor) -> int:
     """How often the tensor was changed in place; gathering weights into it does not count."""
     return int(tensor._version)
+
+
+def list_owners(parameter: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that hold a parameter of such a group, each with its name for it."""
+    info = parameter._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def is_in_forward(root: FSDPModule) -> bool:
+    """Whether a forward pass of the module, or of a sharded part of it, is under way."""
+    return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def wait_for_reductions(root: FSDPModule) -> None:
+    """Let the current stream wait until gradients that are being reduced have been added."""
+    context = root._get_fsdp_state()._comm_ctx
+    for stream in (context.reduce_scatter_stream, context.all_reduce_stream):
+        torch.cuda.current_stream().wait_stream(stream)

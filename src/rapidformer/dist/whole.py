@@ -10,9 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rapidformer.compat.torch_mesh import StridedShard
+
+
+def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole weight, for use in a loss: its gradient comes back to the shards.
+
+    Ranks that see different tokens each have their own part of the gradient, which is summed; ranks
+    that share layers compute the same one.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    split: Any = tensor
+    mesh = split.device_mesh
+    if split.device.type != mesh.device_type:
+        split = split.to(mesh.device_type)
+    summed = [Replicate() if name == "tensor" else Partial() for name in mesh.mesh_dim_names or ()]
+    axis = find_strided_axis(split)
+    if axis is not None:
+        return _join_parts(split, axis, summed)
+    return split.full_tensor(grad_placements=summed)  # type: ignore[no-any-return]
 
 
 def join_whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +47,7 @@ def join_whole(tensor: torch.Tensor) -> torch.Tensor:
     return split.full_tensor() if axis is None else _join_parts(split, axis)  # type: ignore[no-any-return]
 
 
-def _join_parts(tensor: DTensor, axis: int) -> torch.Tensor:
+def _join_parts(tensor: DTensor, axis: int, gradient: list[Any] | None = None) -> torch.Tensor:
     placement: Any = tensor.placements[axis]
     dim, parts = placement.dim, placement.split_factor
     placements: list[Any] = [
@@ -44,7 +63,7 @@ def _join_parts(tensor: DTensor, axis: int) -> torch.Tensor:
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    return by_parts.full_tensor().flatten(dim, dim + 1)
+    return by_parts.full_tensor(grad_placements=gradient).flatten(dim, dim + 1)
 
 
 def find_strided_axis(tensor: torch.Tensor) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -43,7 +44,7 @@ from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan, shifts_labels
@@ -253,6 +254,12 @@ class RapidformerEngine(Run):
         *,
         ends_update: bool,
     ) -> None:
+        if isinstance(loss, DTensor):
+            raise ModelError(
+                "the loss contains weights that are split over ranks (a penalty over "
+                "model.parameters(), say). Gather each of them in the loss: "
+                "sum(engine.gather_weight(p).pow(2).sum() for p in model.parameters())."
+            )
         info = micro_batch.info if micro_batch is not None else None
         get_observer().see_loss(loss, weight, info)
         is_last = self.clock.start_micro_batch(ends_update=ends_update)
@@ -413,6 +420,14 @@ class RapidformerEngine(Run):
         ``optimizer.step()`` clips by ``--clip-grad`` on its own where this was not called.
         """
         return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
+
+    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.
+
+        Every rank must call it, for the same parameters in the same order. The gradient is that of
+        one process. A parameter that is whole is returned as it is.
+        """
+        return self.parallelized.gather_weight(parameter)
 
     @contextmanager
     def accumulate(self, is_last: bool = False) -> Iterator[None]:

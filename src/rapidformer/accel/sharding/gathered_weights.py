@@ -19,7 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rapidformer.compat.torch_fsdp import count_changes, list_parameter_groups
+from rapidformer.compat.torch_fsdp import (
+    count_changes,
+    list_parameter_groups,
+    wait_for_reductions,
+)
+from rapidformer.dist.whole import gather_with_gradient
 
 
 class GatheredWeights:
@@ -27,7 +32,7 @@ class GatheredWeights:
 
     def __init__(self, model: nn.Module, stage: int) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._is_kept = False
+        self.is_kept = False
         self._versions: dict[Any, int] = {}
         if stage < 3:  # ZeRO-3 reshards after every forward pass anyway
             # Kept out of a model that is compiled as a whole, as torch does with its own hooks.
@@ -44,13 +49,24 @@ class GatheredWeights:
     @contextmanager
     def keep(self) -> Iterator[None]:
         """Gather weights once for all forward passes inside, instead of once for each."""
-        before, self._is_kept = self._is_kept, True
+        before, self.is_kept = self.is_kept, True
         try:
             yield
         finally:
-            self._is_kept = before
+            self.is_kept = before
             if not before:
                 self.release()
+
+    def gather(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A whole weight that is not managed by ``fully_shard``: its gradient goes to the shard."""
+        whole = gather_with_gradient(parameter)
+        if whole is not parameter and whole.requires_grad and whole.is_cuda:
+            whole.register_hook(self._wait_for_reductions)
+        return whole
+
+    def _wait_for_reductions(self, gradient: torch.Tensor) -> None:
+        # fully_shard adds to the shard's gradient on streams that autograd knows nothing of.
+        wait_for_reductions(self._modules[0])
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard before every update: the optimizer updates the shards."""
@@ -61,7 +77,7 @@ class GatheredWeights:
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         # In training, the backward pass needs the weights, and reshards them when it is done.
-        if not self._is_kept and not (torch.is_grad_enabled() and model.training):
+        if not self.is_kept and not (torch.is_grad_enabled() and model.training):
             self.release()
 
     def _keep_changes(self) -> None:

@@ -12,14 +12,16 @@ own one parameter.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
+from rapidformer.accel.sharding.outside_calls import serve_outside_calls
 from rapidformer.compat.torch_fsdp import make_root
+from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 
 
@@ -66,7 +68,10 @@ def apply_sharding(
             # Both calls are needed: the factor alone is refused by gloo.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # Over torch's own refusal, which says neither why nor what to do.
+            module.__dict__["__deepcopy__"] = _refuse_copy
     gradients = ShardedGradients(model, stage)
+    serve_outside_calls(model, gradients.gathered_weights)
     if hasattr(model, "generate"):
         model.__class__ = _get_generating_class(
             type(model), gradients.gathered_weights, is_synced=stage == 3
@@ -98,6 +103,18 @@ def _get_generating_class(cls: Any, gathered_weights: GatheredWeights, *, is_syn
             return cls.generate(self, *args, **{"synced_gpus": is_synced, **kwargs})
 
     return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    raise ModelError(
+        "copy.deepcopy() does not work on a model that ZeRO/FSDP has sharded: the copy could not "
+        "gather its weights. For a moving average, copy the shards after compose(), and update the "
+        "copies after optimizer.step():\n"
+        "    average = [p.detach().clone() for p in model.parameters()]\n"
+        "    for mean, p in zip(average, model.parameters()): mean.lerp_(p.detach(), 0.01)\n"
+        "To evaluate it, exchange the values (p.data.copy_(mean)) and put them back afterwards. "
+        "engine.export(folder) writes the whole model."
+    )
 
 
 def _as_sharded(model: nn.Module) -> FSDPModule:
