@@ -9,7 +9,6 @@ gradients anyway.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rapidformer.accel import processor
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
+from rapidformer.overlay import extend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +92,19 @@ def apply_mixed_precision(
     """Run every call of the model under autocast, over fp32 weights."""
     if precision.dtype is None:
         return model
-    cls: Any = type(model)
-    model.__class__ = _get_autocast_class(cls, precision, device)
+    extend(model, "autocast", lambda cls: _build_autocast(cls, precision, device))
     return model
 
 
-@functools.cache
-def _get_autocast_class(
+def _build_autocast(
     cls: type[nn.Module], precision: Precision, device: torch.device
-) -> type[nn.Module]:
+) -> dict[str, Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with precision.autocast(device):
             output = cls.__call__(self, *args, **kwargs)
         return output if _has_loss(output) else to_fp32(output)
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return {"__call__": call}
 
 
 def _has_loss(output: Any) -> bool:

@@ -22,6 +22,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend
 
 _aten = torch.ops.aten
 # What selective recompute keeps: results that are dear to compute for the memory they take.
@@ -53,14 +54,12 @@ def apply_recompute(
             "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
         )
     for block in plan.get_blocks(model)[::interval]:
-        cls: Any = type(block)
         block.__dict__["rapidformer_region"] = _find_region(block)
-        block.__class__ = _get_recomputing_class(cls, granularity)
+        extend(block, "recompute", _BUILDERS[granularity], is_shared=True)
     return model
 
 
-@functools.cache
-def _get_recomputing_class(cls: type[nn.Module], granularity: str) -> type[nn.Module]:
+def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
@@ -79,7 +78,14 @@ def _get_recomputing_class(cls: type[nn.Module], granularity: str) -> type[nn.Mo
             run = functools.partial(_run_at_length, region, region.length, run)
         return checkpoint(run, *args, **options, **kwargs)
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return {"__call__": call}
+
+
+# Made once: blocks with the same builder share a class, and so a compiled graph.
+_BUILDERS = {
+    granularity: functools.partial(_build_recompute, granularity=granularity)
+    for granularity in ("full", "selective")
+}
 
 
 def _find_region(block: nn.Module) -> Any:

@@ -21,6 +21,7 @@ from rapidformer.accel.precision import LossScaler
 from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.update import UpdateClock
+from rapidformer.overlay import extend
 
 
 def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
@@ -93,8 +94,16 @@ def take_over_optimizer(
     optimizer: Optimizer, clock: UpdateClock, *, clip_grad: float, scaler: LossScaler | None
 ) -> Optimizer:
     """Let ``step`` and ``zero_grad`` wait until the clock says that an update is due."""
-    cls = type(optimizer)
+    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count.
+    optimizer.__dict__.pop("step", None)
+    extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler))
+    mark_as_stepped(optimizer)
+    return optimizer
 
+
+def _build_update(
+    cls: type[Optimizer], clock: UpdateClock, clip_grad: float, scaler: LossScaler | None
+) -> dict[str, Any]:
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
         if clock.is_bypassed:
             cls.step(self)
@@ -110,20 +119,18 @@ def take_over_optimizer(
         if not clock.is_accumulating and clock.keeper is None:
             cls.zero_grad(self, set_to_none)
 
-    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count.
     mark_as_counted(step)
-    optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad})
-    mark_as_stepped(optimizer)
-    return optimizer
+    return {"step": step, "zero_grad": zero_grad}
 
 
 def take_over_scheduler(scheduler: LRScheduler, clock: UpdateClock) -> LRScheduler:
     """Let ``step`` follow the update, whichever of the two the loop calls first."""
-    cls = type(scheduler)
 
-    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        clock.advance_schedule(functools.partial(cls.step, self, *args, **kwargs))
+    def build(cls: type[LRScheduler]) -> dict[str, Any]:
+        def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+            clock.advance_schedule(functools.partial(cls.step, self, *args, **kwargs))
 
-    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step})
+        return {"step": step}
+
+    extend(scheduler, "update", build)
     return scheduler

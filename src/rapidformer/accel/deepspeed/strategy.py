@@ -39,6 +39,7 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, MissingPackageError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend
 
 # Optimizers that treat every number by itself, so that ZeRO may cut weights anywhere.
 _ELEMENTWISE = (
@@ -245,7 +246,9 @@ class DeepSpeedStrategy:
 
     def _forward_through_deepspeed(self) -> None:
         """Let a call of the user's own module go through DeepSpeed's, which calls it in turn."""
-        cls: Any = type(self.model)
+        extend(self.model, "deepspeed", self._build_members)
+
+    def _build_members(self, cls: Any) -> dict[str, Any]:
         half = next((p.dtype for p in self.model.parameters()), torch.float32)
         strategy = self
 
@@ -261,7 +264,7 @@ class DeepSpeedStrategy:
             finally:
                 strategy._is_calling = False
 
-        members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__}
+        members: dict[str, Any] = {"__call__": call}
         if self.stage == 3 and hasattr(cls, "generate"):
 
             def generate(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +272,7 @@ class DeepSpeedStrategy:
                 return cls.generate(module, *args, **{"synced_gpus": True, **kwargs})
 
             members["generate"] = generate
-        self.model.__class__ = type(cls.__name__, (cls,), members)
+        return members
 
     def check_given(self, optimizer: Optimizer | None, has_schedule: bool) -> None:
         """Refuse an optimizer or schedule of the user's own where the file has one, too."""

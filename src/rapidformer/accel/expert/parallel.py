@@ -32,6 +32,7 @@ from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, expand_patterns
 from rapidformer.models.tensor_plans import describe_model
+from rapidformer.overlay import extend
 
 _FLAG = "--expert-model-parallel-size"
 _SPLIT_EXPERTS = "grouped_gemm"
@@ -60,17 +61,16 @@ def apply_expert_parallel(
         extend_class(module, Split(mesh=mesh), style)
         modules.append(module)
     if hasattr(model, "generate") and not is_sharded:
-        holder = model
-        holder.__class__ = _get_generating_class(type(model))
+        extend(model, "experts", _build_generate)
     return modules
 
 
-def _get_generating_class(cls: Any) -> Any:
+def _build_generate(cls: Any) -> dict[str, Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Rows of all processes pass through the experts: all must take equally many steps.
         return cls.generate(self, *args, **{"synced_gpus": True, **kwargs})
 
-    return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
+    return {"generate": generate}
 
 
 def shard_experts(

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend, remove
 
 # As many rows as tokens: a model of multiple choices takes the second size for the choices, and
 # puts its rows together by that number.
@@ -198,17 +199,18 @@ def _differentiate(tensors: Sequence[Tensor], sources: list[Tensor]) -> Sequence
 @contextmanager
 def _recording(model: nn.Module, plan: ModelPlan, recorder: _Recorder) -> Iterator[None]:
     blocks = plan.get_blocks(model)
-    classes: list[Any] = [type(block) for block in blocks]
     try:
         for index, block in enumerate(blocks):
-            call = functools.partial(_note, recorder, index)
-            block.__class__ = type(
-                classes[index].__name__, (classes[index],), {"__call__": staticmethod(call)}
-            )
+            members = {"__call__": staticmethod(functools.partial(_note, recorder, index))}
+            extend(block, "recording", functools.partial(_give, members))
         yield
     finally:
-        for block, cls in zip(blocks, classes, strict=True):
-            block.__class__ = cls
+        for block in blocks:
+            remove(block, "recording")
+
+
+def _give(members: dict[str, Any], cls: type) -> dict[str, Any]:
+    return members
 
 
 def _note(recorder: _Recorder, index: int, *args: Any, **kwargs: Any) -> Any:

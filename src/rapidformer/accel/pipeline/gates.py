@@ -23,6 +23,7 @@ from rapidformer.accel.pipeline.layout import Stage
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
+from rapidformer.overlay import extend
 
 
 class StageEnd(BaseException):
@@ -125,14 +126,12 @@ def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext
     """Let every block ask the context first, in place; outside of all that was switched on."""
     for index, block in enumerate(blocks):
         block.__dict__["rapidformer_gate"] = functools.partial(context.pass_block, index)
-        cls: Any = type(block)
-        block.__class__ = _get_gated_class(cls)
+        extend(block, "stages", _build_gate, is_shared=True)
     return model
 
 
-@functools.cache
-def _get_gated_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _build_gate(cls: type[nn.Module]) -> dict[str, Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.rapidformer_gate(functools.partial(cls.__call__, self), args, kwargs)
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return {"__call__": call}

@@ -19,6 +19,7 @@ from torch import nn
 
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
 from rapidformer.errors import RapidformerError
+from rapidformer.overlay import extend, remove
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -27,12 +28,11 @@ Relay = Callable[[Callable[[], Any]], Any]
 
 def apply_staged_calls(model: nn.Module, context: StageContext, relay: Relay) -> nn.Module:
     """Let calls of the model go by the context, or through the relay; in place."""
-    cls: Any = type(model)
-    model.__class__ = _build_class(cls, context, relay)
+    extend(model, "stages", lambda cls: _build_staged(cls, context, relay))
     return model
 
 
-def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
+def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, Any]:
     accepted = inspect.signature(cls.forward).parameters
     # An adapter's model hands what it does not know to the one inside.
     is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
@@ -69,10 +69,10 @@ def _build_class(cls: Any, context: StageContext, relay: Relay) -> Any:
             )
         )
 
-    members = {"forward": forward, "__call__": call, "__module__": cls.__module__}
+    members: dict[str, Any] = {"forward": forward, "__call__": call}
     if hasattr(cls, "generate"):
         members["generate"] = _build_generate(cls, context, relay)
-    return type(cls.__name__, (cls,), members)
+    return members
 
 
 def _call_stage(
@@ -112,11 +112,10 @@ def _build_generate(cls: Any, context: StageContext, relay: Relay) -> Callable[.
             return cls.generate(self, *args, **kwargs)
         # An adapter's model lets the one inside generate: for so long, that one is called.
         inner = self.get_base_model()
-        inner_class = type(inner)
         apply_staged_calls(inner, context, relay)
         try:
             return cls.generate(self, *args, **kwargs)
         finally:
-            inner.__class__ = inner_class
+            remove(inner, "stages")
 
     return generate

@@ -23,6 +23,7 @@ from rapidformer.accel.sharding.outside_calls import serve_outside_calls
 from rapidformer.compat.torch_fsdp import make_root
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend
 
 
 class ShardedGradients:
@@ -73,9 +74,8 @@ def apply_sharding(
     gradients = ShardedGradients(model, stage)
     serve_outside_calls(model, gradients.gathered_weights)
     if hasattr(model, "generate"):
-        model.__class__ = _get_generating_class(
-            type(model), gradients.gathered_weights, is_synced=stage == 3
-        )
+        weights = gradients.gathered_weights
+        extend(model, "sharding", lambda cls: _build_generate(cls, weights, is_synced=stage == 3))
     return gradients
 
 
@@ -88,7 +88,9 @@ def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dic
     return {"mesh": mesh, "reshard_after_forward": stage == 3, "offload_policy": policy}
 
 
-def _get_generating_class(cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool) -> Any:
+def _build_generate(
+    cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool
+) -> dict[str, Any]:
     """Let ``generate`` work on split weights.
 
     It calls an encoder by itself, past the root whose weights (the embeddings) the encoder uses;
@@ -102,7 +104,7 @@ def _get_generating_class(cls: Any, gathered_weights: GatheredWeights, *, is_syn
             self.unshard()
             return cls.generate(self, *args, **{"synced_gpus": is_synced, **kwargs})
 
-    return type(cls.__name__, (cls,), {"generate": generate, "__module__": cls.__module__})
+    return {"generate": generate}
 
 
 def _refuse_copy(memo: Any) -> NoReturn:

@@ -34,6 +34,7 @@ from rapidformer.dist.regions import (
 )
 from rapidformer.dist.vocabulary import check_ids
 from rapidformer.errors import TrainingError
+from rapidformer.overlay import Build, extend
 
 Reading = Callable[[Tensor], Tensor]
 _SEQUENCE_DIM = 1
@@ -134,22 +135,20 @@ def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     names = tuple(name for name, p in get_parameter_table(module).items() if p is not None)
     holder: Any = module
     holder.rapidformer_split = split
-    cls: Any = type(module)
-    holder.__class__ = _get_class(cls, names, styles)
+    extend(module, "split", _get_builder(names), styles=styles, is_shared=True)
 
 
 def extend_module(module: nn.Module, style: type, place: Any) -> None:
     """Give a module the subclass that acts by a style, and what that needs to know."""
     holder: Any = module
     holder.rapidformer_place = place
-    cls: Any = type(module)
-    holder.__class__ = _get_class(cls, (), (style,))
+    extend(module, "context", _get_builder(()), styles=(style,), is_shared=True)
 
 
 @functools.cache
-def _get_class(cls: type, names: tuple[str, ...], styles: tuple[type, ...]) -> Any:
+def _get_builder(names: tuple[str, ...]) -> Build:
     readers = {name: _build_reader(name) for name in names}
-    return type(cls.__name__, (*styles, cls), {**readers, "__module__": cls.__module__})
+    return lambda cls: dict(readers)
 
 
 def _build_reader(name: str) -> property:
