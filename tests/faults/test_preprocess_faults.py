@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -39,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _start(
     corpus: Path, folder: Path, *, workers: int = 2, copies: int = 1, **options: Any
 ) -> subprocess.Popen[str]:
-    """``copies`` of the corpus make a run that is still there when something is done to it."""
+    """``copies`` of the corpus make a run long enough to be disturbed."""
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
         [
@@ -69,8 +70,30 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def _find_workers(process: subprocess.Popen[str]) -> list[int]:
+    """Only those past exec: one stopped before it would block its parent in ``Popen``."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(word) for word in children.read_text().split()] if children.exists() else []
+    found = [int(word) for word in children.read_text().split()] if children.exists() else []
+    return [number for number in found if b"preprocess.worker" in _read_command_line(number)]
+
+
+def _read_command_line(number: int) -> bytes:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _hold_a_worker(process: subprocess.Popen[str], folder: Path, parts: int = 1) -> list[int]:
+    """Stop the first of the two workers and wait until the other has made ``parts``.
+
+    The run cannot finish without both, so it is still there for what the test does next, even on
+    a machine so busy that the test itself is rarely scheduled.
+    """
+    _wait_for(lambda: len(_find_workers(process)) == 2)
+    workers = _find_workers(process)
+    os.kill(workers[0], signal.SIGSTOP)
+    _wait_for(lambda: _count_parts(folder) >= parts)
+    return workers
 
 
 def _get_state(number: int) -> str:
@@ -136,11 +159,10 @@ def test_workers_of_a_killed_run_end(
 ) -> None:
     process = _start(corpus, tmp_path, copies=LONG)
     started.append(process)
-    _wait_for(lambda: _count_parts(tmp_path) > 0)
-    workers = _find_workers(process)
-    assert len(workers) == 2
-    # Nobody feeds them any more: they have done what they were given and wait for ever.
+    workers = _hold_a_worker(process, tmp_path)
     process.send_signal(signal.SIGSTOP)
+    os.kill(workers[0], signal.SIGCONT)
+    # Nobody feeds them any more: they finish what they were given, then wait for ever.
     _wait_for(lambda: all(map(_is_waiting, workers)))
     assert all(map(_is_alive, workers))
     process.kill()
@@ -153,9 +175,10 @@ def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
 ) -> None:
     process = _start(corpus, tmp_path, copies=LONG, start_new_session=True)
     started.append(process)
-    _wait_for(lambda: _count_parts(tmp_path) > 2)
-    workers = _find_workers(process)
+    workers = _hold_a_worker(process, tmp_path, parts=3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(workers[0], signal.SIGCONT)  # a stopped process does not see that it is to end
     done = _finish(process)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
@@ -173,8 +196,7 @@ def test_a_worker_that_is_killed_is_told(
 ) -> None:
     process = _start(corpus, tmp_path, copies=LONG)
     started.append(process)
-    _wait_for(lambda: _count_parts(tmp_path) > 0)
-    os.kill(_find_workers(process)[0], signal.SIGKILL)
+    os.kill(_hold_a_worker(process, tmp_path)[0], signal.SIGKILL)
     done = _finish(process)
     assert done.returncode == 1
     assert "was killed by signal 9. Usually memory ran out" in done.stderr
