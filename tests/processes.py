@@ -9,11 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-_TIMEOUT = 120
+PATIENCE = 240
+"""Seconds before something that should happen counts as hanging. Long, because a busy machine is
+slow and a test that passes never waits for it; below pytest's own limit, whose report says less."""
 
 
 def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -34,7 +39,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
         pipes.append(receiver)
         workers.append(worker)
     try:
-        return [_receive(pipe, rank) for rank, pipe in enumerate(pipes)]
+        return _receive_all(pipes)
     finally:
         released.set()
         for worker in workers:
@@ -42,13 +47,19 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
             worker.kill()
 
 
-def _receive(pipe: Any, rank: int) -> Any:
-    if not pipe.poll(_TIMEOUT):
-        raise AssertionError(f"rank {rank} did not answer within {_TIMEOUT} s")
-    is_fine, value = pipe.recv()
-    if not is_fine:
-        raise AssertionError(f"rank {rank} failed:\n{value}")
-    return value
+def _receive_all(pipes: list[Connection]) -> list[Any]:
+    """In whatever order they come: a rank that failed is told though another waits for it."""
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(waiting), PATIENCE)
+        if not ready:
+            raise AssertionError(f"no answer from {list(waiting.values())} within {PATIENCE} s")
+        for pipe in ready:
+            is_fine, results[waiting[pipe]] = pipe.recv()
+            if not is_fine:
+                raise AssertionError(f"rank {waiting[pipe]} failed:\n{results[waiting[pipe]]}")
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _work(
@@ -70,7 +81,7 @@ def _work(
     try:
         sender.send((True, function(*args)))
         # The first process has the store: whoever is still under way must not lose it.
-        released.wait(_TIMEOUT)
+        released.wait(PATIENCE)
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:
@@ -84,3 +95,23 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_until(
+    is_so: Callable[[], object],
+    seconds: float = PATIENCE,
+    describe: Callable[[], str] = lambda: "",
+) -> None:
+    """Look again and again; ``describe`` says what is there when it is given up."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{describe()}"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rapidformer.data.preprocess import run as run_module
 from rapidformer.errors import DataError
 from tests.data.preprocess.rig import read_bytes, run, write_json_lines
 from tests.data.preprocess.vocabularies import get_library_sources, make_gpt2_files, write_lines
+from tests.processes import PATIENCE, is_alive, wait_until
 
 KILLS = 20
 LONG = 6
@@ -54,19 +55,12 @@ def _start(
 
 
 def _finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def _count_parts(folder: Path) -> int:
     return len(list((folder / f"{NAME}.parts").glob("[0-9]*.json")))
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 def _find_workers(process: subprocess.Popen[str]) -> list[int]:
@@ -89,10 +83,10 @@ def _hold_a_worker(process: subprocess.Popen[str], folder: Path, parts: int = 1)
     The run cannot finish without both, so it is still there for what the test does next, even on
     a machine so busy that the test itself is rarely scheduled.
     """
-    _wait_for(lambda: len(_find_workers(process)) == 2)
+    wait_until(lambda: len(_find_workers(process)) == 2)
     workers = _find_workers(process)
     os.kill(workers[0], signal.SIGSTOP)
-    _wait_for(lambda: _count_parts(folder) >= parts)
+    wait_until(lambda: _count_parts(folder) >= parts)
     return workers
 
 
@@ -103,10 +97,6 @@ def _get_state(number: int) -> str:
     except OSError:
         return ""
     return "" if words[0] == "Z" else f"{words[0]} {words[11]} {words[12]}"
-
-
-def _is_alive(number: int) -> bool:
-    return _get_state(number) != ""
 
 
 def _is_waiting(number: int) -> bool:
@@ -136,7 +126,7 @@ def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
         process = _start(corpus, tmp_path, workers=dice.choice([1, 2]))
         started.append(process)
         wanted = before + dice.randrange(0, 20)
-        _wait_for(lambda: process.poll() is not None or _count_parts(tmp_path) >= wanted)  # noqa: B023
+        wait_until(lambda: process.poll() is not None or _count_parts(tmp_path) >= wanted)  # noqa: B023
         time.sleep(dice.random() * 0.05)
         process.kill()
         done = _finish(process)
@@ -163,11 +153,11 @@ def test_workers_of_a_killed_run_end(
     process.send_signal(signal.SIGSTOP)
     os.kill(workers[0], signal.SIGCONT)
     # Nobody feeds them any more: they finish what they were given, then wait for ever.
-    _wait_for(lambda: all(map(_is_waiting, workers)))
-    assert all(map(_is_alive, workers))
+    wait_until(lambda: all(map(_is_waiting, workers)))
+    assert all(map(is_alive, workers))
     process.kill()
     process.communicate()
-    _wait_for(lambda: not any(map(_is_alive, workers)))
+    wait_until(lambda: not any(map(is_alive, workers)))
 
 
 def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
@@ -184,7 +174,7 @@ def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
     assert "Traceback" not in done.stderr
     assert "stopped; " in done.stderr
     assert "the same command continues from there" in done.stderr
-    assert not any(map(_is_alive, workers))
+    assert not any(map(is_alive, workers))
     done = _finish(_start(corpus, tmp_path, copies=LONG))
     assert "resuming: " in done.stderr
     data, _ = read_bytes(tmp_path / NAME)

@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.processes import PATIENCE, wait_until
 
 # What a launcher around the tests may have left behind.
 FOREIGN = (
@@ -85,7 +85,7 @@ class Command:
             self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is None
 
-    def wait(self, seconds: float = 100) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         wait_until(lambda: not self.is_running(), seconds, self.describe)
         assert self.status is not None
         return self.status
@@ -98,20 +98,3 @@ class Command:
         if self.is_running():
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
-
-
-def wait_until(
-    is_so: Callable[[], object], seconds: float = 60, describe: Callable[[], str] = lambda: ""
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{describe()}"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -18,7 +18,8 @@ from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import plan_launch
 from rapidformer.launch.hosts import Host, build_command, parse_hostfile, plan_hosts
-from tests.launch.commands import Command, is_alive, wait_until
+from tests.launch.commands import Command
+from tests.processes import is_alive, wait_until
 
 Start = Callable[..., Command]
 
@@ -129,16 +130,16 @@ def test_run_over_hosts_with_unequal_slots(launch: Callable[..., Command]) -> No
 
 
 def test_first_failure_of_any_host_is_shown_once(launch: Callable[..., Command]) -> None:
-    command = launch("if rank == '2': raise ValueError('here')\ntime.sleep(60)")
-    assert command.wait(60) == 1
+    command = launch("if rank == '2': raise ValueError('here')\ntime.sleep(600)")
+    assert command.wait() == 1
     assert command.err.count("ValueError: here") == 1, command.err
     assert f"rank 2 (node 1, {socket.gethostname()}) failed" in command.err
 
 
 def test_rank_that_was_killed_is_not_taken_for_a_lost_host(launch: Callable[..., Command]) -> None:
     """Both have status 137; only a lost host is worth a word of its own, or another start."""
-    command = launch("if rank == '2': os.kill(os.getpid(), 9)\ntime.sleep(60)")
-    assert command.wait(60) == 137
+    command = launch("if rank == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)")
+    assert command.wait() == 137
     assert command.err.startswith(f"error: rank 2 (node 1, {socket.gethostname()}) was ended by ")
     assert command.err.count("\n") == 1, command.err
 
@@ -149,9 +150,9 @@ def test_signal_to_the_launcher_ends_the_hosts_too(
 ) -> None:
     code = f"""
 import subprocess
-child = subprocess.Popen(["sleep", "120"])
+child = subprocess.Popen(["sleep", "600"])
 open({str(tmp_path)!r} + "/pid" + rank, "w").write(f"{{os.getpid()}} {{child.pid}} .")
-time.sleep(120)
+time.sleep(600)
 """
     command = launch(code)
     files = [tmp_path / f"pid{rank}" for rank in range(3)]
@@ -161,8 +162,8 @@ time.sleep(120)
     )
     pids = [int(word) for f in files for word in f.read_text().split()[:2]]
     command.send(getattr(signal, name))
-    status = command.wait(30)
-    wait_until(lambda: not any(map(is_alive, pids)), 10)
+    status = command.wait()
+    wait_until(lambda: not any(map(is_alive, pids)))
     if name != "SIGKILL":
         assert status == 128 + getattr(signal, name)
         assert command.err == f"error: stopped by signal {name}.\n"
@@ -176,7 +177,7 @@ def test_lost_host_is_started_again(
     code = f"""
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     open({str(tmp_path)!r} + "/agent" + rank, "w").write(f"{{os.getppid()}}.")
-    time.sleep(120)
+    time.sleep(600)
 """
     command = launch(code, "--max-restarts", "1")
     file = tmp_path / "agent2"
@@ -192,7 +193,7 @@ def test_host_that_ssh_cannot_reach_is_named(
 ) -> None:
     (tmp_path / "hosts").write_text("127.0.0.2 slots=1\nunreachable slots=1\n")
     command = launch("")
-    assert command.wait(60) == 255
+    assert command.wait() == 255
     assert "error: node 1 (unreachable) cannot be used over ssh: try `" in command.err
     assert "It must work without a password" in command.err
     assert "Traceback" not in command.err, "of the hosts that could be reached\n" + command.err

@@ -6,18 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.commands import Command, is_alive, wait_until
+from tests.launch.commands import Command
+from tests.processes import is_alive, wait_until
 
 Start = Callable[..., Command]
 
 RANK = "import os; rank = os.environ.get('RANK', '0')\n"
-WAIT = "import time; time.sleep(120)\n"
+# Longer than any test waits: whoever ends before was ended.
+WAIT = "import time; time.sleep(600)\n"
 TWO = ("--device", "cpu", "--nproc-per-node", "2")
 
 
@@ -89,14 +90,12 @@ from rapidformer.errors import RapidformerError
 if rank == "1":
     raise RapidformerError("the second one is unwell")
 {WAIT}"""
-    started = time.monotonic()
     status, out, err = run(code, *TWO)
     assert status == 1
     assert err == "error: rank 1: the second one is unwell\n", (
         "nothing of the launcher's own around it"
     )
     assert out == ""
-    assert time.monotonic() - started < 60, "the other process is ended, not waited for"
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_signal_to_the_launcher_ends_all_within_seconds(
 import signal, subprocess, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}} .")
 {WAIT}"""
     )
@@ -209,15 +208,15 @@ Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}}
     command.send(number)
     if name == "SIGKILL":
         # Nobody is left to clear up; the kernel ends the workers.
-        command.wait(20)
-        wait_until(lambda: not any(map(is_alive, workers)), 10)
+        command.wait()
+        wait_until(lambda: not any(map(is_alive, workers)))
         for child in children:
             os.kill(child, signal.SIGKILL)
         return
-    assert command.wait(20) == 128 + number
+    assert command.wait() == 128 + number
     assert f"stopped by signal {name}" in command.err
     assert "Traceback" not in command.err
-    wait_until(lambda: not any(map(is_alive, workers + children)), 2)
+    wait_until(lambda: not any(map(is_alive, workers + children)))
 
 
 def test_error_in_the_flags_is_told_before_any_process_is_started(start: Start) -> None:
@@ -273,8 +272,6 @@ from rapidformer.cli.main import main
 assert main(["launch", "--help"]) == 0
 assert "torch" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--max-restarts" in done.stdout
     assert "SCRIPT" in done.stdout

@@ -19,7 +19,8 @@ from rapidformer.launch.watch import (
     is_stalled,
     read_beat,
 )
-from tests.launch.commands import Command, wait_until
+from tests.launch.commands import Command
+from tests.processes import wait_until
 
 Start = Callable[..., Command]
 STALL = """
@@ -33,6 +34,10 @@ def wait_for_ever():
 
 rank = int(os.environ["RANK"])
 start_heartbeat(rank)
+# Nobody is ahead while the other is still being started: that would be a stall of its own.
+open(f"{sys.argv[1]}_{rank}", "w").close()
+while not os.path.exists(f"{sys.argv[1]}_{1 - rank}"):
+    time.sleep(0.01)
 for step in range(1, 4):
     beat("data", step)
     if step == 3 and rank == 1:
@@ -160,7 +165,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
 def test_missing_rank_is_told_with_its_stack(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STALL)
-    flags = ("--nproc-per-node", "2", "--stall-timeout-minutes", "0.01")
+    flags = ("--nproc-per-node", "2", "--stall-timeout-minutes", "0.05")
     command = start("launch", *flags, script, tmp_path / "told")
     wait_until(lambda: " in wait_for_ever" in command.err, describe=command.describe)
     (tmp_path / "told").touch()
@@ -174,7 +179,7 @@ def test_missing_rank_of_another_node_is_told_by_node_0(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(STALL)
-    words = ("--stall-timeout-minutes", "0.01", script, tmp_path / "told")
+    words = ("--stall-timeout-minutes", "0.05", script, tmp_path / "told")
     started = [begin(rank, *words) for rank in (0, 1)]
     wait_until(lambda: " in wait_for_ever" in started[0].err, describe=started[0].describe)
     (tmp_path / "told").touch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
 from rapidformer.training.meter import Mean, Measurement, Meter, WeightedSums
+from tests.conftest import Clock
 
 NAN, INF = float("nan"), float("inf")
 
@@ -126,13 +126,14 @@ def test_loss_is_checked_though_there_is_no_norm() -> None:
         read(meter)
 
 
-def test_pauses_are_not_training_time() -> None:
+def test_pauses_are_not_training_time(clock: Clock) -> None:
     meter = make([[(1.0, 1)]])
+    clock.now += 2.0
     paused_at = meter.pause()
-    time.sleep(0.3)
+    clock.now += 30.0
     meter.resume(paused_at)
-    seconds = read(meter).seconds
-    assert 0 < seconds < 0.25
+    clock.now += 1.0
+    assert read(meter).seconds == 3.0
 
 
 def test_small_losses_are_not_lost_in_the_sum() -> None:

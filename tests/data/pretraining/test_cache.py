@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from rapidformer.data.pretraining import cache
 from rapidformer.data.pretraining.cache import IndexCache, IndexMaps
 from rapidformer.errors import DataError
+from tests.processes import wait_until
 
 ARRAYS = {"rows": np.arange(60, dtype=np.uint32).reshape(20, 3), "order": np.arange(5)[::-1]}
 
@@ -189,48 +189,59 @@ from pathlib import Path
 import numpy as np
 from rapidformer.data.pretraining.cache import IndexCache
 
-folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+folder = Path(sys.argv[1])
+
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
 
 def build():
     with (folder / "builds.txt").open("a") as file:
         file.write(f"{os.getpid()}\\n")
-    time.sleep(seconds)
+    wait_for("finish")
     return {"rows": np.arange(60, dtype=np.uint32).reshape(20, 3), "order": np.arange(5)[::-1]}
 
-while not (folder / "go").exists():
-    time.sleep(0.01)
+wait_for("go")
+(folder / f"here-{os.getpid()}").touch()
 maps = IndexCache(folder).load_or_build("test data", {"seed": 1}, build)
 print(int(maps["rows"].sum()))
 """
 
 
-def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(seconds)]
+def start(folder: Path) -> subprocess.Popen[str]:
+    """It begins when ``go`` is in the folder, and has built when ``finish`` is."""
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
 
 
+def is_building(folder: Path) -> bool:
+    return (folder / "builds.txt").exists()
+
+
 def test_of_several_processes_one_builds(tmp_path: Path) -> None:
-    processes = [start(tmp_path, 0.4) for _ in range(3)]
+    processes = [start(tmp_path) for _ in range(3)]
     (tmp_path / "go").touch()
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 3 and is_building(tmp_path))
+    (tmp_path / "finish").touch()
+    outputs = [process.communicate()[0] for process in processes]
     assert outputs == ["1770\n"] * 3
     assert len((tmp_path / "builds.txt").read_text().splitlines()) == 1
 
 
 def test_a_killed_builder_is_followed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    first = start(tmp_path, 60)
-    while not (tmp_path / "builds.txt").exists():
-        time.sleep(0.01)
-    second = start(tmp_path, 0)
+    first = start(tmp_path)
+    wait_until(lambda: is_building(tmp_path))
+    second = start(tmp_path)
     # What a builder killed while writing would have left.
     lock = find(tmp_path, "*.lock")
     leftover = lock.with_name(f"{lock.stem}-rows.npy.partial-elsewhere-1")
     leftover.write_bytes(b"half")
     lock.with_name(f"{lock.stem}-rows.npy").write_bytes(b"half, under the final name")
     first.send_signal(signal.SIGKILL)
-    first.wait(timeout=30)
-    assert second.communicate(timeout=60)[0] == "1770\n"
+    first.wait()
+    (tmp_path / "finish").touch()
+    assert second.communicate()[0] == "1770\n"
     assert not leftover.exists()
     check(load(tmp_path, Builder()))
 
@@ -239,14 +250,19 @@ def test_who_waits_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "go").touch()
-    other = start(tmp_path, 0.5)
-    while not (tmp_path / "builds.txt").exists():
-        time.sleep(0.01)
+    other = start(tmp_path)
+    wait_until(lambda: is_building(tmp_path))
     monkeypatch.setattr(cache, "_SECONDS_BEFORE_SAYING", 0.0)
     build = Builder()
-    with caplog.at_level(logging.WARNING, logger="rapidformer"):
+
+    def finish(record: logging.LogRecord) -> bool:
+        """The other process builds until this one has said that it waits."""
+        (tmp_path / "finish").touch()
+        return True
+
+    with caplog.at_level(logging.WARNING, logger="rapidformer"), caplog.filtering(finish):
         check(load(tmp_path, build))
     assert build.calls == 0
     assert "for the index map of the test data, which process" in caplog.text
     assert f"-{other.pid} is building" in caplog.text
-    other.communicate(timeout=60)
+    other.communicate()
