@@ -1,6 +1,7 @@
 # make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
-# make test     make the environment, then lint, types and tests
-# make install  make the environment with every extra
+# make check    lint, types and the fast tests: under 2 minutes on 2 cores, for while you work
+# make test     lint, types and every test: under 15 minutes on 2 cores, before a change lands
+# make install  make the environment with every extra; the others do it first
 # make docs     build the documentation into site/; a warning is an error
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lint types tests docs format bench clean
+.PHONY: install demo check test lint types fast-tests tests docs format bench clean
 
 install: $(INSTALLED)
 
@@ -23,6 +24,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: install
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/demo/run.py
 
+check: lint types fast-tests
+
 test: lint types tests
 
 lint: install
@@ -31,6 +34,10 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+# Which tests are slow is said in tests/conftest.py, and by a mark on some files and tests.
+fast-tests: install
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 tests: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -19,6 +19,19 @@ import torch
 
 from tests.small import make_model_folder, make_pair_data
 
+_SLOW_FOLDERS = {"examples", "faults", "parity"}
+_SLOW_FIXTURES = {"rapidformer", "start"}
+"""They run the command as a user would: in processes of its own, which import torch again."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``slow`` what ``make check`` leaves out; single files and tests say it themselves."""
+    here = Path(__file__).parent
+    for item in items:
+        is_in_slow_folder = item.path.relative_to(here).parts[0] in _SLOW_FOLDERS
+        if is_in_slow_folder or _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads() -> None:

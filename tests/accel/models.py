@@ -104,6 +104,10 @@ def make(family: str, dropout: float = 0.0) -> nn.Module:
     return MAKERS[family](dropout).train()
 
 
+GENERATING = {"gpt2", "t5", "llama"}
+"""Those that keep keys and values for generation, in training too unless they are told not to."""
+
+
 def make_batch(family: str) -> dict[str, torch.Tensor]:
     if family == "vit":
         pixels = torch.linspace(-1, 1, 2 * 64).reshape(2, 1, 8, 8)
@@ -113,13 +117,18 @@ def make_batch(family: str) -> dict[str, torch.Tensor]:
     return {"input_ids": IDS, "labels": IDS}
 
 
-def get_loss(model: nn.Module, family: str, seed: int = 1) -> torch.Tensor:
+def get_loss(
+    model: nn.Module, family: str, seed: int = 1, *, has_cache: bool = True
+) -> torch.Tensor:
     torch.manual_seed(seed)
-    loss: torch.Tensor = model(**make_batch(family))["loss"]
+    options = {} if has_cache or family not in GENERATING else {"use_cache": False}
+    loss: torch.Tensor = model(**make_batch(family), **options)["loss"]
     return loss
 
 
-def get_gradients(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
+def get_gradients(
+    model: nn.Module, family: str, *, has_cache: bool = True
+) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    get_loss(model, family).backward()
+    get_loss(model, family, has_cache=has_cache).backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -12,6 +12,8 @@ from rapidformer.models.plan import find_plan
 
 from .models import get_gradients, get_loss, make
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:

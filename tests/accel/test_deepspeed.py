@@ -16,6 +16,7 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.errors import ConfigurationError, MissingPackageError, TrainingError
 from tests.processes import run_in_processes
 
+pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"micro_batch_size": 4, "lr": 0.1, "seed": 3}
 
 

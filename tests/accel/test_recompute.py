@@ -1,27 +1,43 @@
-"""Recomputed activations: the same loss and gradients, bit for bit, on an unchanged model."""
+"""Recomputed activations: the same loss and gradients, bit for bit, on an unchanged model.
+
+Bit for bit with the model *without a key-value cache*, which recompute leaves out: training needs
+none, and a block would fill it twice. Hugging Face's generating models fill one in training unless
+they are told not to. The values are the same, but joining keys to an empty cache makes them
+contiguous, and a BLAS may round products of contiguous and of strided operands differently: Arm's
+does, Intel's does not. So a model with a cache is compared up to rounding.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
+from rapidformer.accel import recompute
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 
-from .models import MAKERS, get_gradients, get_loss, make
+from .models import GENERATING, MAKERS, get_gradients, get_loss, make
 
 FAMILIES = list(MAKERS)
+ROUNDING = 32 * torch.finfo(torch.float32).eps
+"""Of a gradient's norm. Measured on Arm: 8 at most; another dropout mask: millions."""
+
+get_gradients_without_cache = functools.partial(get_gradients, has_cache=False)
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        distance = (found[name] - value).norm()
+        assert distance <= tolerance * value.norm(), (name, float(distance / value.norm()))
 
 
 class Counter:
@@ -42,7 +58,7 @@ class Counter:
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_gradients_are_bit_equal(family: str, granularity: str) -> None:
     model = make(family)
-    expected = get_gradients(model, family)
+    expected = get_gradients_without_cache(model, family)
     apply_recompute(model, find_plan(model), granularity=granularity)
     assert_equal(get_gradients(model, family), expected)
 
@@ -51,11 +67,33 @@ def test_gradients_are_bit_equal(family: str, granularity: str) -> None:
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_dropout_is_drawn_once(family: str, granularity: str) -> None:
     model = make(family, dropout=0.3)
-    expected = get_gradients(model, family)
+    expected = get_gradients_without_cache(model, family)
     state = torch.get_rng_state()
     apply_recompute(model, find_plan(model), granularity=granularity)
     assert_equal(get_gradients(model, family), expected)
     assert torch.equal(torch.get_rng_state(), state), "the random numbers go on as without it"
+
+
+@pytest.mark.parametrize("family", sorted(GENERATING))
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_model_with_a_cache_differs_by_rounding_only(family: str, dropout: float) -> None:
+    model = make(family, dropout)
+    expected = get_gradients(model, family)
+    apply_recompute(model, find_plan(model))
+    assert_equal(get_gradients(model, family), expected, ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_another_dropout_mask_is_no_rounding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would miss if their tolerance hid it."""
+    forgetful = functools.partial(recompute.checkpoint, preserve_rng_state=False)
+    monkeypatch.setattr(recompute, "checkpoint", forgetful)
+    model = make(family, dropout=0.3)
+    expected = get_gradients(model, family)
+    apply_recompute(model, find_plan(model))
+    found = get_gradients(model, family)
+    with pytest.raises(AssertionError, match="weight"):
+        assert_equal(found, expected, 1000 * ROUNDING)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
@@ -130,6 +168,7 @@ def test_model_without_blocks_is_told_what_to_do() -> None:
         apply_recompute(model, find_plan(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "granularity"), [("bert", "full"), ("bert", "selective"), ("custom", "full")]
 )

@@ -15,6 +15,7 @@ from tests.parity.harness import build_data, build_model
 from tests.processes import run_in_processes
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
+pytestmark = pytest.mark.slow
 
 SETTINGS: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "seed": 5}
 STAGE_2 = {"zero_optimization": {"stage": 2}}

@@ -82,6 +82,7 @@ def test_evaluate(command: Any, trained: Path, small_data: Path, tmp_path: Path)
     assert metrics["accuracy"] > 0.8 and metrics["split"] == "test"
 
 
+@pytest.mark.slow
 def test_evaluate_on_two_processes_gives_the_same(
     command: Any, rapidformer: Any, trained: Path, small_data: Path
 ) -> None:

@@ -289,9 +289,10 @@ def _run_megatron_form(settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray
 def test_megatrons_form_computes_its_loss_from_split_logits() -> None:
     losses, gradient, logits, _ = _run_megatron_form({})
     for mine in run_in_processes(_run_megatron_form, 2, {"tensor_model_parallel_size": 2}):
-        assert np.allclose(mine[0], losses, rtol=1e-6)
-        assert np.allclose(mine[1], gradient, rtol=1e-4, atol=1e-8)
-        assert np.allclose(mine[2], logits, rtol=1e-4, atol=1e-6)
+        # Beside the whole, not element by element: one that is a difference of large numbers
+        # consists of their rounding, which is another on every processor.
+        for found, expected in zip(mine[:3], (losses, gradient, logits), strict=True):
+            assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
         assert mine[3] == [DTensor, torch.Tensor]  # joined where there are no labels
 
 

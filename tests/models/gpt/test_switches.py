@@ -18,6 +18,7 @@ from tests.processes import run_in_processes
 
 from .small import MODERN, make_config, make_tokens
 
+pytestmark = pytest.mark.slow
 UPDATES, MICRO_BATCHES, ROWS = 2, 4, 2
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {},

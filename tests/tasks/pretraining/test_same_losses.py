@@ -13,6 +13,7 @@ from rapidformer.cli.main import main
 from tests.processes import run_in_processes
 from tests.tasks.pretraining.corpus import LENGTH, SIZES, get_losses
 
+pytestmark = pytest.mark.slow
 NO_DROPOUT = ["--hidden-dropout", 0, "--attention-dropout", 0]
 # Many short samples: some of so few tokens that none of them is hidden.
 SHORT = ["--short-seq-prob", 0.9]
