@@ -16,8 +16,13 @@ os.environ.setdefault("RAPIDFORMER_EMULATE_16_BIT", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.small import make_model_folder, make_pair_data
+
+# How long an example takes says something about the machine's load, nothing about the code.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 _SLOW_FOLDERS = {"examples", "faults", "parity"}
 _SLOW_FIXTURES = {"rapidformer", "start"}

@@ -69,7 +69,8 @@ _documents = st.lists(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(documents=_documents, cut=st.integers(0, 6))
 def test_any_documents_however_they_are_added(
