@@ -7,10 +7,9 @@ a model is evaluated, it is told.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,12 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import Update
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.training.best_model import BestModel
+from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
 from rapidformer.training.meter import Measurement, Meter
+from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import BEST, LAST
 from rapidformer.training.stop_signals import StopSignals
@@ -52,25 +55,6 @@ class Evaluation:
     greater_is_better: bool = True
 
 
-@dataclass
-class Progress:
-    """Where the run stands, beyond what the engine counts; goes into every checkpoint."""
-
-    best_metric: str | None = None
-    best_value: float | None = None
-    best_step: int | None = None
-    evaluations: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int | None = None
-    evaluations_since_best: int = 0
-    """In a row, none better by ``--early-stopping-threshold``."""
-
-    def get_best(self) -> tuple[str, float, int] | None:
-        """The metric, its value and the step of the best model so far."""
-        if self.best_value is None or self.best_step is None:
-            return None
-        return self.best_metric or "metric", self.best_value, self.best_step
-
-
 class TrainingLoop:
     """Runs updates until the run is over."""
 
@@ -87,6 +71,7 @@ class TrainingLoop:
         saves_each_epoch: bool = True,
         test: Callable[[], Metrics] | None = None,
         progress: Progress | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
         self.args = engine.args
@@ -106,21 +91,43 @@ class TrainingLoop:
             self.evaluation = None
         self.test = test
         self.progress = progress or Progress()
+        self.control = Control()
+        self._callbacks: list[Callback] = [reporter]
+        if evaluation is not None:
+            self._callbacks.append(
+                BestModel(
+                    evaluation.best_metric,
+                    greater_is_better=evaluation.greater_is_better,
+                    saves=self.timetable.saves_best or self.args.load_best_model_at_end,
+                    processor=processor,
+                )
+            )
+        self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._saved_at: int | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step
         self._step_before = self.step
-        self._is_stopping = False
         self._signals = StopSignals(
             reporter.say, saves=bool(self.args.save), is_alone=self.args.world_size == 1
         )
-        self._lr = 0.0
+        self.lr = 0.0
+        """The learning rate of the last update."""
 
     @property
     def step(self) -> int:
         """Updates done."""
         return self.engine.clock.updates
+
+    @property
+    def live_loss(self) -> float | None:
+        """The running mean that the progress bar shows; None where there is no bar."""
+        live = self.meter.live_loss
+        return live.value if live else None
+
+    def say(self, message: str) -> None:
+        """A line for the person at the terminal."""
+        self.reporter.say(message)
 
     @property
     def is_finished(self) -> bool:
@@ -131,6 +138,7 @@ class TrainingLoop:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
         try:
+            self._tell("on_train_begin")
             if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
                 self._evaluate()
             with self._signals:
@@ -139,6 +147,7 @@ class TrainingLoop:
             if self._signals.caught is not None:
                 self._stop()
             self._finish()
+            self._tell("on_train_end")
         finally:
             self.reporter.close()
         return self.progress
@@ -147,52 +156,73 @@ class TrainingLoop:
         """Save and leave, because a signal asked for it."""
         where = "nothing was saved"
         if self.args.save and self.step > 0:
-            self._save()
+            self.save()
             where = f"go on with the same command and --load {self.args.save}"
         self.reporter.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
         self._signals.leave()
 
+    def _tell(self, hook: str, *facts: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(self, self.control, *facts)
+
     def _run_epoch(self) -> None:
         attempts = self._attempts
+        self.control.should_epoch_stop = False
+        self._tell("on_epoch_begin")
         for update in self.engine.iterate_updates(self.loader):
-            results = self.engine.run_update(self.forward, update)
-            for each, result in zip(update, results, strict=True):
-                self.meter.add_micro_batch(result.means, each.info)
-            self._lr = self.engine.get_learning_rate()
-            self.engine.step()
-            self._after_update()
-            if self._is_over():
+            self._run_update(update)
+            if self._is_over() or self.control.should_epoch_stop:
                 break
         else:
-            self._after_epoch()
+            self._plan_end_of_epoch()
         if attempts == self._attempts:
             raise RapidformerError("the training data gave no batch: is the stream empty?")
+        self._tell("on_epoch_end")
+        self._act()
 
-    def _after_update(self) -> None:
-        clock = self.engine.clock
+    def _run_update(self, update: Update) -> None:
+        self._tell("on_step_begin")
+        results = self.engine.run_update(self.forward, update)
+        for each, result in zip(update, results, strict=True):
+            self.meter.add_micro_batch(result.means, each.info)
+        self.lr = self.engine.get_learning_rate()
+        self._tell("on_pre_optimizer_step")
+        self.engine.step()
+        self._tell("on_optimizer_step")
         self._attempts += 1
-        self.meter.add_update(clock.total_weight, clock.grad_norm)
-        live = self.meter.live_loss
-        self.reporter.advance(self.step, live.value if live else None, self._lr)
-        if self.timetable.is_log_due(self._attempts, self.step):
-            self._log()
+        self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
+        self._plan_end_of_step()
+        self._tell("on_step_end")
+        self._act()
+
+    def _plan_end_of_step(self) -> None:
+        """Ask for what the settings say is due at this step."""
+        control, timetable = self.control, self.timetable
+        control.should_log |= timetable.is_log_due(self._attempts, self.step)
         if self.step == self._step_before:
-            return  # an update that fp16 has skipped: nothing is due
+            return  # an update that fp16 has skipped: nothing else is due
         self._step_before = self.step
-        if self.evaluation is not None and self.timetable.is_evaluation_due(self.step):
-            self._evaluate()
-        if self.timetable.is_save_due(self.step):
-            self._save()
+        control.should_evaluate |= timetable.is_evaluation_due(self.step)
+        control.should_save |= timetable.is_save_due(self.step)
         self._check_exit()
 
-    def _after_epoch(self) -> None:
-        if self.timetable.is_log_due_after_epoch():
+    def _plan_end_of_epoch(self) -> None:
+        control, timetable = self.control, self.timetable
+        control.should_log |= timetable.is_log_due_after_epoch()
+        control.should_evaluate |= timetable.is_evaluation_due_after_epoch(self.epoch)
+        control.should_save |= timetable.is_save_due_after_epoch()
+
+    def _act(self) -> None:
+        """Do what the settings and the callbacks have asked for."""
+        control = self.control
+        if control.should_log:
             self._log()
-        is_due = self.timetable.is_evaluation_due_after_epoch(self._get_epoch())
-        if self.evaluation is not None and is_due:
+        if control.should_evaluate and self.evaluation is not None:
             self._evaluate()
-        if self.timetable.is_save_due_after_epoch():
-            self._save()
+        if control.should_save and self.args.save:
+            self.save()
+        # What a run without a folder or validation data cannot do is not asked for again.
+        control.should_evaluate = control.should_save = False
 
     def _finish(self) -> None:
         if self.evaluation is not None and self.progress.evaluated_at != self.step:
@@ -202,11 +232,11 @@ class TrainingLoop:
             results = broadcast_object(evaluate_model(self.engine, self.test))
             line = {f"test_{key}": value for key, value in results.items()}
             self.progress.evaluations |= line
-            self.reporter.log_evaluation(self._locate() | line)
+            self._tell("on_log", self._locate() | line)
         if self.timetable.saves:
             assert self.args.save is not None
             if self.step > 0:
-                self._save()
+                self.save()
             self.engine.export(Path(self.args.save) / LAST, self.processor)
         elif self.meter.has_updates():
             self._log()
@@ -232,28 +262,30 @@ class TrainingLoop:
 
     def _is_over(self) -> bool:
         # Attempts, not updates: fp16 overflows use up data without an update.
-        return self._is_stopping or self._attempts >= self.train_iters
+        return self.control.should_training_stop or self._attempts >= self.train_iters
 
     def _check_exit(self) -> None:
-        args = self.args
-        self._is_stopping |= self._signals.caught is not None
+        args, control = self.args, self.control
+        control.should_training_stop |= self._signals.caught is not None
         if args.exit_interval and self.step % args.exit_interval == 0:
-            self._is_stopping = True
+            control.should_training_stop = True
         if args.exit_duration_in_mins is not None and (
             self._attempts % self.timetable.log_interval == 0
         ):
             minutes = (time.monotonic() - self._started_at) / 60
-            self._is_stopping |= broadcast_object(minutes > args.exit_duration_in_mins)
+            is_late = broadcast_object(minutes > args.exit_duration_in_mins)
+            control.should_training_stop |= is_late
 
     # ---- logging, evaluating, saving -----------------------------------------------------------
 
     def _log(self) -> None:
+        self.control.should_log = False
         if not self.meter.has_updates():
             return
         measured = self.meter.read(
             self._attempts, tolerates_infinity=self.engine.scaler is not None
         )
-        self.reporter.log_training(self._describe(measured))
+        self._tell("on_log", self._describe(measured))
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
         updates = len(measured.losses)
@@ -261,9 +293,9 @@ class TrainingLoop:
         line: dict[str, Any] = {
             **measured.parts,
             "step": self.step,
-            "epoch": round(self._get_epoch(), 4),
+            "epoch": round(self.epoch, 4),
             "loss": measured.loss,
-            "lr": self._lr,
+            "lr": self.lr,
             "grad_norm": measured.grad_norm,
             "step_time": step_time,
             "tokens_per_second": measured.tokens / measured.seconds,
@@ -279,9 +311,11 @@ class TrainingLoop:
         return line
 
     def _locate(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": round(self._get_epoch(), 4)}
+        return {"step": self.step, "epoch": round(self.epoch, 4)}
 
-    def _get_epoch(self) -> float:
+    @property
+    def epoch(self) -> float:
+        """Epochs done, with the part of the current one."""
         state = self.loader.state_dict()
         if self.loader.is_stream:
             return float(state["epoch"])
@@ -289,81 +323,34 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         assert self.evaluation is not None
+        self.control.should_evaluate = False
         self._log()
         paused_at = self.meter.pause()
         # The first process's word: were they to differ, one alone would go and save the best.
         results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
         self.progress.evaluations = results
         self.progress.evaluated_at = self.step
-        line = {f"eval_{key}": value for key, value in results.items()}
-        self.reporter.log_evaluation(self._locate() | line)
-        is_best = self._keep_if_best(results)
+        metrics = {f"eval_{key}": value for key, value in results.items()}
+        self._tell("on_log", self._locate() | metrics)
+        self._tell("on_evaluate", metrics)
         self.meter.resume(paused_at)
-        if is_best and (self.timetable.saves_best or self.args.load_best_model_at_end):
-            self._save()
+        if self.control.should_save and self.args.save:
+            self.save()
 
-    def _keep_if_best(self, results: dict[str, float]) -> bool:
-        assert self.evaluation is not None
-        name, greater = self.evaluation.best_metric, self.evaluation.greater_is_better
-        if name is None:
-            # Nobody has said which: the first one that the metrics hook returns.
-            name = next(iter(results), "")
-            greater = is_greater_better(name)
-        self._check_metric(name, results)
-        if self.args.greater_is_better is not None:
-            greater = self.args.greater_is_better
-        if name not in results or not math.isfinite(results[name]):
-            return False
-        value, best = results[name], self.progress.best_value
-        gain = math.inf if best is None else (value - best if greater else best - value)
-        self._count_patience(gain)
-        if gain <= 0:
-            return False
-        self.progress.best_metric = name
-        self.progress.best_value, self.progress.best_step = value, self.step
-        if self.args.save is not None:
-            self.engine.export(Path(self.args.save) / BEST, self.processor)
-        return True
-
-    def _count_patience(self, gain: float) -> None:
-        """Stop where the metric has not been better for too many evaluations."""
-        progress, patience = self.progress, self.args.early_stopping_patience
-        is_better = gain > self.args.early_stopping_threshold
-        progress.evaluations_since_best = 0 if is_better else progress.evaluations_since_best + 1
-        if patience is not None and progress.evaluations_since_best >= patience:
-            self.reporter.say(
-                f"stopping at step {self.step}: {patience} evaluations in a row were not better "
-                f"than the best (--early-stopping-patience {patience})."
-            )
-            self._is_stopping = True
-
-    def _check_metric(self, name: str, results: dict[str, float]) -> None:
-        """Only a script's own metrics hook is found out here; tasks know their metrics before."""
-        if name in results or not results or not self.args.is_given("metric_for_best_model"):
-            return
-        if self.args.save:
-            self._save()
-        raise RapidformerError(
-            f"--metric-for-best-model {self.args.metric_for_best_model}: the evaluation gives "
-            f"{', '.join(results)}. A checkpoint of step {self.step} "
-            + (
-                f"is kept: go on from it with --load {self.args.save}."
-                if self.args.save
-                else "is not kept, since there is no --save folder."
-            )
-        )
-
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
+        self.control.should_save = False
         if self._saved_at == self.step:
             return
         # Reading the meter raises where a loss is not a number: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
         progress = dataclasses.asdict(self.progress)
-        self.engine.save_checkpoint(
+        folder = self.engine.save_checkpoint(
             extra={"progress": progress, "attempts": self._attempts}, protected=self._best_folder
         )
         self._saved_at = self.step
+        self._tell("on_save", folder)
         self.meter.resume(paused_at)
 
     def restore(self, extra: dict[str, Any]) -> None:
@@ -375,11 +362,6 @@ class TrainingLoop:
             self.progress.best_value = self.progress.best_step = None
         self._attempts = extra.get("attempts", self.step)
         self._step_before = self._saved_at = self.step
-
-
-def is_greater_better(metric: str) -> bool:
-    """By the metric's name: less of a loss is better, more of anything else."""
-    return not any(word in metric for word in ("loss", "perplexity", "error"))
 
 
 def evaluate_model(

@@ -15,10 +15,11 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.config import Settings
 from rapidformer.config.render import render_arguments
 from rapidformer.log import get_logger, warn_once
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE, MetricsFile
 
 
-class Reporter:
+class Reporter(Callback):
     """Tells of the run to the terminal and to files."""
 
     def __init__(
@@ -50,6 +51,13 @@ class Reporter:
         """A line for the person at the terminal."""
         if self._speaks:
             get_logger().info(message)
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        self.advance(loop.step, loop.live_loss, loop.lr)
+
+    def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
+        is_training = not any(name.startswith(("eval_", "test_")) for name in line)
+        self.log_training(line) if is_training else self.log_evaluation(line)
 
     def advance(self, step: int, loss: float | None, lr: float) -> None:
         """One more update is done; ``loss`` is the running mean of the last few."""

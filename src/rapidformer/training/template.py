@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.training.best_model import is_greater_better
+from rapidformer.training.callbacks import Callback
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
 from rapidformer.training.forward import interpret_forward
@@ -27,10 +29,9 @@ from rapidformer.training.loop import (
     Evaluation,
     ForwardResult,
     Metrics,
-    Progress,
     TrainingLoop,
-    is_greater_better,
 )
+from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import check_run_folder
@@ -48,6 +49,8 @@ class Template(ABC):
     """Whether a checkpoint is kept after each epoch where no interval is given."""
     counts_ahead = False
     """Whether each batch gets ``update_counts``: rows and labels of its whole update."""
+    callbacks: Sequence[Callback] = ()
+    """Called at the loop's hook points, after the project's own."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: found by its class."""
 
@@ -264,6 +267,7 @@ class Template(ABC):
             processor=self.processor,
             saves_each_epoch=self.saves_each_epoch,
             test=test,
+            callbacks=self.callbacks,
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)

@@ -11,7 +11,8 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.loop import Evaluation, Progress
+from rapidformer.training.loop import Evaluation
+from rapidformer.training.progress import Progress
 from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.trainer.interface import TrainerInterface
@@ -76,6 +77,7 @@ class TrainerTemplate(Template):
     def compose(self) -> Any:
         trainer = self.trainer
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
+        self.engine.is_own_loop = False
         composed = self.engine.compose(
             trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
         )

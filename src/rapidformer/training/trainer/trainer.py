@@ -25,7 +25,8 @@ from rapidformer.config import Settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
-from rapidformer.training.loop import Progress, evaluate_model
+from rapidformer.training.loop import evaluate_model
+from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
 from rapidformer.training.trainer.arguments import TrainingArguments
 from rapidformer.training.trainer.bridge import TrainerTemplate, find_checkpoint_folder

@@ -1,0 +1,91 @@
+"""Keeping the best model of a run, and stopping when it no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import RapidformerError
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
+from rapidformer.training.run_folder import BEST
+
+
+class BestModel(Callback):
+    """Compares each evaluation with the best one so far."""
+
+    def __init__(
+        self, metric: str | None, *, greater_is_better: bool, saves: bool, processor: Any
+    ) -> None:
+        self._metric = metric
+        self._greater_is_better = greater_is_better
+        self._saves = saves
+        """Whether a better model also gets a checkpoint."""
+        self._processor = processor
+
+    def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
+        results = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        # Where nobody has said which: the first one that the metrics hook returns.
+        name = self._metric if self._metric is not None else next(iter(results), "")
+        _check_metric(loop, name, results)
+        if name not in results or not math.isfinite(results[name]):
+            return
+        gain = self._compute_gain(loop, name, results[name])
+        _count_patience(loop, control, gain)
+        if gain > 0:
+            self._keep(loop, control, name, results[name])
+
+    def _compute_gain(self, loop: RunningLoop, name: str, value: float) -> float:
+        """By how much the value is better than the best one."""
+        greater = loop.args.greater_is_better
+        if greater is None:
+            has_name = self._metric is not None
+            greater = self._greater_is_better if has_name else is_greater_better(name)
+        best = loop.progress.best_value
+        if best is None:
+            return math.inf
+        return value - best if greater else best - value
+
+    def _keep(self, loop: RunningLoop, control: Control, name: str, value: float) -> None:
+        progress, args = loop.progress, loop.args
+        progress.best_metric = name
+        progress.best_value, progress.best_step = value, loop.step
+        if args.save is not None:
+            loop.engine.export(Path(args.save) / BEST, self._processor)
+        control.should_save |= self._saves
+
+
+def is_greater_better(metric: str) -> bool:
+    """By the metric's name: less of a loss is better, more of anything else."""
+    return not any(word in metric for word in ("loss", "perplexity", "error"))
+
+
+def _count_patience(loop: RunningLoop, control: Control, gain: float) -> None:
+    """Stop where the metric has not been better for too many evaluations."""
+    progress, patience = loop.progress, loop.args.early_stopping_patience
+    is_better = gain > loop.args.early_stopping_threshold
+    progress.evaluations_since_best = 0 if is_better else progress.evaluations_since_best + 1
+    if patience is not None and progress.evaluations_since_best >= patience:
+        loop.say(
+            f"stopping at step {loop.step}: {patience} evaluations in a row were not better "
+            f"than the best (--early-stopping-patience {patience})."
+        )
+        control.should_training_stop = True
+
+
+def _check_metric(loop: RunningLoop, name: str, results: dict[str, float]) -> None:
+    """Only a script's own metrics hook is found out here; tasks know their metrics before."""
+    args = loop.args
+    if name in results or not results or not args.is_given("metric_for_best_model"):
+        return
+    if args.save:
+        loop.save()
+    raise RapidformerError(
+        f"--metric-for-best-model {args.metric_for_best_model}: the evaluation gives "
+        f"{', '.join(results)}. A checkpoint of step {loop.step} "
+        + (
+            f"is kept: go on from it with --load {args.save}."
+            if args.save
+            else "is not kept, since there is no --save folder."
+        )
+    )
