@@ -7,6 +7,7 @@ is as it would be on one.
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from rapidformer.accel.recompute import apply_recompute
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.plan import find_plan
+from tests.parity.pipeline_harness import Trace, run_staged
 from tests.processes import run_in_processes
 
 from .models import MAKERS, get_gradients, get_loss, make, make_batch
@@ -168,3 +170,20 @@ def test_sharded_and_split_weights_train_alike(flags: list[str]) -> None:
     found = run_in_processes(train, 2, [*flags, "--activation-offload"])
     for name, value in expected[0].items():
         np.testing.assert_array_equal(found[0][name], value, err_msg=name)
+
+
+def train_in_stages(settings: dict[str, Any]) -> list[Trace]:
+    with mock.patch.object(activation_offload, "has_own_memory", return_value=True):
+        return run_staged([("gpt2", 4, settings)], 1)
+
+
+def test_stages_of_a_pipeline_train_alike() -> None:
+    """Zero-bubble needs what was saved twice: for gradients of inputs, then of weights."""
+    settings = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
+    expected = run_in_processes(train_in_stages, 2, settings)
+    found = run_in_processes(train_in_stages, 2, {**settings, "activation_offload": True})
+    for (one,), (other,) in zip(expected, found, strict=True):
+        assert one.losses == other.losses
+        assert one.gradients.keys() == other.gradients.keys()
+        for name, value in one.gradients.items():
+            np.testing.assert_array_equal(other.gradients[name], value, err_msg=name)
