@@ -15,6 +15,9 @@ PRIVATE_NAMES = {
     f"{_STATE}._lazy_init": "generating with sharded weights",
     f"{_STATE}._fsdp_param_groups or {_STATE}._fsdp_param_group": "releasing gathered weights",
     f"{_STATE}._state_ctx": "calling a part of a sharded model by itself",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info": (
+        "calling a part of a sharded model by itself"
+    ),
     f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
     "torch.Tensor._version": "seeing whether gathered weights were changed",
 }
