@@ -214,3 +214,55 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     for ranks in outcomes[3:]:
         assert all("For a moving average, copy the shards after compose()" in o.error
                    for o in ranks)  # fmt: skip
+
+
+# ---- gradient penalties --------------------------------------------------------------------------
+
+
+def make_eager_gpt2() -> nn.Module:
+    """Fused attention has no second derivative."""
+    model = build_model("gpt2")
+    model.set_attn_implementation("eager")
+    return model
+
+
+GPT2_EAGER = {"make_model": make_eager_gpt2}
+
+
+def _differentiate(loop: Loop, number: int, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss and the gradient of its rows' embeddings, to be differentiated again."""
+    batch = loop.get_batch(number)
+    embedded = loop.model.get_input_embeddings()(batch.pop("input_ids"))
+    outputs = loop.model(inputs_embeds=embedded, **batch)
+    rows = outputs.logits.logsumexp(-1).sum() if reduction == "sum" else outputs.loss
+    (gradient,) = torch.autograd.grad(rows, embedded, create_graph=True)
+    return outputs.loss, gradient
+
+
+def penalise_the_gradient_of_a_mean(loop: Loop) -> None:
+    loss, gradient = _differentiate(loop, 0, "mean")
+    loop.engine.backward(loss + gradient.pow(2).sum())
+
+
+def penalise_gradients_by_row(loop: Loop) -> None:
+    for number in range(3):
+        with loop.engine.gradients_by_row():
+            loss, gradient = _differentiate(loop, number, "sum")
+        loop.engine.backward(loss + gradient.pow(2).sum(-1).mean())
+        loop.engine.step()
+
+
+def test_a_gradient_penalty_by_row_is_exact_under_data_parallelism() -> None:
+    assert_same([(penalise_gradients_by_row, {}, GPT2_EAGER)])
+
+
+def test_other_gradient_penalties_are_refused() -> None:
+    layouts = {"over 2 data-parallel ranks": {}, "ZeRO/FSDP": zero(2)}
+    runs = [(penalise_the_gradient_of_a_mean, layout, GPT2_EAGER) for layout in layouts.values()]
+    runs += [(penalise_gradients_by_row, zero(3), GPT2_EAGER)]
+    for ranks, words in zip(run_on_ranks(runs), [*layouts, "ZeRO/FSDP"], strict=True):
+        for outcome in ranks:
+            assert outcome.error.startswith("TrainingError: torch.autograd.grad("), outcome.error
+            assert words in outcome.error
+    alone = run_case(penalise_the_gradient_of_a_mean, {}, **GPT2_EAGER)
+    assert not alone.error, "in one process there is nothing to refuse"

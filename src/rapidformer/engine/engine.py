@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
+from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
 from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import Pipeline
@@ -91,6 +92,7 @@ class RapidformerEngine(Run):
         self._first_update = 0
         self._parameters: list[nn.Parameter] = []
         self._num_trainable = 0
+        self._is_by_row = False
         self._parallelized: Parallelized | None = None
         atexit.register(self.close)
 
@@ -147,6 +149,7 @@ class RapidformerEngine(Run):
         # Found once: to walk a model's modules takes longer than many of its kernels.
         self._parameters = list(model.parameters())
         self._num_trainable = self._count_trainable()
+        watch_double_backward(model, self._check_double_backward)
         deepspeed = self._parallelized.deepspeed
         if deepspeed is not None:
             deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
@@ -420,6 +423,22 @@ class RapidformerEngine(Run):
         ``optimizer.step()`` clips by ``--clip-grad`` on its own where this was not called.
         """
         return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
+
+    @contextmanager
+    def gradients_by_row(self) -> Iterator[None]:
+        """Allow a gradient penalty on several data-parallel ranks.
+
+        For ``torch.autograd.grad(outputs.sum(), inputs, create_graph=True)`` and the like, where
+        each row's gradient depends on that row alone.
+        """
+        before, self._is_by_row = self._is_by_row, True
+        try:
+            yield
+        finally:
+            self._is_by_row = before
+
+    def _check_double_backward(self) -> None:
+        check_double_backward(self.args, self.topology, is_by_row=self._is_by_row)
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.

@@ -1,0 +1,62 @@
+"""Gradient penalties: refused where they would not be those of one process.
+
+A penalty differentiates a gradient (``torch.autograd.grad(..., create_graph=True)``). The gradient
+of a mean over this rank's rows is not that of the mean over the global batch, so its penalty
+depends on how the batch is split. And ``fully_shard`` frees weights after the first backward pass.
+Tensor and context parallelism differentiate twice with respect to inputs; for parameters, see
+``double_gradients.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.compat.torch_dispatch import tree_leaves
+from rapidformer.config import Settings
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import TrainingError
+
+_WHAT = "torch.autograd.grad(..., create_graph=True) through the model (a gradient penalty)"
+
+
+def watch_double_backward(model: nn.Module, check: Callable[[], None]) -> None:
+    """Call ``check`` whenever a gradient is taken through the model to be differentiated again."""
+
+    def see_gradient(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward pass, so only with create_graph
+            check()
+
+    def watch_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(see_gradient)
+
+    model.register_forward_hook(torch.compiler.disable(watch_output))
+
+
+def check_double_backward(args: Settings, topology: Topology, *, is_by_row: bool) -> None:
+    """Refuse a gradient penalty that one process would compute differently."""
+    found = {
+        "ZeRO/FSDP": bool(args.zero_stage) and topology.num_replicas > 1,
+        "expert parallelism": topology.expert > 1,
+        "pipeline parallelism": topology.pipeline > 1,
+    }
+    split = " and ".join(name for name, is_on in found.items() if is_on)
+    if split:
+        raise TrainingError(
+            f"{_WHAT} does not work under {split}: the backward pass runs only once there. Use "
+            "data, tensor or context parallelism."
+        )
+    if topology.data > 1 and not is_by_row:
+        raise TrainingError(
+            f"{_WHAT} would depend on how rows are spread over {topology.data} data-parallel ranks "
+            "if it differentiates a mean: that mean is taken over this rank's rows. Differentiate "
+            "a sum over rows, whose gradient is each row's own, and do so inside `with "
+            "engine.gradients_by_row():`."
+        )
