@@ -1,7 +1,7 @@
-"""rapidformer: train PyTorch transformers, accelerated by switches that never change the result.
+"""rapidformer: train PyTorch transformers with switches that never change the result.
 
-The public names are found when they are first asked for, so that ``import rapidformer`` (and
-``rapidformer --help``) does not wait for torch.
+Public names are resolved on first use, so that ``import rapidformer`` (and ``rapidformer --help``)
+does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a user's script may ask for from anywhere: the current run's arguments, timers, tokenizer.
+"""What users' scripts can ask for from anywhere: the current run's settings, timers, tokenizer.
 
-Megatron's scripts call ``get_args()`` inside hooks that take no arguments. Only users' code uses
-this room; library code takes what it needs as parameters.
+Megatron's scripts call ``get_args()`` inside hooks that take no arguments. This is for users' code
+only; library code takes what it needs as parameters.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def set_context(
     timers: Timers,
     build_tokenizer: Callable[[], Any] | None = None,
 ) -> None:
-    """Make a run the current one; a later engine takes over from an earlier one."""
+    """Make a run the current one; a later engine replaces an earlier one."""
     _current.args, _current.timers = args, timers
     _current.tokenizer, _current.build_tokenizer = None, build_tokenizer
 
 
 def replace_args(args: Settings) -> None:
-    """Let the current run's arguments be these: its folder may be chosen after it has begun."""
+    """Replace the current run's settings: its folder may be chosen after it has started."""
     _current.args = args
 
 
@@ -59,7 +59,7 @@ def get_timers() -> Timers:
 
 
 def get_tokenizer() -> Any:
-    """The tokenizer of the current run, made when it is first asked for."""
+    """The tokenizer of the current run, created on first use."""
     if _current.tokenizer is None:
         if _current.build_tokenizer is None:
             raise RapidformerError(

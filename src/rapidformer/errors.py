@@ -1,8 +1,8 @@
-"""What can go wrong by the user's doing, and how it is said.
+"""Errors that users can cause, and how they are reported.
 
 Every error here is written for the person who typed the command: what was given, what is needed,
-what to do. The command prints them without a traceback; anything else that escapes is a defect of
-ours and keeps its traceback.
+what to do. The command prints them without a traceback; anything else that escapes is a bug of ours
+and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 
 class RapidformerError(Exception):
-    """The base of every error that the user can mend."""
+    """Base class of every error that the user can fix."""
 
 
 class ConfigurationError(RapidformerError):
-    """Settings that are unknown, malformed or contradict each other.
+    """Settings that are unknown, malformed or contradictory.
 
-    All problems are collected first and told at once, so that nobody mends a command line one
-    error at a time.
+    All problems are collected and reported at once, so that nobody fixes a command line one error
+    at a time.
     """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
@@ -27,7 +27,7 @@ class ConfigurationError(RapidformerError):
 
 
 class DataError(RapidformerError):
-    """Data that is missing, empty, of another shape than the task needs, or out of range."""
+    """Data that is missing, empty, malformed for the task, or out of range."""
 
 
 class ModelError(RapidformerError):
@@ -39,7 +39,7 @@ class CheckpointError(RapidformerError):
 
 
 class TrainingError(RapidformerError):
-    """A run that must not go on, such as one whose loss is no longer a number."""
+    """A run that must not continue, such as one whose loss is NaN."""
 
 
 class MissingPackageError(RapidformerError):

@@ -1,7 +1,7 @@
-"""The Hugging Face Hub, as far as models and data share it: what is a name on it, is it there.
+"""The Hugging Face Hub, as far as models and data share it: recognise its names, and reach it.
 
-What a reader would get wrong: without `is_hub_reachable` nothing would break, but a look-up on a
-machine without network retries for minutes before it fails.
+Without `is_hub_reachable` everything would still work, but on a machine without a network a lookup
+retries for minutes before it fails.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SECONDS = 4.0
 
 
 def is_hub_reachable(*switches: str) -> bool:
-    """Whether a connection to the Hub opens, and no environment variable forbids it.
+    """Whether a connection to the Hub opens and no environment variable forbids it.
 
-    ``switches`` are variables that keep us off the Hub beside ``HF_HUB_OFFLINE``.
+    ``switches`` are variables that keep us off the Hub besides ``HF_HUB_OFFLINE``.
     """
     if any(_is_on(name) for name in ("HF_HUB_OFFLINE", *switches)):
         return False
@@ -30,7 +30,7 @@ def is_hub_reachable(*switches: str) -> bool:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text can only be a path here: names on the Hub are `name` or `owner/name`."""
+    """Whether a text can only be a local path: Hub names are `name` or `owner/name`."""
     return (
         text.startswith((".", "/", "~"))
         or "\\" in text
@@ -40,12 +40,12 @@ def looks_like_path(text: str) -> bool:
 
 
 def list_names(folder: Path) -> list[str]:
-    """What a folder holds, sorted."""
+    """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())
 
 
 def suggest_path(missing: Path) -> str:
-    """A sentence with the nearest name beside a path that is not there, or nothing."""
+    """A sentence with the nearest name beside a missing path, or nothing."""
     if not missing.parent.is_dir():
         return ""
     near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)
@@ -67,7 +67,7 @@ def _opens_connection() -> bool:
             socket.create_connection((endpoint.hostname or "", port), timeout=_SECONDS).close()
             opened.append(True)
 
-    # In a thread, because the look-up of the name knows no time limit.
+    # In a thread, because the name lookup has no timeout.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_SECONDS)

@@ -1,7 +1,7 @@
-"""The library's logger: ordinary ``logging``, shown by the first process only.
+"""The library's logger: ordinary ``logging``, shown by rank 0 only.
 
-The library never prints. Warnings of other processes pass too, marked with their rank, since the
-trouble may be theirs alone. ``warn_once`` keeps a setting without effect from filling the screen.
+The library never prints. Warnings of other ranks are shown too, marked with their rank, since the
+problem may be theirs alone. ``warn_once`` keeps repeated warnings off the screen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def configure_logging(level: str = "info") -> None:
-    """Send the library's messages to standard error, once, in one short form."""
+    """Send the library's messages to standard error, once, in one short format."""
     logger = logging.getLogger(_NAME)
     logger.setLevel(level.upper())
     if any(isinstance(handler, _Handler) for handler in logger.handlers):
@@ -33,13 +33,13 @@ def configure_logging(level: str = "info") -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Say something about the settings one time in a process's life."""
+    """Warn once per process."""
     get_logger().warning(message)
 
 
 @cache
 def say_once(message: str) -> None:
-    """Tell something of little weight one time in a process's life."""
+    """Log something minor once per process."""
     get_logger().info(message)
 
 
@@ -64,5 +64,5 @@ class _Formatter(logging.Formatter):
 
 
 def _get_rank() -> int:
-    # Only a launcher that also says LOCAL_RANK speaks of processes; elsewhere RANK may be a node's.
+    # Only a launcher that also sets LOCAL_RANK means processes; elsewhere RANK may be a node's.
     return int(os.environ.get("RANK", "0")) if "LOCAL_RANK" in os.environ else 0

@@ -1,4 +1,4 @@
-"""The name that somebody meant, where one is near enough to be meant at all."""
+"""The name somebody probably meant, if any is close enough."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _LEAST_LIKENESS = 0.75
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is a likely spelling of this one; None where none is."""
+    """The known name that this one is likely a misspelling of; None if there is none."""
     words = {_normalize(candidate): candidate for candidate in known}
     found = difflib.get_close_matches(_normalize(name), words, n=1, cutoff=_LEAST_LIKENESS)
     return words[found[0]] if found else None
 
 
 def _normalize(name: str) -> str:
-    # Dashes are not letters: they would make every two flags alike.
+    # Dashes are not letters: they would make any two flags look alike.
     return name.lstrip("-").lower().replace("_", "-")

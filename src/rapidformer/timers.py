@@ -1,7 +1,7 @@
-"""Named stopwatches in Megatron's form: ``timers("forward").start()``.
+"""Named timers with Megatron's interface: ``timers("forward").start()``.
 
-They wait for the device when started and stopped, so put them around large things; the training
-loop itself uses none of them.
+They synchronize with the device on start and stop, so use them around large pieces of work; the
+training loop itself uses none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rapidformer.log import get_logger
 
 
 class Timer:
-    """One stopwatch."""
+    """One timer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Timer:
         self._elapsed, self._started_at = 0.0, None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Seconds measured so far; a running timer goes on."""
+        """Seconds measured so far; a running timer keeps running."""
         was_running = self._started_at is not None
         if was_running:
             self.stop()
@@ -53,7 +53,7 @@ class Timer:
 
 
 class Timers:
-    """Stopwatches by name, made when first asked for."""
+    """Timers by name, created on first use."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
@@ -62,7 +62,7 @@ class Timers:
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Log milliseconds per name, in Megatron's line."""
+        """Log milliseconds per name, in Megatron's format."""
         parts = [
             f"{name}: {self._timers[name].elapsed(reset) * 1000 / normalizer:.2f}"
             for name in names

@@ -1,1 +1,1 @@
-"""Saving and loading: the whole state of a run, and models as Hugging Face folders."""
+"""Save and load the whole state of a run, and models as Hugging Face folders."""

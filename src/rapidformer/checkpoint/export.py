@@ -1,6 +1,7 @@
-"""A model as a Hugging Face folder: what ``from_pretrained`` loads, whatever it was trained on.
+"""Export a model as a Hugging Face folder that ``from_pretrained`` loads, whatever it was trained
+on.
 
-Split weights are joined on the first process; the folder replaces an older one in one step.
+Split weights are joined on rank 0; the folder replaces an older one in one step.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def export_model(
     processor: Any = None,
     weights: dict[str, Any] | None = None,
 ) -> Path:
-    """Save weights, configuration and tokenizer; every process must call this.
+    """Save weights, configuration and tokenizer; every rank must call this.
 
-    ``weights`` are given where only the strategy that has split them can join them.
+    ``weights`` is given if only the strategy that split them can join them.
     """
     ties: list[tuple[str, ...]] = []
     if weights is None and topology.pipeline > 1:
@@ -52,7 +53,7 @@ def export_model(
 
 
 def _gather_weights(model: nn.Module) -> dict[str, Any]:
-    """All weights, whole, in the first process's memory; the others only lend theirs."""
+    """All weights, whole, in rank 0's memory; the other ranks only contribute theirs."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     weights: dict[str, Any] = {}
     parts: dict[str, Any] = get_model_state_dict(model)
@@ -71,8 +72,8 @@ def _write_model(
         for first, *others in ties:
             weights |= dict.fromkeys(others, weights[first])
         if not torch.cuda.is_available():
-            # Where DeepSpeed is installed, accelerate imports it here, and it would say on
-            # standard output that it has found no GPU.
+            # If DeepSpeed is installed, accelerate imports it here, and it would print to standard
+            # output that it found no GPU.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         with quiet_transformers(str(folder)):
             model.save_pretrained(folder, state_dict=weights)

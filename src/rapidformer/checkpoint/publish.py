@@ -1,7 +1,7 @@
-"""A folder appears whole or not at all.
+"""Publish a folder completely or not at all.
 
-Everything is written under a staging name, listed in a manifest with its sizes, forced to disk and
-then renamed: a crash at any moment leaves the old folder or the new one, never a half.
+Everything is written to a staging folder, listed in a manifest with its sizes, flushed to disk and
+then renamed: a crash at any moment leaves the old folder or the new one, never half of one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STAGING_PREFIX = ".staging-"
 
 
 def start_staging(target: Path) -> Path:
-    """An empty folder beside the target, where it can be written."""
+    """An empty folder beside the target, to write into."""
     staging = target.with_name(_STAGING_PREFIX + target.name)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -28,12 +28,12 @@ def start_staging(target: Path) -> Path:
 
 
 def get_staging(target: Path) -> Path:
-    """The staging folder that the first process has made."""
+    """The staging folder that rank 0 created."""
     return target.with_name(_STAGING_PREFIX + target.name)
 
 
 def publish(target: Path, *, with_manifest: bool = True) -> None:
-    """Give the staged folder its name; an older one of that name makes way at the last moment."""
+    """Rename the staged folder; an older one of that name is moved away at the last moment."""
     staging = get_staging(target)
     if with_manifest:
         files = {
@@ -58,7 +58,7 @@ def publish(target: Path, *, with_manifest: bool = True) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Refuse a folder that lacks a file, or has one of another size than was written."""
+    """Refuse a folder that lacks a file, or has one of a different size than was written."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
@@ -84,7 +84,7 @@ def _hash(path: Path) -> str:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step (Linux); False where the system cannot."""
+    """Swap two names in one step (Linux); False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -94,7 +94,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file in one step."""
+    """Write a small file atomically."""
     temporary = path.with_name(_STAGING_PREFIX + path.name)
     temporary.write_text(text, encoding="utf-8")
     _force_to_disk(temporary)

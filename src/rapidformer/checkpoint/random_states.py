@@ -1,4 +1,4 @@
-"""The random states of one process as JSON: nothing is ever unpickled."""
+"""The random states of one rank as JSON: nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def get_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Go on with the random numbers of the saved moment."""
+    """Continue with the random numbers of the saved moment."""
     version, python_words, gauss_next = states["python"]
     random.setstate((version, tuple(python_words), gauss_next))
     kind, words, position, has_gauss, gauss = states["numpy"]

@@ -1,8 +1,8 @@
-"""A run that the launcher starts again goes on from its own last checkpoint.
+"""A run restarted by the launcher continues from its own last checkpoint.
 
 Its own: the folder may hold another run's, which the first attempt was about to refuse. So a run
 leaves its name in the folder once it may write there, and only finding that name makes the next
-attempt go on.
+attempt continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def claim_folder(folder: Path) -> None:
 
 
 def continue_after_restart(args: Settings) -> Settings:
-    """The settings for another attempt: load what was saved, or begin again where nothing was."""
+    """The settings for another attempt: load what was saved, or start over if there is nothing."""
     if args.save is None or not _is_restart():
         return args
     folder = Path(args.save)
@@ -40,7 +40,7 @@ def continue_after_restart(args: Settings) -> Settings:
 
 
 def find_claimed_folder(root: Path) -> Path | None:
-    """The folder under ``root`` that an earlier attempt of this launch has claimed."""
+    """The folder under ``root`` that an earlier attempt of this launch claimed."""
     name = _get_launch_name()
     if name is None or not _is_restart() or not root.is_dir():
         return None

@@ -1,7 +1,7 @@
-"""The weights of a model that is cut into stages, joined on the first process.
+"""Join the weights of a pipelined model on rank 0.
 
-Stage by stage and tensor by tensor: no process but the first ever holds more than one whole tensor
-of another stage, and that one keeps them in the host's memory.
+Stage by stage and tensor by tensor: no rank but the first ever holds more than one whole tensor of
+another stage, and rank 0 keeps them in host memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _Kinds = list[tuple[str, torch.Size, torch.dtype]]
 def gather_stages(
     model: nn.Module, topology: Topology
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
-    """All weights by name, and which names are one parameter; empty on all but the first process.
+    """All weights by name, and which names share a parameter; empty on all ranks but the first.
 
-    Every process must call this.
+    Every rank must call this.
     """
     own: dict[str, Any] = get_model_state_dict(model)
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None
-    # Weights in the host's memory travel as those on the device: both ends must use one network.
+    # Weights in host memory travel like those on the device: both ends must use one backend.
     device = torch.device(topology.mesh.device_type)
     weights: dict[str, Tensor] = {}
     ties: list[tuple[str, ...]] = []
-    # One process of each stage speaks for those that share it.
+    # One rank of each stage speaks for those that share it.
     is_speaker = dist.get_global_rank(group, 0) == 0
     for stage in range(topology.pipeline):
         kinds: _Kinds = [(name, w.shape, w.dtype) for name, w in own.items()]
@@ -62,7 +62,7 @@ def _send(
     is_first: bool,
 ) -> None:
     for name, weight in own.items():
-        # All who share the tensor must join it, whoever needs it.
+        # All ranks that share the tensor must join it, whoever needs it.
         whole = join_whole(weight)
         if is_speaker and is_first:
             weights[name] = whole.detach().cpu()

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: ``iter_0000100/`` folders and the name of the newest.
+"""The checkpoints of a run: ``iter_0000100/`` folders and the name of the newest.
 
 A checkpoint is the whole state: parameters and optimizer (``state/``, by tensor name), schedule,
-scaler and the global data position (``run.json``), and each process's random numbers
+scaler and the global data position (``run.json``), and each rank's random states
 (``random-00000.json``).
 """
 
@@ -56,15 +56,15 @@ class Stateful(Protocol):
 
 
 class Gathered(Protocol):
-    """Model and optimizer under a strategy that has cut them in a way of its own."""
+    """Model and optimizer under a strategy that has its own way of splitting them."""
 
     def collect(
         self, *, with_optimizer: bool
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
-        """Whole tensors by name, each on one of the processes."""
+        """Whole tensors by name, each on one of the ranks."""
 
     def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
-        """Names and whole shapes of what is to be restored."""
+        """Names and full shapes of what is to be restored."""
 
     def iterate_parts(
         self, wanted: dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ class Gathered(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a checkpoint is made of."""
+    """What a checkpoint consists of."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -86,15 +86,17 @@ class TrainingState:
     device: torch.device
     topology: Topology
     bypass: Any
-    """A context manager inside which the optimizer steps at once (torch fills its state so)."""
+    """A context manager in which the optimizer steps at once (torch initialises its state that
+    way).
+    """
     gathered: Gathered | None = None
-    """What stands in for model and optimizer where they cannot be read as they are."""
+    """Replaces model and optimizer if they cannot be read directly."""
     loaded_from: Path | None = None
-    """The checkpoint that ``load`` has taken."""
+    """The checkpoint that ``load`` used."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run's folder."""
+    """The checkpoints in one run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,7 +111,7 @@ class CheckpointStore:
         with_optimizer: bool = True,
         with_random_states: bool = True,
     ) -> Path:
-        """Write a checkpoint of the current step; it appears whole, and last of all its name."""
+        """Write a checkpoint of the current step; it is published complete, its name last."""
         target = self.folder / f"iter_{state.step:07d}"
         if _get_rank() == 0:
             start_staging(target)
@@ -130,7 +132,7 @@ class CheckpointStore:
         return target
 
     def _drop_old(self, newest: Path, keep: int | None, protected: Path | None) -> None:
-        # The one just saved is the newest, though a run that went back may have later steps there.
+        # The one just saved is the newest, even if a run that went back has later steps there.
         older = [folder for folder in find_checkpoints(self.folder) if folder != newest]
         for folder in [*older, newest][:-keep] if keep else []:
             if folder != protected:
@@ -145,7 +147,7 @@ class CheckpointStore:
         with_random_states: bool = True,
         with_position: bool = True,
     ) -> dict[str, Any]:
-        """Restore the state in place from a checkpoint, or from the newest whole one of a run."""
+        """Restore the state in place from a checkpoint, or the newest complete one of a run."""
         folder = state.loaded_from = _choose_whole(source)
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if run["format"] != _FORMAT:
@@ -174,7 +176,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(source: Path) -> Path | None:
-    """A checkpoint's own folder, or the newest of a run's; None where there is none."""
+    """A checkpoint's own folder, or the newest of a run's; None if there is none."""
     if (source / "run.json").is_file() and (source / "state").is_dir():
         return source
     tracker = source / TRACKER
@@ -189,9 +191,9 @@ def find_checkpoint(source: Path) -> Path | None:
 
 
 def _choose_whole(source: Path) -> Path:
-    """The checkpoint to load: looked at by the first process, believed by all.
+    """The checkpoint to load: checked by rank 0, used by all.
 
-    A damaged one that was named is refused; among a run's, the newest whole one is taken.
+    A damaged checkpoint that was named is refused; of a run, the newest complete one is used.
     """
     chosen: Path | None = None
     problem = f"{source} holds no checkpoint (no iter_… folder)."
@@ -216,7 +218,7 @@ def _choose_whole(source: Path) -> Path:
 def _collect_tensors(
     state: TrainingState, *, with_optimizer: bool, fills: bool = False
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
-    """Everything to save by tensor name, and the optimizer's settings beside it."""
+    """Everything to save by tensor name, and the optimizer's settings separately."""
     if state.gathered is not None:
         tensors, groups = state.gathered.collect(with_optimizer=with_optimizer)
         return tensors, None if groups is None else [_keep_json(group) for group in groups]
@@ -228,7 +230,7 @@ def _collect_tensors(
     with state.bypass():
         content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
     if is_fresh and not fills:
-        # torch has filled the state by a step of rate 0, which Adam counts: not ours to keep.
+        # torch initialised the state with a step of rate 0, which Adam counts: not ours to keep.
         state.optimizer.state.clear()
         content["state"] = {}
     for name, values in content["state"].items():
@@ -290,10 +292,10 @@ def _drop_stateless(
 
 
 def _compare(folder: Path, tensors: dict[str, torch.Tensor], topology: Topology) -> None:
-    """Say plainly where a checkpoint was made for another model or optimizer."""
+    """Report a checkpoint that was made for another model or optimizer."""
     saved = read_shapes(folder / "state")
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    # Of a model in stages, each process has some names only.
+    # Under a pipeline, each rank has only some of the names.
     elsewhere = {name for names in gather_from_stages(sorted(wanted), topology) for name in names}
     problems = [f"{name} is not in it" for name in wanted if name not in saved]
     problems += [
@@ -327,10 +329,10 @@ def _describe_run(
 
 
 def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
-    """Put the schedule at the saved position.
+    """Move the schedule to the saved position.
 
-    A schedule that is a function of the position follows the settings given now: a run may be
-    resumed for longer, or at another rate. Any other kind goes on with its saved state.
+    A schedule that is a function of the position follows the current settings: a run may be resumed
+    for longer, or with another rate. Any other kind continues from its saved state.
     """
     scheduler, saved = state.scheduler, run["scheduler"]
     if isinstance(scheduler, LambdaLR):
@@ -340,7 +342,7 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
         ]
         set_position(scheduler, saved, rates)
     else:
-        # What JSON cannot hold (functions) is the same in the scheduler that was built now.
+        # What JSON cannot hold (functions) is the same in the scheduler built now.
         scheduler.load_state_dict({**scheduler.state_dict(), **saved})
         # DeepSpeed's schedulers do not keep the rates in their state.
         rates = get_saved_rates(saved) or scheduler.get_lr()
@@ -364,7 +366,7 @@ def _load_random_states(folder: Path, run: dict[str, Any], device: torch.device)
 
 
 def _keep_json(values: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold; tuples (Adam's betas) become lists and are fine as such."""
+    """What JSON can hold; tuples (Adam's betas) become lists, which is fine."""
     return {key: value for key, value in values.items() if _is_json(value)}
 
 
@@ -390,7 +392,7 @@ def _get_random_file() -> str:
 
 @contextmanager
 def bypass_clock(clock: Any) -> Iterator[None]:
-    """Let torch step the optimizer once to fill its state, without the clock's consent."""
+    """Let torch step the optimizer once to initialise its state, bypassing the clock."""
     clock.is_bypassed = True
     try:
         yield

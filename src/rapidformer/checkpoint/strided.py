@@ -1,8 +1,8 @@
-"""Tensors of which a process holds several separate pieces, as checkpoints see them.
+"""Checkpoint tensors of which a rank holds several separate pieces.
 
-A fused weight (query, key and value side by side) is split by heads, so that each process has a
-piece of each part. torch's checkpoints take a DTensor for one piece; here its pieces are told one
-by one, and the file looks as if one process had written it.
+A fused weight (query, key and value side by side) is split by heads, so each rank has a piece of
+each part. torch's checkpoints treat a DTensor as one piece; here its pieces are listed one by one,
+and the file looks as if one process had written it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Piece:
 
 
 def split_strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor by its pieces, which share its memory; any other tensor as it is."""
+    """The tensor as its pieces, which share its memory; any other tensor unchanged."""
     axis = find_strided_axis(tensor)
     if axis is None:
         return tensor

@@ -1,7 +1,7 @@
-"""Tensors to and from disk through ``torch.distributed.checkpoint``, each process its own part.
+"""Tensors to and from disk through ``torch.distributed.checkpoint``; each rank writes its part.
 
 Only tensors go there; everything else is JSON. torch reads its index (``.metadata``) by unpickling,
-so ours admits the index's own classes and refuses anything else.
+so our reader admits the index's own classes and refuses anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rapidformer.compat.torch_checkpoint import PRIVATE_INDEX_NAMES
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 
-# Each class by its name: a whole module would admit whatever that module imports (`os`, say).
+# Each class by name: admitting a whole module would admit whatever it imports (`os`, say).
 _ALLOWED_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -52,7 +52,7 @@ _ALLOWED_NAMES = {
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the tensors; every process must call this, with those it has a part of."""
+    """Write the tensors; every rank must call this, with those it has a part of."""
     try:
         with _quiet():
             pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
@@ -66,7 +66,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, topology: Topol
     try:
         with _quiet():
             pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
-            # Stages of a pipeline ask for other names than each other: each reads by itself.
+            # Pipeline stages ask for different names: each reads by itself.
             is_alone = not dist.is_initialized() or topology.pipeline > 1
             load(pieces, storage_reader=_Reader(folder), no_dist=is_alone)
     # Not an Exception in torch: an ordinary `except` would let it through as a crash.
@@ -75,7 +75,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, topology: Topol
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what a folder holds."""
+    """Names and shapes of a folder's tensors."""
     metadata = _Reader(folder).read_metadata()
     try:
         return {
@@ -93,7 +93,7 @@ class _Reader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except Exception as reason:  # damaged bytes make the unpickler fail in any way
+        except Exception as reason:  # damaged bytes can make the unpickler fail in any way
             raise CheckpointError(f"{path} cannot be read: {reason}") from None
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not the index of a checkpoint.")
@@ -112,13 +112,13 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch remarks on runs of one process, which are as good as any."""
+    """torch warns about single-process runs, which are fine."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _get_cause(reason: CheckpointException) -> str:
-    """What went wrong, in one line: torch puts a traceback of every process around it."""
+    """The reason in one line: torch wraps it in a traceback of every rank."""
     cause: BaseException = next((failure[0] for failure in reason.failures.values()), reason)
     return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

@@ -1,1 +1,1 @@
-"""What turns gradients into updates: optimizers and the learning rate."""
+"""From gradients to updates: optimizers and learning-rate schedules."""

@@ -1,9 +1,8 @@
-"""Somebody who looks on while a run trains, whichever loop drives it: a template's or a user's own.
+"""Observe a training run, whichever loop drives it: a template's or the user's own.
 
-The engine tells the current observer of every loss, of every finished gradient (summed over the
-processes and divided, not yet clipped) and of every update. By default nobody looks on. What a
-reader would get wrong: every process of a run must have the observer, or none, since to look at
-split tensors takes all of them.
+The engine reports every loss, every finished gradient (summed over ranks and divided, not yet
+clipped) and every update to the current observer. By default there is none. Either every rank has
+the observer or none does, because looking at split tensors is collective.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from rapidformer.config import Settings
 
 
 class RunObserver:
-    """Sees a run; a subclass overrides what it wants to see."""
+    """Observes a run; a subclass overrides what it wants to see."""
 
     def change_settings(self, args: Settings) -> Settings:
-        """Called once by each engine, before it does anything: its settings are what returns."""
+        """Called once by each engine, first of all; the engine uses the returned settings."""
         return args
 
     def before_compose(self, model: nn.Module) -> None:
         """The model as the user made it."""
 
     def after_compose(self, engine: Any) -> None:
-        """The engine with every switch on."""
+        """The engine with every switch applied."""
 
     def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
-        """A micro-batch's mean loss, what it is a mean over, and the loader's counts of it.
+        """A micro-batch's mean loss, what it is a mean over, and the loader's counts.
 
-        All stages of a pipeline see what the last one has computed.
+        All stages of a pipeline see what the last one computed.
         """
 
     def see_gradients(self) -> None:
-        """The gradient of an update stands in ``.grad``."""
+        """The gradient of an update is in ``.grad``."""
 
     def see_update(self) -> None:
         """The weights have been updated."""
@@ -48,7 +47,7 @@ _current = RunObserver()
 
 
 def get_observer() -> RunObserver:
-    """Who looks on; one who sees nothing, where nobody does."""
+    """The current observer, or one that does nothing."""
     return _current
 
 

@@ -1,7 +1,7 @@
 """Optimizers from torch, with weight decay on matrices only.
 
-Muon turns matrices inside the blocks and leaves everything else to AdamW; the two then look like
-one optimizer, so that schedules and checkpoints need not know.
+Muon updates matrices inside the blocks and leaves everything else to AdamW; the two look like one
+optimizer, so schedules and checkpoints need not know.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 
-# Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate serves both.
+# Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
 _MUON_MATCHES_ADAMW = "match_rms_adamw"
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer:
-    """The optimizer that the flags describe, over the model's trainable parameters."""
+    """The optimizer described by the flags, over the model's trainable parameters."""
     if settings.lr is None:
         raise ConfigurationError("--lr is missing: the optimizer needs a learning rate.")
     groups = group_parameters(model, settings.weight_decay)
@@ -50,7 +50,7 @@ def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for p in trainable if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    # A stage of a pipeline may have nothing to train; its optimizer has nothing to do then.
+    # A pipeline stage may have nothing to train; its optimizer then has nothing to do.
     return [group for group in groups if group["params"]] or groups[:1]
 
 
@@ -71,7 +71,7 @@ def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
-    # torch's fused SGD does not know split tensors (its fused Adam does).
+    # torch's fused SGD does not support sharded tensors (its fused Adam does).
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 

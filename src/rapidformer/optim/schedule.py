@@ -1,7 +1,7 @@
 """The learning rate as a function of the samples seen: Megatron's arithmetic.
 
-Counted in samples, so that a schedule means the same under any batch size. The rate rises from 0
-over the warm-up (the very first update has rate 0 when there is one), then decays to ``min_lr``.
+It counts samples, so a schedule means the same under any batch size. The rate rises from 0 during
+warm-up (the very first update then has rate 0) and decays to ``min_lr``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rapidformer.log import warn_once
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateCurve:
-    """Learning rate relative to the peak, at a number of samples."""
+    """Learning rate relative to the peak, after a number of samples."""
 
     style: str
     warmup_samples: float
     decay_samples: float
     floor: float
-    """The lowest rate as a share of the peak."""
+    """The lowest rate as a fraction of the peak."""
 
     def __call__(self, samples: float) -> float:
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
@@ -49,9 +49,9 @@ class LearningRateCurve:
 def build_curve(
     settings: OptimizerArguments, *, train_iters: int | None, count_samples: Callable[[int], int]
 ) -> LearningRateCurve:
-    """The curve that the flags describe, for a run of this many updates.
+    """The curve described by the flags, for a run of this many updates.
 
-    ``count_samples`` says how many samples so many updates take.
+    ``count_samples`` converts updates to samples.
     """
     style, length = settings.lr_decay_style, settings.lr_decay_iters or train_iters
     if length is None and settings.lr_decay_samples is None and style in ("linear", "cosine"):
@@ -93,7 +93,7 @@ def build_scheduler(
 def fill_training_steps(
     function: functools.partial[Any], train_iters: int | None
 ) -> functools.partial[Any]:
-    """``num_training_steps=args.train_iters`` is None in a run whose length is said in epochs."""
+    """``num_training_steps=args.train_iters`` is None in a run whose length is given in epochs."""
     if (
         "num_training_steps" in function.keywords
         and function.keywords["num_training_steps"] is None

@@ -1,8 +1,7 @@
-"""The user's optimizer and scheduler, made to keep time with the engine.
+"""Make the user's optimizer and scheduler follow the engine's clock.
 
-Both keep their identity: the object gets a subclass of its own class in which only the moment of an
-update is decided elsewhere. Sharding replaces parameters, so an optimizer that was built before is
-pointed to the new ones by name.
+Both keep their identity: an overlay only decides when an update happens. Sharding replaces
+parameters, so an optimizer built earlier is re-pointed to the new ones by name.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rapidformer.overlay import extend
 
 
 def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
-    """Let the optimizer hold the model's parameters of now, by the names they had before."""
+    """Point the optimizer to the model's current parameters, using their earlier names."""
     current = dict(model.named_parameters())
     for group in optimizer.param_groups:
         unknown = sum(id(p) not in names for p in group["params"])
@@ -34,7 +33,7 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
                 f"the optimizer holds {unknown} parameters that are not in the model given to "
                 "compose(): build it from the parameters of that model."
             )
-    # Those that are not found have gone to another stage of a pipeline.
+    # Those not found moved to another pipeline stage.
     replaced = {
         id(p): current[names[id(p)]]
         for g in optimizer.param_groups
@@ -61,13 +60,13 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, s
 
 
 def _is_fresh(optimizer: Optimizer) -> bool:
-    """Whether all its state comes from its constructor, as Adagrad's does."""
+    """Whether all its state comes from its constructor, like Adagrad's."""
     states = optimizer.state.values()
     return bool(states) and all(float(state.get("step", 1)) == 0 for state in states)
 
 
 def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
-    """Give parameters that are split over other processes (shared experts) groups of their own.
+    """Put parameters on another mesh (split experts) into groups of their own.
 
     torch updates a group's parameters together, and cannot do so across kinds of tensors.
     """
@@ -93,8 +92,8 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
 def take_over_optimizer(
     optimizer: Optimizer, clock: UpdateClock, *, clip_grad: float, scaler: LossScaler | None
 ) -> Optimizer:
-    """Let ``step`` and ``zero_grad`` wait until the clock says that an update is due."""
-    # A scheduler made earlier has put its own counter over the old `step`; ours keeps count.
+    """Make ``step`` and ``zero_grad`` wait until an update is due."""
+    # A scheduler made earlier has wrapped the old `step` with its counter; ours keeps count.
     optimizer.__dict__.pop("step", None)
     extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler))
     mark_as_stepped(optimizer)
@@ -124,7 +123,7 @@ def _build_update(
 
 
 def take_over_scheduler(scheduler: LRScheduler, clock: UpdateClock) -> LRScheduler:
-    """Let ``step`` follow the update, whichever of the two the loop calls first."""
+    """Make ``step`` follow the update, whichever of the two the loop calls first."""
 
     def build(cls: type[LRScheduler]) -> dict[str, Any]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """When an update happens, and what its gradient is.
 
-The one loss contract: the gradient of an update is that of the mean over all the labels of the
-global batch. Every micro-batch back-propagates a *sum* (its mean x its weight), sums are added over
-micro-batches and processes, and one division by the total weight follows, before clipping.
+The loss contract: the gradient of an update is that of the mean over all labels of the global
+batch. Every micro-batch back-propagates a *sum* (its mean x its weight), sums are added over
+micro-batches and ranks, and then divided once by the total weight, before clipping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rapidformer.optim.observer import get_observer
 
 
 class GradientKeeper(Protocol):
-    """A strategy that keeps gradients itself: it is told what to do with them."""
+    """A strategy that keeps gradients itself, such as DeepSpeed."""
 
     @property
     def device(self) -> torch.device: ...
@@ -39,7 +39,7 @@ class GradientKeeper(Protocol):
     def update(self) -> None: ...
 
     def drop(self) -> None:
-        """Forget a gradient that is not finite."""
+        """Discard a gradient that is not finite."""
 
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -52,10 +52,10 @@ class UpdateClock:
         self.rounds_per_update = rounds_per_update
         self._topology = topology
         self.updates = 0
-        """Updates done, skipped ones (fp16 overflow) not counted."""
+        """Updates done, not counting those skipped after an fp16 overflow."""
         self.skipped = 0
         self.forced: bool | None = None
-        """What ``accumulate`` says about the coming micro-batch; None lets the count decide."""
+        """What ``accumulate`` says about the next micro-batch; None lets the count decide."""
         self.grad_norm: torch.Tensor | None = None
         """Norm of the last finished gradient, before clipping; stays on the device."""
         self.total_weight: float | torch.Tensor = 0.0
@@ -77,7 +77,7 @@ class UpdateClock:
         return self._rounds > 0 and not self._is_complete
 
     def start_micro_batch(self, *, ends_update: bool) -> bool:
-        """Count one micro-batch; whether it is the last of its update."""
+        """Count one micro-batch; returns whether it is the last of its update."""
         if self._is_complete:
             if self._outcome is None:
                 raise RapidformerError(
@@ -96,9 +96,9 @@ class UpdateClock:
     ) -> float | torch.Tensor:
         """Add a micro-batch's weight to the total; returns it in units of the first one's.
 
-        The unit only keeps numbers near 1: a run of one process and no accumulation then multiplies
-        and divides by exactly 1, and is bit-equal to a plain loop. Processes that add their sums
-        share one unit.
+        The unit only keeps numbers near 1: with one process and no accumulation, the loss is
+        multiplied and divided by exactly 1, which is bit-equal to a plain loop. Ranks that add
+        their sums share one unit.
         """
         if self._rounds == 1:
             own_unit = float(weight) if _is_positive_number(weight) else 1.0
@@ -108,7 +108,7 @@ class UpdateClock:
         return share
 
     def set_weight(self, total: torch.Tensor, unit: float) -> None:
-        """Say the weight of all micro-batches at once, where they were not added one by one."""
+        """Set the weight of all micro-batches at once, if they were not added one by one."""
         self._weight, self._unit = total / unit, unit
 
     def finish_gradients(
@@ -117,9 +117,9 @@ class UpdateClock:
         scaler: LossScaler | None,
         measure: Callable[[MeasureNorm], torch.Tensor] | None = None,
     ) -> None:
-        """Turn the sum over micro-batches and processes into the mean; measure its norm.
+        """Turn the sum over micro-batches and ranks into the mean, and compute its norm.
 
-        ``measure`` is for a gradient of which other stages of a pipeline hold parts.
+        ``measure`` is for a gradient of which other pipeline stages hold parts.
         """
         if self.keeper is not None:
             total = _sum_weights(self._weight, self.keeper.device, self._topology)
@@ -141,7 +141,7 @@ class UpdateClock:
         get_observer().see_gradients()
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
-        """Scale the finished gradient down to a norm; the same arithmetic as torch's own."""
+        """Scale the finished gradient down to a norm, with torch's own arithmetic."""
         if not self._is_complete or self.grad_norm is None:
             return None
         self._is_clipped = True
@@ -149,14 +149,14 @@ class UpdateClock:
             self.keeper.set_clip(max_norm, self.grad_norm)
         elif max_norm > 0 and self._gradients:
             coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            # Of a pipeline's offloaded gradients the norm is known on the device.
+            # The norm of a pipeline's offloaded gradients is on the device.
             multiply_all(self._gradients, coefficient.to(self._gradients[0].device))
         return self.grad_norm
 
     def use_gradients(
         self, step: Callable[[], object], clip_grad: float, scaler: LossScaler | None
     ) -> None:
-        """Do the update, unless it is not due yet or fp16 has overflowed."""
+        """Do the update, unless it is not due yet or fp16 overflowed."""
         if self._rounds == 0 or self._outcome is not None:
             raise RapidformerError(
                 "optimizer.step() without a gradient: call engine.backward(loss) instead of "
@@ -173,7 +173,7 @@ class UpdateClock:
             self._pending_schedule = None
             return
         if self.keeper is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
-            # Without a word, such a strategy would leave out this update and every later one.
+            # Such a strategy would silently skip this update and every later one.
             raise TrainingError(
                 f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
                 "the loss, or lower --lr."
@@ -181,7 +181,7 @@ class UpdateClock:
         if not self._is_clipped:
             self.clip(clip_grad)
         step()
-        # Held no longer: the next backward pass must find the memory of these gradients free.
+        # Dropped now: the next backward pass must find the memory of these gradients free.
         self._gradients = []
         if scaler is not None:
             scaler.update(overflowed=False)
@@ -193,7 +193,7 @@ class UpdateClock:
         get_observer().see_update()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
-        """Step the scheduler with its update: after it, at once or when it comes; or not at all."""
+        """Step the scheduler with its update: right away, when the update comes, or not at all."""
         if not self._is_complete or self._outcome == "skipped":
             return
         if self._outcome == "done":
@@ -211,11 +211,11 @@ class UpdateClock:
 
 
 def scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
-    """The loss times its share of the update; a share of 0 has no gradient at all."""
+    """The loss times its fraction of the update; a fraction of 0 has no gradient at all."""
     if isinstance(share, torch.Tensor):
         return torch.where(share == 0, torch.zeros_like(loss), loss) * (share * scale)
     if share == 0.0:
-        # A mean over no labels is not a number; its gradient must be zero all the same.
+        # A mean over no labels is NaN; its gradient must still be zero.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
     factor = share * scale
     return loss if factor == 1.0 else loss * factor
@@ -230,9 +230,9 @@ def _get_local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over gradients that may be split over some axes and whole on others.
+    """The norm over gradients that may be split along some axes and whole along others.
 
-    One sum for each axis. What several processes hold whole is counted by each of them in part, so
+    One reduction per axis. What several ranks hold whole is counted by each of them in part, so
     that the sum counts it once.
     """
     parts: dict[DeviceMesh | None, dict[int, list[torch.Tensor]]] = {}
@@ -249,7 +249,7 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
-    """Over all processes of the mesh on which these are split; what is plain is equal on all."""
+    """Over all ranks of the mesh these are split on; plain tensors are equal on all."""
     total = torch.stack([_square_norm(some) / copies for copies, some in squares.items()]).sum()
     for axis in range(mesh.ndim if mesh is not None else 0):
         assert mesh is not None
@@ -265,7 +265,7 @@ def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _shorten(tensor: torch.Tensor) -> torch.Tensor:
     """A large matrix as the norms of its rows, on a CPU.
 
-    There torch adds all fp32 squares up one after the other: of 16 million, it loses 6e-4.
+    There torch adds up fp32 squares one by one: over 16 million, it loses 6e-4.
     """
     if tensor.device.type != "cpu" or tensor.dim() < 2 or tensor.numel() < 2**16:
         return tensor
@@ -276,12 +276,12 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
 def _sum_weights(
     weight: float | torch.Tensor, device: torch.device | None, topology: Topology
 ) -> float | torch.Tensor:
-    """The weight of the global batch: a number in one process, else a tensor on the device."""
+    """The weight of the global batch: a number in one process, otherwise a tensor on the device."""
     if device is None and isinstance(weight, torch.Tensor):
-        # A stage of a pipeline that is frozen has no gradients, but counts with the others.
+        # A frozen pipeline stage has no gradients, but takes part in the count.
         device = weight.device
     if topology.num_replicas == 1 or device is None:
-        # Offloaded gradients are in the host's memory, the count on the device.
+        # Offloaded gradients are in host memory, the count is on the device.
         return weight.to(device) if isinstance(weight, torch.Tensor) else (weight or 1.0)
     if isinstance(weight, torch.Tensor):
         total = weight.to(device, torch.float32, copy=True)
