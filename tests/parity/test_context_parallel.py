@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from rapidformer.accel.context.attention import get_repeats
+from rapidformer.accel.on_demand import WholeOnDemand
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.validate import find_problems
 from rapidformer.data.batch import BatchInfo
@@ -206,7 +206,7 @@ def test_each_process_has_its_share_of_tokens_and_logits() -> None:
     assert (first["tokens"], second["tokens"]) == ([4, 4, 7], [3, 3, 7])
     assert (first["own"], second["own"]) == (4, 3)
     for mine in (first, second):
-        assert mine["kind"] is DTensor
+        assert mine["kind"] is WholeOnDemand
         assert np.allclose(mine["joined"], mine["whole"], rtol=1e-5, atol=1e-6)
         assert mine["states"] == {7}  # what every layer gave: asked for, so whole
         assert mine["cache"] is None  # a cache of shares would mislead

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rapidformer.accel.on_demand import WholeOnDemand
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.parity.tensor_harness import collate, get_gradients
 from tests.processes import run_in_processes
 
@@ -95,7 +96,49 @@ def penalise_weight_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torc
     return loss + gradient.square().sum()
 
 
+def use_attentions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    outputs = model(**batch, output_attentions=True)
+    return outputs.loss + sum(a.mean(1).square().mean() for a in outputs.attentions)
+
+
+def use_logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's loss and one of the logits beside it."""
+    outputs = model(**batch)
+    return outputs.loss + outputs.logits.float().logsumexp(-1).square().mean()
+
+
+def smooth_labels(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss instead of the model's, which was given labels all the same."""
+    logits = model(**batch).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    return nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), label_smoothing=0.1
+    )
+
+
+def penalise_parameters(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalise_embedding(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A split weight that is read outside of the model, in a product and by itself."""
+    weight = model.get_input_embeddings().weight
+    similarity = weight[:5] @ model.lm_head.weight.T
+    return model(**batch).loss + (weight.square().sum(-1) - 1).square().mean() + similarity.var()
+
+
+def embed_outside(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    return model(inputs_embeds=embedded + 0.1 * embedded.sign(), labels=batch["labels"]).loss
+
+
 LOSSES: dict[str, Loss] = {
+    "attentions": use_attentions,
+    "logits": use_logits,
+    "smooth labels": smooth_labels,
+    "parameters": penalise_parameters,
+    "embedding": penalise_embedding,
+    "embedded outside": embed_outside,
     "hooks": use_hooks,
     "hidden states": use_hidden_states,
     "input gradient": penalise_input_gradient,
@@ -107,6 +150,12 @@ EXACT = [
     ("sequence", "hidden states"), ("context", "hidden states"),
     ("context", "input gradient"), ("context", "input gradient of logits"),
     ("tensor", "input gradient of logits"), ("sequence", "input gradient of logits"),
+    ("tensor", "attentions"), ("sequence", "attentions"), ("context", "attentions"),
+    ("tensor", "logits"), ("context", "logits"), ("pipeline", "logits"),
+    ("tensor", "smooth labels"), ("context", "smooth labels"),
+    ("tensor", "parameters"), ("sequence", "parameters"), ("context", "parameters"),
+    ("tensor", "embedding"), ("sequence", "embedding"), ("context", "embedding"),
+    ("tensor", "embedded outside"), ("pipeline", "embedded outside"),
 ]  # fmt: skip
 _SPLIT_LOSS = "cannot pass through the loss over the split vocabulary"
 _WEIGHT_GRADIENT = "the loss is made from the gradient of model.layers.1.mlp.down_proj.weight"
@@ -218,3 +267,61 @@ def test_a_hook_on_a_block_of_another_stage_is_refused() -> None:
     for found in run_in_processes(hook_under_pipeline, 2):
         assert "a hook on model.layers.0.mlp, which runs on another stage" in found["before"]
         assert "a hook on model.layers.1, which runs on another stage" in found["after"]
+
+
+# ---- split tensors in a user's hands -------------------------------------------------------------
+
+
+def look_at_split_tensors() -> dict[str, Any]:
+    engine, loader = compose("tensor", build_model())
+    model: Any = engine.model
+    batch = collate(build_rows())
+    logits = model.train()(**batch).logits
+    weight = model.lm_head.weight
+    found: dict[str, Any] = {"kinds": [type(logits), type(weight)]}
+    if engine.is_main:  # alone: nothing may be sent for it
+        found["facts"] = (tuple(logits.shape), weight.shape, logits.dtype, repr(logits))
+    with torch.no_grad():
+        model.lm_head.weight.clamp_(-0.01, 0.01)
+    model.get_input_embeddings().weight.data.mul_(2.0)
+    found["weights"] = [
+        m.weight.detach().numpy() for m in (model.lm_head, model.model.embed_tokens)
+    ]
+    run_update(engine, loader, use_logits)
+    found["gradient"] = model.lm_head.weight.grad.full_tensor().abs().sum().item()
+    return found
+
+
+def test_a_split_tensor_tells_its_shape_without_the_others_and_is_changed_in_place() -> None:
+    first, second = run_in_processes(look_at_split_tensors, 2)
+    assert {*first["kinds"], *second["kinds"]} == {WholeOnDemand}
+    shape = (4, 9, 67)
+    assert first["facts"][:3] == (shape, (67, 32), torch.float32)
+    assert first["facts"][3] == f"WholeOnDemand(shape={shape}, dtype=torch.float32)"
+    model = build_model()
+    expected = [
+        model.lm_head.weight.detach().clamp(-0.01, 0.01),
+        model.model.embed_tokens.weight * 2,
+    ]
+    for mine in (first, second):
+        for weight, whole in zip(mine["weights"], expected, strict=True):
+            assert np.array_equal(weight, whole.detach().numpy())
+        assert mine["gradient"] > 0
+
+
+# ---- layers that cannot be split -----------------------------------------------------------------
+
+
+def compose_with_weight_norm() -> str:
+    model = build_model()
+    nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(ConfigurationError) as caught:
+        compose("tensor", model)
+    return str(caught.value)
+
+
+def test_a_parametrized_layer_is_refused_by_name() -> None:
+    for message in run_in_processes(compose_with_weight_norm, 2):
+        assert "model.layers.1.mlp.up_proj" in message
+        assert "weight_norm or another parametrization" in message
+        assert "remove_parametrizations" in message

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.context.arguments import find_argument_names
+
 _IGNORED = -100
 
 SumLosses = Callable[[Tensor, Tensor, int], Tensor]
@@ -31,11 +33,11 @@ def find_known_loss(model: Any) -> bool | None:
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}.get(model.loss_function)
 
 
-def has_labels(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a model is called with labels."""
     if len(args) > 1 and "labels" not in kwargs:
-        names = inspect.signature(forward).bind_partial(*args)
-        return names.arguments.get("labels") is not None
+        given = dict(zip(find_argument_names(model), args, strict=False))
+        return given.get("labels") is not None
     return kwargs.get("labels") is not None
 
 

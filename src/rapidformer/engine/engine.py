@@ -34,6 +34,7 @@ from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients
+from rapidformer.accel.tensor.joined_loss import join_loss
 from rapidformer.checkpoint.export import export_model
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
@@ -257,6 +258,7 @@ class RapidformerEngine(Run):
         *,
         ends_update: bool,
     ) -> None:
+        loss = join_loss(loss)
         if isinstance(loss, DTensor):
             raise ModelError(
                 "the loss contains weights that are split over ranks (a penalty over "

@@ -3,8 +3,8 @@
 It is switched on where the model computes its own loss by a function that we know: Hugging Face's
 ``loss_function``, or a plan that says ``has_split_losses``. Everywhere else (losses that users
 compute from ``logits``, evaluation) every process has the logits of all tokens. What a reader would
-get wrong: while it is on, ``outputs.logits`` of a training step is a DTensor over the tokens; every
-operation on it is still right, and ``.full_tensor()`` joins it.
+get wrong: only inside the model are logits then a DTensor over the tokens. ``outputs.logits`` are
+joined as soon as somebody computes with them (``accel/on_demand.py``).
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from rapidformer.accel.context.proof import prove_context
 from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.dropout import has_dropout
 from rapidformer.accel.known_loss import has_labels
+from rapidformer.accel.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.styles import extend_module, replace_first
 from rapidformer.accel.watched import (
@@ -223,10 +224,9 @@ class SharedModel:
             # A cache holds whole sequences, and would be made only to be thrown away.
             kwargs.setdefault("use_cache", False)
         if head is not None:
-            forward = super().forward  # type: ignore[misc]
-            head.keeps_share = self.training and has_labels(forward, args, kwargs)
+            head.keeps_share = self.training and has_labels(self, args, kwargs)
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return hand_out(super().forward(*args, **kwargs))  # type: ignore[misc]
         finally:
             region.is_off = was_off
             if head is not None:

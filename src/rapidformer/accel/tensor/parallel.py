@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from rapidformer.accel.double_gradients import refuse_double_gradients
+from rapidformer.accel.tensor.outputs import WholeOutputs
 from rapidformer.accel.tensor.styles import (
     Colwise,
     ColwiseGathered,
@@ -51,6 +53,12 @@ _CLASSES: dict[str, type] = {
     "mla_kv_a_proj": SharedOutputs,
 }
 _PARTS = {"fused_qkv": 3, "fused_kv": 2}
+_COMPUTED = (
+    "has a weight that is computed from other parameters (weight_norm or another parametrization), "
+    "which cannot be split. Remove it before compose "
+    "(torch.nn.utils.parametrize.remove_parametrizations), or use --zero-3-memory-optimization "
+    "instead."
+)
 
 
 @dataclass(kw_only=True)
@@ -91,6 +99,8 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
             _get_split(model, name).shared_outputs = _count_shared_outputs(model, name)
     _divide_attributes(model, tensor_plan, mesh.size())
     refuse_double_gradients(model, _FLAG)
+    whole_split = model.__dict__.get("rapidformer_split") or Split(mesh=mesh)
+    extend_class(model, whole_split, WholeOutputs)
     return tensor_plan
 
 
@@ -185,6 +195,9 @@ def _find_problems(
         problem = None if has_few else _find_module_problem(module, style, size)
         if problem:
             yield f"{_FLAG} {size}: {names[module]} of {describe_model(model)} {problem}"
+    for name in plan.styles:
+        if is_parametrized(model.get_submodule(name)):
+            yield f"{_FLAG} {size}: {name} of {describe_model(model)} {_COMPUTED}"
     yield from _find_number_problems(model, plan, size)
 
 
@@ -210,6 +223,8 @@ def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iter
 def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None:
     if style == "replicated_with_grad_allreduce":
         return None
+    if get_parameter_table(module).get("weight") is None:
+        return _COMPUTED
     needed = {"embedding_rowwise": (nn.Embedding,), "colwise": (nn.Linear, nn.Embedding)}
     is_kind = isinstance(module, needed.get(style, (nn.Linear,))) or _is_conv1d(module)
     has_own_forward = not _is_conv1d(module) and not (

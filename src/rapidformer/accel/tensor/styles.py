@@ -1,11 +1,12 @@
 """What a module does once its layer is split: a subclass of its own class, per style.
 
 Parameters are DTensors on the tensor axis; whoever *reads* one (``self.weight``, in whatever code)
-gets this process's part as a plain tensor, with the right gradient behind it. So arithmetic inside
-a layer is plain, and clipping, optimizers and checkpoints see one kind of tensor. What a reader
-would get wrong: a weight that every process holds whole but uses on its own share (of heads, or of
-tokens) has a different gradient on each; it is read through ``copy_in``, which sums them in each
-backward pass, so that accumulation adds sums and never sums twice.
+gets this process's part as a plain tensor, with the right gradient behind it (outside of any
+module's call: the whole weight). So arithmetic in a layer is plain, and clipping, optimizers and
+checkpoints see one kind of tensor. What a reader would get wrong: a weight that every process holds
+whole but uses on its own share (of heads, or of tokens) has a different gradient on each; it is
+read through ``copy_in``, which sums them in each backward pass, so that accumulation adds sums and
+never sums twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from rapidformer.accel.on_demand import join_on_demand
+from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
     Group,
@@ -116,6 +119,8 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
         # At rest, sharded over other processes too: only those who shard it look at it now.
         return parameter
+    if not _is_inside_a_call():
+        return _read_outside(parameter, split)
     local = parameter.to_local()
     if name in split.readings:
         return split.readings[name](local)
@@ -123,6 +128,30 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     if is_among_tokens and parameter.placements[0].is_replicate():
         return copy_in(local, split.group)
     return local
+
+
+_running_calls = 0
+
+
+def _is_inside_a_call() -> bool:
+    """Whether a split module runs: its own arithmetic takes this process's part of a weight."""
+    # In a backward pass blocks are recomputed; a compiled block knows nothing of who calls it.
+    return torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()
+
+
+def _read_outside(parameter: DTensor, split: Split) -> Tensor:
+    """A weight in a user's hands: whole, as in one process; to be changed, the parameter itself."""
+    placement: Any = parameter.placements[0]
+    if not torch.is_grad_enabled():
+        return parameter
+    if placement.is_replicate():
+        return parameter.to_local()
+    if type(placement) is not Shard:
+        return parameter  # parts that are apart: torch's own operations join them
+    dim = placement.dim
+    return join_on_demand(
+        parameter.to_local(), dim, parameter.shape[dim], split.group, source=parameter
+    )
 
 
 def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegion]:
@@ -142,13 +171,31 @@ def extend_module(module: nn.Module, style: type, place: Any) -> None:
     """Give a module the subclass that acts by a style, and what that needs to know."""
     holder: Any = module
     holder.rapidformer_place = place
-    extend(module, "context", _get_builder(()), styles=(style,), is_shared=True)
+    extend(module, "context", _add_nothing, styles=(style,), is_shared=True)
+
+
+def _add_nothing(cls: Any) -> dict[str, Any]:
+    return {}
 
 
 @functools.cache
 def _get_builder(names: tuple[str, ...]) -> Build:
     readers = {name: _build_reader(name) for name in names}
-    return lambda cls: dict(readers)
+    return lambda cls: {**readers, "__call__": _build_call(cls)}
+
+
+def _build_call(cls: Any) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        global _running_calls
+        if torch.compiler.is_compiling():
+            return cls.__call__(module, *args, **kwargs)
+        _running_calls += 1
+        try:
+            return cls.__call__(module, *args, **kwargs)
+        finally:
+            _running_calls -= 1
+
+    return call
 
 
 def _build_reader(name: str) -> property:

@@ -3,8 +3,8 @@
 It is switched on where the model computes its own loss by a function that we know: Hugging Face's
 ``loss_function``, or a plan that says ``has_split_losses``. Everywhere else (losses that users
 compute from ``logits``, evaluation) the head joins its outputs, which is right for any code. What a
-reader would get wrong: while it is on, ``outputs.logits`` of a training step is a DTensor; every
-operation on it is still right, and ``.full_tensor()`` joins it.
+reader would get wrong: only inside of the model are logits then a DTensor. ``outputs.logits`` are
+joined as soon as somebody computes with them (``accel/on_demand.py``).
 """
 
 from __future__ import annotations
@@ -56,14 +56,11 @@ class LossKeeper(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         head = self.rapidformer_split.head
         assert head is not None
-        head.keeps_output_split = self.training and self._has_labels(args, kwargs)
+        head.keeps_output_split = self.training and has_labels(self, args, kwargs)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             head.keeps_output_split = False
-
-    def _has_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return has_labels(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 def _sum_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

@@ -1,0 +1,114 @@
+"""A split tensor in a user's hands: it is joined by the first operation that needs its values.
+
+``outputs.logits`` of a training step, or a split weight that code outside of the model reads, stays
+split as long as nobody computes with it. Its shape and the like are known without communication, so
+one process alone may print them. What a reader would get wrong: the tensor underneath is a stand-in
+without memory, not a number anywhere; operations never see it, only autograd does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rapidformer.compat.torch_dispatch import tree_map_only
+from rapidformer.dist.regions import Group, gather_out, take_slice
+
+_FACTS = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf")
+    ),
+}  # fmt: skip
+_OF_PARAMETERS = {
+    Tensor.register_hook, Tensor.requires_grad_,
+    *(getattr(Tensor, name).__get__ for name in ("data", "grad")),
+}  # fmt: skip
+
+
+class WholeOnDemand(torch.Tensor):
+    """All of a tensor of which each process holds a slice."""
+
+    _part: Tensor
+    _join: Callable[[], Tensor]
+    _joined: Tensor | None
+    _source: Tensor | None
+
+    def full_tensor(self) -> Tensor:
+        """The whole, as a plain tensor; all processes that hold a slice must come here."""
+        if self._joined is None:
+            self._joined = self._join()
+        return self._joined
+
+    def to_local(self) -> Tensor:
+        """This process's slice."""
+        return self._part
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        # Not the values: one process alone may print it.
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return super().__torch_function__(func, types, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, cls) and first._source is not None and _is_about_parameter(func):
+            return func(first._source, *args[1:], **kwargs)
+        args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_about_parameter(func: Any) -> bool:
+    """Whether it changes a weight in place, or asks for something that only the weight has."""
+    name = getattr(func, "__name__", "")
+    return func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def join_on_demand(
+    part: Tensor, dim: int, length: int, group: Group, source: Tensor | None = None
+) -> Tensor:
+    """The whole of which ``part`` is this process's slice; ``source`` is the parameter it is of."""
+    dim %= part.dim()
+    stand_in = _StandIn.apply(part, dim, length, group)  # type: ignore[no-untyped-call]
+    whole: Any = stand_in.as_subclass(WholeOnDemand)
+    whole._part, whole._source, whole._joined = part, source, None
+    whole._join = lambda: gather_out(part, dim, length, group)
+    return whole  # type: ignore[no-any-return]
+
+
+def hand_out(output: Any) -> Any:
+    """A model's output, whose split tensors are joined as soon as somebody computes with them."""
+
+    def wrap(split: DTensor) -> Tensor:
+        dim = getattr(split.placements[0], "dim", None)
+        if dim is None or split.device_mesh.ndim > 1:
+            return split
+        return join_on_demand(
+            split.to_local(), dim, split.shape[dim], split.device_mesh.get_group()
+        )
+
+    return tree_map_only(DTensor, wrap, output)
+
+
+class _StandIn(torch.autograd.Function):
+    """Keeps the graph whole for code that hands the tensor to autograd without an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, length: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        shape = [*part.shape]
+        shape[dim] = length
+        return part.new_full((), float("nan")).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return take_slice(gradient, ctx.dim, ctx.group), None, None, None
