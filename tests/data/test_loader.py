@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, IterableDataset
 
 from rapidformer.data.loader import DistributedLoader
@@ -447,6 +449,19 @@ def test_an_error_in_the_data_leaves_the_random_numbers_alone() -> None:
     with pytest.raises(ValueError, match="broken row"):
         take_epoch(build(Numbers(4), collate=fail))
     assert get_states() == before
+
+
+def test_the_loader_speaks_the_protocol_of_stateful_loaders() -> None:
+    """``state_dict`` within a pass, ``load_state_dict`` before the next: as torchdata's does."""
+    loader = build(Numbers(8), shuffle=True)
+    assert isinstance(loader, Stateful)
+    batches = iter(loader)
+    next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = [batch.tolist() for batch in batches]
+    resumed = build(Numbers(8), shuffle=True)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == rest
 
 
 # ---- streams -----------------------------------------------------------------------------------

@@ -164,7 +164,11 @@ class DistributedLoader:
         self.epoch, self._position, self._is_resuming = 0, 0, False
 
     def state_dict(self) -> dict[str, int]:
-        """The global position: true for any number of processes."""
+        """The global position, valid for any number of processes.
+
+        A stream is read again from its start and its rows are skipped, although its data set may
+        have a ``state_dict`` of its own: Hugging Face's leaves out what stands in a shuffle buffer.
+        """
         return {"epoch": self.epoch, "consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

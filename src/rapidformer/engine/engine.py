@@ -88,6 +88,8 @@ class RapidformerEngine(Run):
         self.resumed_from: Path | None = None
         self.is_own_loop = True
         """Whether the script drives the training itself; a template says that it does not."""
+        self.warns_of_unused_settings = True
+        """False for a caller that makes optimizer and schedule from the settings itself."""
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
         self._first_update = 0
@@ -181,6 +183,8 @@ class RapidformerEngine(Run):
         return (self.model, self.optimizer, self.lr_scheduler, *loaders)
 
     def _warn_about_unused_settings(self, **own_parts: Any) -> None:
+        if not self.warns_of_unused_settings:
+            return
         own = list_own_parts(has_loop=self.is_own_loop, **own_parts)
         message = describe_unused(self.args, own)
         if message is not None and self.is_main:

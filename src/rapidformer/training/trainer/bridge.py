@@ -77,7 +77,8 @@ class TrainerTemplate(Template):
     def compose(self) -> Any:
         trainer = self.trainer
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
-        self.engine.is_own_loop = False
+        # The trainer honours its arguments itself, also where it makes the optimizer from them.
+        self.engine.warns_of_unused_settings = False
         composed = self.engine.compose(
             trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
         )
