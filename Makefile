@@ -1,6 +1,7 @@
 # make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
 # make check    lint, types and the fast tests: under 2 minutes on 2 cores, for while you work
 # make test     lint, types and every test: under 15 minutes on 2 cores, before a change lands
+# make test-oldest  the fast tests with the oldest supported versions, in their own environment
 # make install  make the environment with every extra; the others do it first
 # make docs     build the documentation into site/; a warning is an error
 
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo check test lint types fast-tests tests docs format bench clean
+.PHONY: install demo check test test-oldest lint types fast-tests tests docs format bench clean
 
 install: $(INSTALLED)
 
@@ -27,6 +28,16 @@ demo: install
 check: lint types fast-tests
 
 test: lint types tests
+
+OLDEST := .venv-oldest
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable '.[all,dev]'
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: install
 	$(BIN)/ruff check .
@@ -59,4 +70,4 @@ bench: install
 	$(BIN)/python benchmarks/loader_rate.py
 
 clean:
-	rm -rf $(VENV) site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -111,6 +111,10 @@ def find_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
             and is_foreign(node.args[0], str(node.args[1].value))
         ):
             yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+            if is_private(name) and name in find_foreign_attributes() and name not in ALLOWED:
+                yield node.lineno, repr(name)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,7 @@ def test_private_names_are_used_in_compat_only(path: Path) -> None:
         "module._buffers['a'] = 1",
         "model._modules.pop('a')",
         "getattr(model, '_tp_plan', None)",
+        "HOOKS = ('_forward_hooks',)",
     ],
 )
 def test_a_private_name_is_found(text: str) -> None:

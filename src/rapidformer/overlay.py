@@ -20,6 +20,7 @@ from typing import Any
 ORDER = {
     "split": "reads its share of a split layer's weights, and exchanges activations",
     "recompute": "computes a block again in the backward pass",
+    "offload": "keeps what a block saves for its backward pass in the host's memory",
     "context": "holds this process's tokens of each sequence",
     "experts": "generates in step with the processes that share its experts",
     "sharding": "gathers sharded weights to generate",

@@ -24,13 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.data_parallel import get_local
+from rapidformer.compat.torch_dispatch import tree_leaves
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -54,15 +56,13 @@ def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.de
             f"--activation-offload: no repeated blocks were found in {type(model).__name__}. "
             "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
         )
-    lane = Lane(device)
+    build = functools.partial(_build_offload, lane=Lane(device))
     for block in plan.get_blocks(model):
-        cls: Any = type(block)
-        block.__class__ = _get_offloading_class(cls, lane)
+        extend(block, "offload", build, is_shared=True)
     return model
 
 
-@functools.cache
-def _get_offloading_class(cls: type[nn.Module], lane: Lane) -> type[nn.Module]:
+def _build_offload(cls: type[nn.Module], lane: Lane) -> dict[str, Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run: Callable[..., Any] = functools.partial(cls.__call__, self)
         if not torch.is_grad_enabled():
@@ -71,7 +71,7 @@ def _get_offloading_class(cls: type[nn.Module], lane: Lane) -> type[nn.Module]:
         with saved_tensors_hooks(saved.pack, saved.unpack):
             return run(*args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    return {"__call__": call}
 
 
 class Lane:
@@ -188,15 +188,15 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Kept | Copy:
         """Called by autograd for every tensor that an operation saves."""
         if not self._is_offloaded(tensor):
-            return Kept(tensor=tensor, version=tensor._version)
+            return Kept(tensor=tensor, version=count_changes(tensor))
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         copy = self._latest.get((_get_place(tensor), layout))
         # Memory is used again: an address means the same tensor only as long as that one lives.
-        if copy is None or copy.source.expired() or copy.version != tensor._version:
+        if copy is None or copy.source.expired() or copy.version != count_changes(tensor):
             copy = Copy(
                 host=self._lane.send(tensor),
                 source=StorageWeakRef(tensor.untyped_storage()),
-                version=tensor._version,
+                version=count_changes(tensor),
             )
             self._copies.append(copy)
             self._latest[_get_place(tensor), layout] = copy
@@ -206,7 +206,7 @@ class SavedTensors:
     def unpack(self, packed: Kept | Copy) -> Tensor:
         """Called by autograd for every tensor that the backward pass needs."""
         if isinstance(packed, Kept):
-            if packed.tensor._version != packed.version:
+            if count_changes(packed.tensor) != packed.version:
                 # Autograd itself looks only where no hook has taken the tensor.
                 raise TrainingError(
                     "a weight was changed in place between the forward and the backward pass that "

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.compat.torch_modules import list_hooks
+
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What a Hugging Face model collects from every block."""
 _SHOWN = 3
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Their hooks know what they do: sharding's, and those that collect what was asked for by name.
 _LIBRARIES = ("torch", "transformers", "rapidformer")
 
@@ -35,7 +36,7 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
     return [
         name
         for name, module in modules.items()
-        if any(_is_users(hook) for kind in _HOOKS for hook in module.__dict__[kind].values())
+        if any(_is_users(hook) for hook in list_hooks(module))
     ]
 
 

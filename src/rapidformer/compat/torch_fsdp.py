@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
@@ -19,7 +19,9 @@ PRIVATE_NAMES = {
         "calling a part of a sharded model by itself"
     ),
     f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
-    "torch.Tensor._version": "seeing whether gathered weights were changed",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info": (
+        "weights that users read while they are sharded"
+    ),
 }
 
 
@@ -36,11 +38,6 @@ def list_parameter_groups(module: FSDPModule) -> list[Any]:
         group = state._fsdp_param_group
         groups = [] if group is None else [group]
     return list(groups)
-
-
-def count_changes(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; gathering weights into it does not count."""
-    return int(tensor._version)
 
 
 def list_owners(parameter: Any) -> list[tuple[nn.Module, str]]:

@@ -11,6 +11,10 @@ PRIVATE_NAMES = {
     "torch.nn.Module._parameters": "putting split parameters in the place of whole ones",
     "torch.nn.Module._call_impl": "running a module under torch.compile",
     "torch.nn.Module._compiled_call_impl": "letting a call run compiled",
+    "torch.nn.Module._forward_hooks": "finding hooks that would see a part of an activation",
+    "torch.nn.Module._forward_pre_hooks": "the same",
+    "torch.nn.Module._backward_hooks": "the same",
+    "torch.nn.Module._backward_pre_hooks": "the same",
     "torch.nn.Module._apply": "giving memory to the parameters of a split model",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that another stage saves",
 }
@@ -42,3 +46,14 @@ def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 def leave_out_of_state(module: nn.Module, buffer: str) -> None:
     """Let ``state_dict`` leave the buffer out from now on."""
     module._non_persistent_buffers_set.add(buffer)
+
+
+def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Everything that was registered to run around the module's passes."""
+    tables = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]

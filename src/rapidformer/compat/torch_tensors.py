@@ -14,6 +14,7 @@ PRIVATE_NAMES = {
     "torch._assert_async": "refusing bad ids without waiting for the device",
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
+    "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
     "torch.UntypedStorage._cdata": "telling pieces of memory apart while a build is recorded",
 }
 
@@ -49,3 +50,8 @@ def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
 def get_storage_key(tensor: Tensor) -> int:
     """A number for the memory behind a tensor: views of one tensor have the same."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def count_changes(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; gathering weights into it does not count."""
+    return int(tensor._version)

@@ -19,11 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rapidformer.compat.torch_fsdp import (
-    count_changes,
-    list_parameter_groups,
-    wait_for_reductions,
-)
+from rapidformer.compat.torch_fsdp import list_parameter_groups, wait_for_reductions
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.dist.whole import gather_with_gradient
 
 
