@@ -19,9 +19,6 @@ PRIVATE_NAMES = {
         "calling a part of a sharded model by itself"
     ),
     f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info": (
-        "weights that users read while they are sharded"
-    ),
 }
 
 
