@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
@@ -111,6 +112,10 @@ def parallelize(
     lines = [f"precision: {precision.reason}"]
     lines += _apply_switches(assembly, "whole")
     _place_weights(assembly)
+    if for_training:
+        steps = args.gradient_accumulation_steps or 1
+        line = synchronise_batch_norm(model, topology, micro_batches=steps)
+        lines += [line] if line else []
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)
     lines += _apply_switches(assembly, "made")

@@ -1,0 +1,78 @@
+"""BatchNorm on several ranks: statistics over the rows of all of them, as in one process.
+
+Without it, each rank would normalise by its own rows and keep its own running statistics, and a
+checkpoint would save those of rank 0. torch's SyncBatchNorm does the same on GPUs only. Gradient
+accumulation cannot be made exact: no micro-batch knows the rows of the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rapidformer.dist.regions import copy_in, sum_out
+from rapidformer.dist.topology import Topology
+from rapidformer.log import warn_once
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batches: int) -> str:
+    """Let every BatchNorm see the rows of all replicas, in place; returns a start-up line."""
+    modules = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
+    if not modules:
+        return ""
+    if micro_batches > 1:
+        warn_once(
+            f"BatchNorm takes its statistics over one micro-batch, not over the {micro_batches} of "
+            "an update: the result depends on --micro-batch-size. Raise it until an update is one "
+            "micro-batch, or use LayerNorm or GroupNorm."
+        )
+    group = topology.get_replica_group()
+    if group is None:
+        return ""
+    for module in modules:
+        cls = type(module)
+        content = {"__module__": cls.__module__, "_replicas": group}
+        module.__class__ = type(cls.__name__, (_SharedStatistics, cls), content)
+    return f"batch norm: statistics of {len(modules)} layers over {group.size()} ranks"
+
+
+class _SharedStatistics:
+    """Goes before a BatchNorm's own class."""
+
+    _replicas: dist.ProcessGroup
+
+    def forward(self: Any, rows: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(rows)  # type: ignore[misc, no-any-return]
+        values = rows.float()
+        dims = [0, *range(2, rows.dim())]
+        shape = [1, -1] + [1] * (rows.dim() - 2)
+        # The number of rows may differ between ranks; it travels with their sum.
+        count = values.new_full((1,), values.numel() / values.shape[1])
+        *sums, total = self._sum(torch.cat([values.sum(dims), count])).split([values.shape[1], 1])
+        mean = sums[0] / total
+        centred = values - mean.view(shape)
+        # Of the centred values, not of squares less the mean's: those would cancel.
+        variance = self._sum(centred.square().sum(dims)) / total
+        if self.training and self.running_mean is not None:
+            self._follow(mean.detach(), variance.detach() * total / (total - 1))
+        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        result: Tensor = normal.to(rows.dtype)
+        return result
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, whose gradient is summed as well."""
+        return copy_in(sum_out(tensor, self._replicas), self._replicas)
+
+    def _follow(self: Any, mean: Tensor, variance: Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        share = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        self.running_mean.mul_(1 - share).add_(mean * share)
+        self.running_var.mul_(1 - share).add_(variance * share)

@@ -1,0 +1,65 @@
+"""BatchNorm under data parallelism: outputs, gradients and running statistics of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rapidformer.engine import RapidformerEngine
+from tests.parity.harness import CustomModel
+from tests.parity.own_loop import SETTINGS, Loop, assert_same, keep_rate, make_sgd, zero
+
+
+class NormalisedModel(CustomModel):
+    """BatchNorm over the features of every token, and over whole rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_token = nn.BatchNorm1d(16)
+        self.by_row = nn.BatchNorm1d(16, momentum=None)
+        self.plain = nn.BatchNorm1d(16, affine=False, track_running_stats=False)
+
+    def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.by_token(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        rows = self.plain(self.by_row(hidden.mean(1)))
+        logits = self.head(hidden + rows[:, None])
+        labels = batch["labels"]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(7)
+    return NormalisedModel()
+
+
+def train(loop: Loop) -> None:
+    for number in range(3):
+        loss = loop.compute_loss(number)
+        loop.note_mean(loss)
+        loop.engine.backward(loss)
+        loop.engine.step()
+    for norm in (loop.model.by_token, loop.model.by_row):
+        loop.values += [*norm.running_mean.tolist(), *norm.running_var.tolist()]
+        loop.values.append(float(norm.num_batches_tracked))
+    loop.model.eval()
+    with torch.no_grad():
+        loop.note_mean(loop.compute_loss(9))
+
+
+def test_batch_norm_equals_one_process() -> None:
+    options = {"make_model": make_model}
+    assert_same([(train, layout, options) for layout in ({}, zero(1), zero(3))])
+
+
+def test_accumulation_with_batch_norm_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "log_level": "warning", "micro_batch_size": 2}
+    engine = RapidformerEngine(args=settings)
+    model = make_model()
+    with caplog.at_level("WARNING"):
+        engine.compose(model, make_sgd(model), keep_rate)
+    assert "BatchNorm takes its statistics over one micro-batch, not over the 4" in caplog.text
