@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from rapidformer.data.collate import PadCollator
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import build_data, build_model, get_order
+from tests.parity.harness import build_data, build_model, get_order, run_bare
 
 SETTINGS: dict[str, Any] = {
     "micro_batch_size": 2,
@@ -111,25 +110,17 @@ def get_weights(engine: RapidformerEngine) -> dict[str, Any]:
     return {name: weight.detach().numpy().copy() for name, weight in weights.items()}
 
 
-def run_bare(model_name: str, epochs: int) -> Trace:
-    """One process, each global batch in one piece, nothing of the library."""
+def run_one(model_name: str, epochs: int) -> Trace:
+    """The bare loop over global batches; tied weights have one name, as under DeepSpeed."""
     model, rows = build_model(model_name), build_data(model_name)
-    optimizer, collate = make_optimizer(model), PadCollator()
-    losses: list[float] = []
-    gradients: dict[str, np.ndarray] = {}
-    model.train()
-    for indices in get_order(SETTINGS, epochs):
-        loss = model(**collate([rows[i] for i in indices]))["loss"]
-        loss.backward()
-        gradients = gradients or {
-            n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None
-        }
-        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip_grad"])
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
-    return Trace(losses, gradients, weights)
+    updates = [[[rows[i] for i in indices]] for indices in get_order(SETTINGS, epochs)]
+    bare = run_bare(model, updates, make_optimizer, SETTINGS["clip_grad"])
+    names = [name for name, _ in model.named_parameters()]
+    return Trace(
+        [loss for loss, _ in bare.losses],
+        {name: bare.gradients[0][name] for name in names if name in bare.gradients[0]},
+        {name: bare.weights[name] for name in names},
+    )
 
 
 def get_difference(mine: Trace, bare: Trace) -> dict[str, float]:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.parity.deepspeed_harness import get_difference, run_bare, run_cases
+from tests.parity.deepspeed_harness import get_difference, run_cases, run_one
 from tests.processes import run_in_processes
 
 MODELS = ("bert", "bert-mlm", "gpt2", "t5", "llama", "custom")
@@ -50,7 +50,7 @@ def main(names: list[str]) -> int:
     reasons: dict[str, str] = {}
     is_exact = True
     for name in names:
-        reference = run_bare(name, EPOCHS)
+        reference = run_one(name, EPOCHS)
         cells = []
         for layout, (world_size, content) in LAYOUTS.items():
             case = {layout: (name, content)}

@@ -2,6 +2,7 @@
 
 The reference is a bare PyTorch loop over the same samples in one process, which knows nothing of
 the library: it sees each global batch whole, padded to one length, and divides by its own count.
+It is one for all kinds of parallelism (``run_bare``).
 What is kept, and how it is compared, is what ``rapidformer verify`` keeps and compares.
 """
 
@@ -34,10 +35,12 @@ from rapidformer.verification.recorder import (
     Recorder,
     collect_gradients,
     collect_weights,
+    count_bytes,
     find_ties,
 )
 from rapidformer.verification.trace import Trace
 
+Rows = list[dict[str, Any]]
 VOCABULARY = 64
 SAMPLES = 44
 """Not a multiple of the global batch: the last update is a smaller one, with fillers."""
@@ -110,7 +113,7 @@ def build_model(name: str, dropout: float = 0.0) -> nn.Module:
     return CustomModel()
 
 
-def build_data(name: str) -> list[dict[str, Any]]:
+def build_data(name: str) -> Rows:
     """Rows of very unequal lengths; some tokens without a label."""
     random = np.random.default_rng(3)
     rows = []
@@ -125,29 +128,63 @@ def build_data(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def run_reference(
-    model_name: str,
-    *,
-    order: list[list[int]],
+def run_bare(
+    model: nn.Module,
+    updates: list[list[Rows]],
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     clip: float = 1.0,
 ) -> Trace:
-    """The bare loop: one process, each global batch in one piece."""
-    model, rows = build_model(model_name), build_data(model_name)
+    """What every parity test compares with: a loop of torch, in one process, without the library.
+
+    An update is its micro-batches; mostly it is one, the whole global batch. Where a loss is not a
+    mean over labels (a mixture's is one over its micro-batch), the same ones must be added up.
+    """
     optimizer = make_optimizer(model)
-    collate = PadCollator()
     trace = start_bare_trace(model)
+    trace.facts["parameter_bytes"] = count_bytes(model)
     model.train()
-    for indices in order:
-        batch = collate([rows[i] for i in indices])
-        loss = model(**batch)["loss"]
-        loss.backward()
+    for micro_batches in updates:
+        loss = _accumulate(model, [collate(rows) for rows in micro_batches])
         note_bare_gradients(trace, model, loss)
         trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
         optimizer.zero_grad()
     trace.weights = collect_weights(model)
     return trace
+
+
+def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The backward pass of an update; its loss, a mean over its labels."""
+    if len(batches) == 1:
+        loss: torch.Tensor = model(**batches[0])["loss"]
+        loss.backward()
+        return loss
+    loss_sum, count = torch.zeros(()), 0
+    for batch in batches:
+        weight = count_labels(batch["labels"], is_shifted=True)
+        if weight:
+            loss = model(**batch)["loss"] * weight
+            loss.backward()
+            loss_sum, count = loss_sum + loss.detach(), count + weight
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= count
+    return loss_sum / count
+
+
+def cut_updates(rows: Rows, size: int) -> list[list[Rows]]:
+    """Global batches in the data's order, each in one piece; the last one may be smaller."""
+    return [[rows[start : start + size]] for start in range(0, len(rows), size)]
+
+
+def collate(rows: Rows) -> dict[str, torch.Tensor]:
+    if "pixel_values" in rows[0]:
+        return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    return PadCollator()(rows)
+
+
+def count_labels(labels: torch.Tensor, *, is_shifted: bool) -> int:
+    return int(((labels[:, 1:] if is_shifted else labels) != -100).sum())
 
 
 def start_bare_trace(model: nn.Module) -> Trace:

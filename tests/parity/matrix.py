@@ -65,6 +65,7 @@ LAYOUTS |= {
     "CP2 ZeRO-3 copies 2x2": (4, {**ZERO_3, CONTEXT: 2, "hybrid_sharding_size": 2}),
     "EP2xDP2 ZeRO-3 offload": (4, {EXPERT: 2, **ZERO_3, "cpu_offload": True}),
 }
+ONLY_STAGED = ("mistral", "gpt2-frozen", "shared-bias")
 WITH_EXPERTS = ("gpt-moe", "mixtral")
 LIMIT = 1e-5
 EPOCHS = 4
@@ -153,13 +154,13 @@ def main(asked: list[str]) -> int:
     torch.set_num_threads(1)
     is_exact = True
     reasons: dict[str, str] = {}
-    names = [name for name in MODELS if name in asked or not asked]
+    names = [n for n in MODELS if n not in ONLY_STAGED and (n in asked or not asked)]
     cells: Cells = {layout: {} for layout in LAYOUTS}
     for name in names:
         is_exact &= compare_layouts(name, cells, reasons)
     if names:
         show(cells, names)
-    names = [name for name in staged.MODELS if name in asked or not asked]
+    names = [name for name in staged.STAGED if name in asked or not asked]
     cells = {layout: {} for layout in STAGED_LAYOUTS}
     for name in names:
         is_exact &= compare_stages(name, cells, reasons)

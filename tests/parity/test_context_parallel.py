@@ -21,14 +21,17 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.training.meter import Meter
-from tests.parity import tensor_harness
+from tests.parity import models, tensor_harness
 from tests.parity.hooks import only_looking
-from tests.parity.tensor_harness import (
+from tests.parity.models import (
     MODELS,
-    SETTINGS,
     VOCABULARY,
     CustomAttention,
     build_model,
+    llama,
+)
+from tests.parity.tensor_harness import (
+    SETTINGS,
     build_rows,
     collate,
     get_gradients,
@@ -99,14 +102,14 @@ class AveragingModel(OwnModel):
         self.layers = nn.ModuleList([AveragingBlock() for _ in range(2)])
 
 
-def _mistral(dropout: float) -> nn.Module:
+def _mistral(dropout: float, layers: int) -> nn.Module:
     """A window of 5 tokens, over shares that begin inside of it."""
-    return MistralForCausalLM(MistralConfig(**tensor_harness._llama(sliding_window=5)))
+    return MistralForCausalLM(MistralConfig(**llama(layers, sliding_window=5)))
 
 
-def _leaky(dropout: float) -> nn.Module:
+def _leaky(dropout: float, layers: int) -> nn.Module:
     """A Hugging Face model whose feed-forward layers look at the neighbouring token."""
-    model = MODELS["llama"](dropout)
+    model = MODELS["llama"](dropout, layers)
     for layer in model.model.layers:
         layer.mlp = nn.Sequential(layer.mlp, _AddNeighbour())
     return model
@@ -122,13 +125,13 @@ def more_models_and_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tensor_harness, "UPDATES", UPDATES)
     monkeypatch.setattr(tensor_harness, "ROWS", ROWS)
     more = {
-        "own": lambda p: OwnModel(),
-        "mixing": lambda p: MixingModel(),
-        "averaging": lambda p: AveragingModel(),
+        "own": lambda p, n: OwnModel(),
+        "mixing": lambda p, n: MixingModel(),
+        "averaging": lambda p, n: AveragingModel(),
         "mistral": _mistral,
         "leaky": _leaky,
     }
-    monkeypatch.setattr(tensor_harness, "MODELS", {**MODELS, **more})
+    monkeypatch.setattr(models, "MODELS", {**MODELS, **more})
     forget_references()
     yield
     forget_references()

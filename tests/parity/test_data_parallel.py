@@ -20,7 +20,7 @@ from tests.parity.harness import (
     build_model,
     check_equal,
     get_order,
-    run_reference,
+    run_bare,
     run_switched,
 )
 from tests.processes import run_in_processes
@@ -44,8 +44,9 @@ def _settings(**more: object) -> dict[str, object]:
 
 @functools.cache
 def get_reference(model: str, make_optimizer=make_sgd) -> Trace:
-    order = get_order(_settings(), EPOCHS)
-    return run_reference(model, order=order, make_optimizer=make_optimizer)
+    rows = build_data(model)
+    updates = [[[rows[i] for i in indices]] for indices in get_order(_settings(), EPOCHS)]
+    return run_bare(build_model(model), updates, make_optimizer)
 
 
 def _check(models: str | list[str], world_size: int, make_optimizer=make_sgd, **more: object):

@@ -11,7 +11,7 @@ from tests.processes import run_in_processes
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
 
-from tests.parity.deepspeed_harness import Trace, get_difference, run_bare, run_cases
+from tests.parity.deepspeed_harness import Trace, get_difference, run_cases, run_one
 
 CPU = {"device": "cpu"}
 # Every stage, and every family of models once.
@@ -45,7 +45,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_gives_the_result_of_one_process(case: str, traces: dict[str, Trace]) -> None:
-    reference = run_bare(CASES[case][0], 1)
+    reference = run_one(CASES[case][0], 1)
     difference = get_difference(traces[case], reference)
     assert set(traces[case].gradients) == set(reference.gradients)
     assert max(difference.values()) < 1e-5, difference

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from rapidformer.dist import mpu
 from rapidformer.dist.row_exchange import plan_route
@@ -21,7 +20,7 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.gpt import GPTForCausalLM
 from tests.parity import tensor_harness
-from tests.parity.harness import check_equal, note_bare_gradients, start_bare_trace
+from tests.parity.harness import check_equal, cut_updates, run_bare
 from tests.parity.tensor_harness import (
     SETTINGS,
     Trace,
@@ -29,8 +28,6 @@ from tests.parity.tensor_harness import (
     build_rows,
     collate,
     compare,
-    count_bytes,
-    count_labels,
     get_gradients,
     get_weights,
     make_adamw,
@@ -55,34 +52,11 @@ def more_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_micro_batches(name: str, make_optimizer: Any, epochs: int = 1) -> Trace:
-    """A bare loop of torch over single rows, without the library."""
-    model, rows = build_model(name), build_rows(name)
-    optimizer = make_optimizer(model)
-    trace = start_bare_trace(model)
-    trace.facts["parameter_bytes"] = count_bytes(model)
-    model.train()
-    for update in _cut(rows) * epochs:
-        loss_sum, count = torch.zeros(()), 0
-        for row in update:
-            batch = collate([row])
-            weight = count_labels(batch["labels"], is_shifted=True)
-            if weight:
-                loss = model(**batch)["loss"] * weight
-                loss.backward()
-                loss_sum, count = loss_sum + loss.detach(), count + weight
-        for parameter in model.parameters():
-            parameter.grad /= count
-        note_bare_gradients(trace, model, loss_sum / count)
-        trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-    trace.weights = get_weights(model)
-    return Trace.from_recorded(trace, [loss for loss, _ in trace.losses])
-
-
-def _cut(rows: list[Any]) -> list[list[Any]]:
-    size = tensor_harness.ROWS
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+    """The bare loop over single rows."""
+    updates = [
+        [[row] for row in rows] for (rows,) in cut_updates(build_rows(name), tensor_harness.ROWS)
+    ]
+    return Trace.from_bare(run_bare(build_model(name), updates * epochs, make_optimizer))
 
 
 def check(

@@ -219,7 +219,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
                     "AutoModelForSequenceClassification", engine.args, num_labels=3
                 )
             else:
-                model = engine.build_model(lambda name=name: MODELS[name](0.0))
+                model = engine.build_model(lambda name=name: MODELS[name](0.0, 2))
             assert get_deferred(model) is not None
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             engine.compose(model, optimizer)
@@ -236,7 +236,7 @@ def _build_plainly(name: str, folder: str) -> tuple[Any, ...]:
     if name == "file":
         model = build_pretrained("AutoModelForSequenceClassification", engine.args, num_labels=3)
     else:
-        model = MODELS[name](0.0)
+        model = MODELS[name](0.0, 2)
     buffers = {key: buffer.numpy().copy() for key, buffer in model.named_buffers()}
     count = len(list(model.parameters()))
     return get_weights(model), buffers, find_ties(model), count_bytes(model), count
