@@ -4,7 +4,7 @@ Everything comes from this machine: the data are made of Python's own functions 
 (build_data.py), the model starts from fresh weights. Each command is printed before it runs, so
 that it can be copied and changed.
 
-    python examples/demo/run.py [--output demo-output] [--quick]
+    python examples/demo/run.py [--output demo-output] [--quick] [--full]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from build_data import SEED, build_demo, show_summary, write_lines
+from pace import EVALUATIONS, choose_steps, count_lines, measure_step
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -33,7 +34,7 @@ TASK = ("--task", "sequence_classification")
 SHAPE = {"--seq-length": "28", "--nproc-per-node": "1"}
 BATCHES = {"--micro-batch-size": "64", "--global-batch-size": "64"}
 RATE = {"--lr": "1e-3", "--lr-decay-style": "linear", "--lr-warmup-fraction": "0.05"}
-LENGTH = {"--epochs": "2", "--eval-interval": "250", "--log-interval": "20"}
+EPOCHS = 2
 QUICK_LENGTH = {"--train-iters": "20", "--eval-interval": "10", "--log-interval": "5"}
 
 console = Console()
@@ -56,6 +57,43 @@ def prepare_data(output: Path, quick: bool) -> None:
     made = build_demo(output, limit=80 if quick else None)
     marker.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     show_summary(made, time.perf_counter() - start, output)
+
+
+def choose_length(output: Path) -> dict[str, str]:
+    """As many steps as two minutes hold on this machine, and a sentence that says so."""
+    batch, length = int(BATCHES["--micro-batch-size"]), int(SHAPE["--seq-length"])
+    rows = count_lines(output / "data" / "train.jsonl")
+    wanted = EPOCHS * (rows // batch)
+    seconds = measure_step(output / "model", batch, length)
+    eval_batches = -(-count_lines(output / "data" / "validation.jsonl") // batch)
+    steps = choose_steps(seconds, wanted, eval_batches)
+    shown = f"A training step takes {1000 * seconds:.0f} ms here"
+    if steps == wanted:
+        text = f"{shown}: {EPOCHS} epochs ({wanted:,} steps) fit into the demo's two minutes."
+    else:
+        text = (
+            f"{shown}: {steps:,} of {wanted:,} steps fit into the demo's two minutes, so training "
+            f"stops there and reaches less. --full trains all {EPOCHS} epochs."
+        )
+    console.print(text, highlight=False)
+    interval = max(steps // EVALUATIONS, 1)
+    return get_length(steps, interval)
+
+
+def choose_training(output: Path, *, quick: bool, full: bool) -> dict[str, str]:
+    if quick:
+        return QUICK_LENGTH
+    if full:
+        return {"--epochs": str(EPOCHS), "--eval-interval": "250", "--log-interval": "20"}
+    return choose_length(output)
+
+
+def get_length(steps: int, interval: int) -> dict[str, str]:
+    return {
+        "--train-iters": str(steps),
+        "--eval-interval": str(interval),
+        "--log-interval": "20",
+    }
 
 
 def run_command(*words: str) -> float:
@@ -135,6 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune, evaluate and predict, as a demo.")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a little data")
+    parser.add_argument("--full", action="store_true", help="two epochs, however long they take")
     given = parser.parse_args()
     output: Path = given.output
     data, run, best = output / "data", output / "run", output / "run" / "best"
@@ -144,12 +183,13 @@ def main() -> None:
     prepare_data(output, given.quick)
     chosen = choose_examples(data / "test.jsonl", output / "examples.jsonl")
     seconds["data"] = time.perf_counter() - start
+    length = choose_training(output, quick=given.quick, full=given.full)
     seconds["training"] = run_command(
         *TASK, "--pretrained-model-name-or-path", str(output / "model"), "--from-scratch",
         "--data-path", str(data), "--save", str(run), "--overwrite",
-        *_flatten(SHAPE | BATCHES | RATE | (QUICK_LENGTH if given.quick else LENGTH)),
+        *_flatten(SHAPE | BATCHES | RATE | length),
     )  # fmt: skip
-    common = (*TASK, "--load", str(best), *_flatten(SHAPE))
+    common = ("--load", str(run), *_flatten(SHAPE))
     evaluation, predictions = output / "evaluation.json", output / "predictions.jsonl"
     seconds["evaluation"] = run_command(
         "evaluate", *common, "--data-path", str(data), "--eval-split", "test",

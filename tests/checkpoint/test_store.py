@@ -427,3 +427,36 @@ def test_the_newest_whole_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     assert state.loaded_from == tmp_path / "iter_0000001"
     with pytest.raises(CheckpointError, match="damaged"):
         CheckpointStore.load(tmp_path / "iter_0000002", Run().state)
+
+
+def test_a_tied_weight_is_stored_once_and_restored_by_each_name(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rapidformer import RapidformerEngine
+    from rapidformer.checkpoint.tensors import read_shapes
+    from rapidformer.checkpoint.ties import load_named, read_saved_shapes
+    from rapidformer.dist.topology import get_topology
+
+    def compose(seed: int) -> RapidformerEngine:
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1))
+        engine = RapidformerEngine(args={"lr": 0.1, "micro_batch_size": 1, "log_level": "error"})
+        engine.compose(model)
+        return engine
+
+    first, second = compose(0), compose(1)
+    folder = first.save_checkpoint(tmp_path)
+    embedding, head = "model.transformer.wte.weight", "model.lm_head.weight"
+    stored = read_shapes(folder / "state")
+    assert embedding in stored and head not in stored
+    assert read_saved_shapes(folder)[head] == stored[embedding] == (64, 8)
+    second.load_checkpoint(folder)
+    ours, theirs = first.parallelized.model, second.parallelized.model
+    for (name, expected), found in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        assert torch.equal(expected, found), name
+    # A stage of a pipeline has the head and not the embedding.
+    alone = {head: torch.zeros(64, 8)}
+    load_named(alone, folder, get_topology())
+    assert torch.equal(alone[head], ours.state_dict()["lm_head.weight"])

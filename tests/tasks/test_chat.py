@@ -684,3 +684,24 @@ def test_the_example_trains_on_packed_conversations_that_predict_answers(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["expected"] == " green\nor grey"
+
+
+def test_packing_that_pads_more_than_no_packing_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    from rapidformer.tasks.causal_lm import _pack
+    from rapidformer.tasks.rows import RowList
+
+    def pack(lengths: list[int]) -> str:
+        caplog.clear()
+        logger = logging.getLogger("rapidformer")
+        logger.addHandler(caplog.handler)
+        try:
+            _pack(RowList({"input_ids": [0] * n, "length": n} for n in lengths), "train", 10)
+        finally:
+            logger.removeHandler(caplog.handler)
+        return caplog.text
+
+    assert "--packing pads train more than no packing" not in pack([2, 8, 5, 5])
+    # 6 and 4 fill a row of ten, and the other sixes are padded to ten.
+    said = pack([6, 6, 6, 4])
+    assert "--packing pads train more than no packing" in said
+    assert "a --seq-length of at least 12" in said

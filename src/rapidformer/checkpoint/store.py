@@ -36,7 +36,8 @@ from rapidformer.checkpoint.publish import (
     start_staging,
 )
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
-from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
+from rapidformer.checkpoint.tensors import save_tensors
+from rapidformer.checkpoint.ties import drop_tied, load_named, read_saved_shapes
 from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
 from rapidformer.dist.topology import Topology
@@ -118,11 +119,14 @@ class CheckpointStore:
         wait_for_all()
         staging = get_staging(target)
         tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
+        # Only the first process writes the ties down, and of other stages' it knows nothing.
+        is_whole = state.gathered is None and state.topology.pipeline == 1
+        ties = drop_tied(tensors, state.model) if is_whole else {}
         save_tensors(tensors, staging / "state")
         if with_random_states:
             _write_json(staging / _get_random_file(), get_random_states(state.device))
         if _get_rank() == 0:
-            _write_json(staging / "run.json", _describe_run(state, groups, extra))
+            _write_json(staging / "run.json", _describe_run(state, groups, extra) | {"tied": ties})
         wait_for_all()
         if _get_rank() == 0:
             publish(target)
@@ -244,10 +248,10 @@ def _load_gathered(
     folder: Path, state: TrainingState, gathered: Gathered, *, with_optimizer: bool
 ) -> None:
     wanted = gathered.get_wanted(with_optimizer=with_optimizer)
-    _drop_stateless(wanted, state.model, read_shapes(folder / "state"))
+    _drop_stateless(wanted, state.model, read_saved_shapes(folder))
     _compare(folder, wanted, state.topology)
     for part in gathered.iterate_parts(wanted):
-        load_tensors(part, folder / "state", state.topology)
+        load_named(part, folder, state.topology)
         gathered.put(part)
 
 
@@ -256,9 +260,9 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
         _load_gathered(folder, state, state.gathered, with_optimizer=with_optimizer)
         return
     tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer, fills=True)
-    stateless = _drop_stateless(tensors, state.model, read_shapes(folder / "state"))
+    stateless = _drop_stateless(tensors, state.model, read_saved_shapes(folder))
     _compare(folder, tensors, state.topology)
-    load_tensors(tensors, folder / "state", state.topology)
+    load_named(tensors, folder, state.topology)
     prefix = "model."
     model_part: dict[str, Any] = {
         name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
@@ -293,7 +297,7 @@ def _drop_stateless(
 
 def _compare(folder: Path, tensors: dict[str, torch.Tensor], topology: Topology) -> None:
     """Report a checkpoint that was made for another model or optimizer."""
-    saved = read_shapes(folder / "state")
+    saved = read_saved_shapes(folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Under a pipeline, each rank has only some of the names.
     elsewhere = {name for names in gather_from_stages(sorted(wanted), topology) for name in names}

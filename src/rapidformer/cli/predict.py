@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rapidformer.cli.output import format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.errors import ConfigurationError, DataError
 
 
 def run(argv: list[str]) -> None:
-    """Write one JSON object per example, to ``--output`` or to the terminal."""
+    """Write one row per example: to ``--output``, or as JSON lines to the terminal."""
     args = choose_run_model(parse_arguments(argv), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
@@ -24,11 +25,10 @@ def run(argv: list[str]) -> None:
     engine = RapidformerEngine(args=args)
     predictions = predict_task(engine, rows[: args.max_predict_samples])
     if engine.is_main:
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in predictions)
         if args.output is not None:
-            Path(args.output).write_text(text, encoding="utf-8")
+            write_predictions(predictions, Path(args.output).expanduser())
         else:
-            sys.stdout.write(text)
+            sys.stdout.write(format_lines(predictions))
     engine.close()
 
 

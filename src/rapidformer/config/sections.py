@@ -42,6 +42,8 @@ class ModelArguments:
     """Hugging Face model: a name on the Hub or a local folder"""
     from_scratch: bool = False
     """take the model's configuration only and start from fresh weights"""
+    allow_untrained: bool = False
+    """`rapidformer evaluate` and `predict`: accept a model that was never trained for the task"""
     model_type: str | None = None
     """architecture for a model built from size flags alone, such as bert, gpt2, t5 or vit"""
     num_layers: int | None = None
@@ -124,6 +126,8 @@ class DataArguments:
     """files of the validation split"""
     test_data: list[str] | None = None
     """files of the test split"""
+    validation_split: float | None = None
+    """share of the training rows to hold out, where the data has no validation split"""
     seq_length: int | None = None
     """longest input in tokens (default: what the model takes, at most 512)"""
     decoder_seq_length: int | None = None
@@ -165,7 +169,7 @@ class DataArguments:
     max_train_samples: int | None = None
     """use only the first N training examples"""
     max_eval_samples: int | None = None
-    """use only the first N validation examples"""
+    """evaluate only the first N examples, of whichever split"""
     max_predict_samples: int | None = None
     """predict only the first N examples"""
     num_workers: int | None = None

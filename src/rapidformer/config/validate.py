@@ -32,7 +32,7 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
-    "label_smoothing",
+    "label_smoothing", "validation_split",
 )  # fmt: skip
 
 # Processes along these axes work on the same samples.
@@ -139,7 +139,7 @@ def _check_ranges(args: Settings) -> Iterator[str]:
 
 
 def _check_learning_rate(args: Settings) -> Iterator[str]:
-    if args.lr is not None and args.min_lr > args.lr:
+    if args.lr is not None and args.min_lr > args.lr >= 0:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
     warmups = [
         to_flag(name)

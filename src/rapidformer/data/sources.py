@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from rapidformer.data.folders import load_folder, load_named_files, load_split
 from rapidformer.data.splits import get_split_name, name_splits
 from rapidformer.errors import DataError
 from rapidformer.hub import is_hub_reachable, looks_like_path, suggest_path
+from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,7 +44,23 @@ def load_splits(args: Any) -> dict[str, Dataset]:
             "No data was given: point --data-path at a file, a folder or a data set on the Hub "
             "(with --data-name where it has several), or give --train-data and --valid-data."
         )
-    return splits
+    share = getattr(args, "validation_split", None)
+    return hold_out(splits, share, args.seed) if share else splits
+
+
+def hold_out(splits: dict[str, Dataset], share: float, seed: int) -> dict[str, Dataset]:
+    """Take validation rows from the training rows: the same ones for the same seed."""
+    if "validation" in splits or "train" not in splits:
+        warn_once(f"--validation-split {share} has no effect: the data has a validation split.")
+        return splits
+    rows = splits["train"]
+    if len(rows) < 2:
+        raise DataError(f"--validation-split {share}: the data has one row, and two are needed.")
+    count = min(max(round(share * len(rows)), 1), len(rows) - 1)
+    held = sorted(random.Random(seed).sample(range(len(rows)), count))
+    chosen = set(held)
+    rest = [number for number in range(len(rows)) if number not in chosen]
+    return {**splits, "train": rows.select(rest), "validation": rows.select(held)}
 
 
 # --- where the data is ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rapidformer.models.configuration import load_config
 from rapidformer.models.location import (
     check_folder,
     check_has_tokenizer,
+    check_head,
     explain_failure,
     get_hub_options,
     get_model_location,
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
 _TRIED_OUT = ("packing", "reset_attention_mask", "reset_position_ids")
 
 
-def build_pretrained(auto_class_name: str, args: Any, **config_overrides: Any) -> nn.Module:
+def build_pretrained(
+    auto_class_name: str, args: Any, *, must_be_trained: bool = False, **config_overrides: Any
+) -> nn.Module:
     """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
+
+    One that ``must_be_trained`` is refused if its head is new or was trained for another task.
 
     If the run splits weights, they are created later: each rank reads its shard.
     """
@@ -40,11 +45,11 @@ def build_pretrained(auto_class_name: str, args: Any, **config_overrides: Any) -
 
     config = load_config(args, **config_overrides)
     if not splits_weights(args) or any(getattr(args, name) for name in _TRIED_OUT):
-        return _build(auto_class_name, args, config)
-    return build_for_split(args, lambda: _build(auto_class_name, args, config))
+        return _build(auto_class_name, args, config, must_be_trained)
+    return build_for_split(args, lambda: _build(auto_class_name, args, config, must_be_trained))
 
 
-def _build(auto_class_name: str, args: Any, config: Any) -> nn.Module:
+def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) -> nn.Module:
     import torch
     import transformers
 
@@ -57,6 +62,8 @@ def _build(auto_class_name: str, args: Any, config: Any) -> nn.Module:
         return fresh
     location = str(get_model_location(args))
     check_folder(location, needs_weights=True)
+    if must_be_trained:
+        check_head(auto_class_name, config.architectures, location)
     with quiet_transformers(location), explain_failure(location, auto_class_name):
         model, report = auto_class.from_pretrained(
             location,
@@ -66,6 +73,8 @@ def _build(auto_class_name: str, args: Any, config: Any) -> nn.Module:
             output_loading_info=True,
             **get_hub_options(location, args),
         )
+    if must_be_trained:
+        _refuse_fresh_weights(report, location)
     _tell_fresh_weights(report, location)
     return model  # type: ignore[no-any-return]
 
@@ -141,6 +150,19 @@ def _make_image_processor(config: Any) -> Any:
 
 
 # --- what starts afresh --------------------------------------------------------------------------
+
+
+def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
+    mismatched = [
+        entry if isinstance(entry, str) else entry[0] for entry in report.get("mismatched_keys", ())
+    ]
+    fresh = sorted({*report.get("missing_keys", ()), *mismatched})
+    if fresh:
+        names = ", ".join(fresh[:4]) + (f" and {len(fresh) - 4} more" if fresh[4:] else "")
+        raise ModelError(
+            f"{location} was never trained for this task: it has no weights for {names}. Train it "
+            "first and name that run, or pass --allow-untrained to go on with random ones."
+        )
 
 
 def _tell_fresh_weights(report: dict[str, Any], location: str) -> None:

@@ -7,7 +7,7 @@ inside it and inside `quiet_transformers`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ _WEIGHT_FILES = (
 # Every tokenizer has a file whose name contains one of these.
 _TOKENIZER_PARTS = (
     "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
+)  # fmt: skip
+# What the class of a model says that it was trained for, by its ending.
+_HEADS = (
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "ForImageClassification",
 )  # fmt: skip
 
 
@@ -80,6 +85,21 @@ def check_has_tokenizer(location: str) -> None:
             f"The folder {location} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
             f"{_list_folder(path)}. Save the tokenizer into it, or give --tokenizer-type and "
             "--vocab-file."
+        )
+
+
+def check_head(auto_class_name: str, architectures: Sequence[str] | None, location: str) -> None:
+    """Refuse a model that was trained for another task.
+
+    Heads of different tasks may have weights of the same names: only the class tells them apart.
+    """
+    wanted = auto_class_name.removeprefix("AutoModel")
+    saved = next(iter(architectures or ()), "")
+    other = next((head for head in _HEADS if saved.endswith(head)), wanted)
+    if other != wanted:
+        raise ModelError(
+            f"{location} was trained for another task: it is a {saved}, and this task needs a "
+            f"model {wanted}. Choose the --task it was trained for, or pass --allow-untrained."
         )
 
 

@@ -60,6 +60,8 @@ class Task(ABC):
     greater_is_better: bool = False
     metrics: tuple[str, ...] = ("loss",)
     """Every metric that the task may give: ``--metric-for-best-model`` must be one of them."""
+    answer_keys: frozenset[str] = frozenset()
+    """Names in ``predictions`` that are the model's answers, not the user's columns."""
     answer_role: str | None = None
     """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
@@ -108,11 +110,15 @@ class Task(ABC):
             return {}
         return {"loss": get_mean_loss(records)} | self.score(records, prepared, split)
 
-    def build_model(self, args: Any, prepared: PreparedData) -> nn.Module:
-        """The model with a head for this data."""
+    def build_model(
+        self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        """The model with a head for this data, which ``must_be_trained`` already to be asked."""
         from rapidformer.models.build import build_pretrained
 
-        return build_pretrained(self.auto_class, args, **prepared.model_settings)
+        return build_pretrained(
+            self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
+        )
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""

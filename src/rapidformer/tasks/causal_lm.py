@@ -51,6 +51,7 @@ class CausalLM(LanguageModel):
         SYSTEM,
     )
     auto_class = "AutoModelForCausalLM"
+    answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
 
@@ -167,8 +168,10 @@ class CausalLM(LanguageModel):
             },
         )
 
-    def build_model(self, args: Any, prepared: PreparedData) -> nn.Module:
-        model: Any = super().build_model(args, prepared)
+    def build_model(
+        self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        model: Any = super().build_model(args, prepared, must_be_trained=must_be_trained)
         # By its class's name transformers cannot tell GPT-2's loss, and would warn each time.
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"
@@ -225,13 +228,18 @@ def _pack(rows: Any, split: str, length: int) -> Any:
     packed = pack_lengths(lengths, length)
     tokens, longest = sum(lengths), max(lengths)
     filled = max(sum(lengths[number] for number in row) for row in packed)
+    share, unpacked = 1 - tokens / (filled * len(packed)), 1 - tokens / (longest * len(lengths))
     get_logger().info(
         "packing   %s: %s examples in %s rows, %.1f%% padding (%.1f%% unpacked, if all rows are "
         "padded to the longest)",
-        split, f"{len(lengths):,}", f"{len(packed):,}",
-        100 * (1 - tokens / (filled * len(packed))),
-        100 * (1 - tokens / (longest * len(lengths))),
+        split, f"{len(lengths):,}", f"{len(packed):,}", 100 * share, 100 * unpacked,
     )  # fmt: skip
+    if share > unpacked:
+        get_logger().warning(
+            "--packing pads %s more than no packing (%.1f%% instead of %.1f%%): the examples are "
+            "about as long as the rows. Leave it out, or give a --seq-length of at least %d.",
+            split, 100 * share, 100 * unpacked, 2 * longest,
+        )  # fmt: skip
     return PackedRows(rows, packed)
 
 

@@ -41,6 +41,7 @@ class ImageClassification(Task):
     description = "a class for an image (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"
+    answer_keys = frozenset({"label", "labels", "score", "scores"})
     metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
     best_metric = "accuracy"

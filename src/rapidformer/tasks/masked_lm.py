@@ -28,6 +28,7 @@ class MaskedLM(LanguageModel):
     aliases = ("mlm", "masked_language_modeling", "fill_mask")
     description = "hidden words found from their surroundings (BERT-type models)"
     auto_class = "AutoModelForMaskedLM"
+    answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:

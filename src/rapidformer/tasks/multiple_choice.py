@@ -70,6 +70,7 @@ class MultipleChoice(Task):
     description = "the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
     auto_class = "AutoModelForMultipleChoice"
+    answer_keys = frozenset({"choice", "text", "score", "scores"})
     metrics = ("accuracy", "loss")
     best_metric = "accuracy"
     greater_is_better = True

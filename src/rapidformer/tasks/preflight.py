@@ -35,7 +35,7 @@ def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]
     except RapidformerError as error:
         return [*problems, str(error)]
     problems += _check_metric(args, task.metrics)
-    problems += _check_model(args)
+    problems += _check_model(args, None if command == "train" else task)
     problems += _check_input(args) if command == "predict" else ()
     if command != "predict" or args.input is None:
         problems += _check_data(args, task, has_answers=command != "predict")
@@ -94,8 +94,14 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
     )
 
 
-def _check_model(args: Settings) -> Iterator[str]:
-    from rapidformer.models.location import check_folder, get_model_location, is_from_scratch
+def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
+    """``asked_task`` is the task that the model must have been trained for, if it must."""
+    from rapidformer.models.location import (
+        check_folder,
+        check_head,
+        get_model_location,
+        is_from_scratch,
+    )
 
     location = get_model_location(args)
     if location is None and args.model_type is None and args.load is None:
@@ -108,8 +114,18 @@ def _check_model(args: Settings) -> Iterator[str]:
     try:
         check_folder(location, needed=None if args.model_type else "config.json")
         check_folder(location, needs_weights=not is_from_scratch(args))
+        if asked_task is not None and not (args.allow_untrained or is_from_scratch(args)):
+            check_head(asked_task.auto_class, _read_architectures(location), location)
     except RapidformerError as error:
         yield str(error)
+
+
+def _read_architectures(location: str) -> list[str]:
+    try:
+        config = json.loads((Path(location) / "config.json").read_text(encoding="utf-8"))
+        return [str(name) for name in config.get("architectures") or ()]
+    except (OSError, ValueError, AttributeError):
+        return []  # on the Hub, or broken: loading it says so
 
 
 def _check_input(args: Settings) -> Iterator[str]:

@@ -55,6 +55,7 @@ class QuestionAnswering(Task):
     description = "the answer to a question, as a piece of a given text (with or without answer)"
     columns = (QUESTION, CONTEXT, ANSWERS)
     auto_class = "AutoModelForQuestionAnswering"
+    answer_keys = frozenset({"answer", "start", "end", "score"})
     metrics = (
         "exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_exact_match",
         "no_answer_f1", "loss",

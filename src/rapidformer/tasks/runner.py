@@ -6,7 +6,8 @@ records are put back into the order of the data, and the metric is computed on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
@@ -16,8 +17,11 @@ from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
+from rapidformer.models.location import is_from_scratch
 from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.rows import take_first
 from rapidformer.training.finetuner import Finetuner
 from rapidformer.training.loop import evaluate_model
 
@@ -44,7 +48,7 @@ class TaskFinetuner(Finetuner):
         if validation is None:
             get_logger().warning(
                 "there is no validation split with labels: the model is not evaluated, and only "
-                "the last one is kept."
+                "the last one is kept. --validation-split 0.1 holds rows out for it."
             )
         return prepared.train, validation, prepared.test, prepared.collate
 
@@ -69,32 +73,71 @@ def train_task(engine: RapidformerEngine) -> dict[str, float]:
 
 
 def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
-    """The metrics of a model on ``--eval-split``."""
-    task, split = get_task(engine.args.task or ""), engine.args.eval_split
-    splits = load_splits(engine.args)
+    """The metrics of a model on ``--eval-split``, with the number of examples and the seconds."""
+    args = engine.args
+    task, split = get_task(args.task or ""), args.eval_split
+    splits = load_splits(args)
     if split not in splits:
+        hint = "" if split != "validation" else ", or hold rows out with --validation-split 0.1"
         raise DataError(
             f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
-            "--eval-split."
+            f"--eval-split{hint}."
         )
+    rows = take_first(splits[split], args.max_eval_samples)
     # Only what is evaluated gets prepared. Training rows go in as validation rows: named train,
     # they would be prepared to be learnt from, and decide which classes there are.
     name = "validation" if split == "train" else split
-    prepared = task.prepare(engine.args, {name: splits[split]})
+    # The cap above is the one that counts: --max-predict-samples would cut test rows again.
+    uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
+    prepared = task.prepare(uncapped, {name: rows})
     if not prepared.is_labelled(name):
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
+    started = time.perf_counter()
     records = _run_split(engine, task, prepared, name)
-    return task.compute_metrics(records, prepared, name)
+    metrics = task.compute_metrics(records, prepared, name)
+    seconds = time.perf_counter() - started
+    get_logger().info(
+        "evaluated %s examples of %s in %.1f s (%.0f a second)",
+        f"{len(rows):,}", split, seconds, len(rows) / seconds,
+    )  # fmt: skip
+    return {**metrics, "examples": len(rows), "seconds": round(seconds, 3)}
 
 
 def predict_task(
     engine: RapidformerEngine, rows: Sequence[dict[str, Any] | str]
 ) -> list[dict[str, Any]]:
-    """A model's answers to rows without labels, in their order."""
+    """A model's answers to rows without labels, in their order, beside the rows' own columns."""
     task = get_task(engine.args.task or "")
     prepared = task.prepare_for_prediction(engine.args, rows)
     records = _run_split(engine, task, prepared, "test")
-    return task.predictions(records, prepared, "test")
+    answers = task.predictions(records, prepared, "test")
+    return [_join(row, answer, task) for row, answer in zip(rows, answers, strict=True)]
+
+
+def _join(row: dict[str, Any] | str, answer: dict[str, Any], task: Task) -> dict[str, Any]:
+    """A row's columns, ids and gold labels among them, and what the model says of it.
+
+    An answer that a column has the name of is called ``predicted_...``.
+    """
+    if isinstance(row, str):
+        return answer
+    joined = {name: value for name, value in row.items() if _fits_json(value)}
+    for name, value in answer.items():
+        if name not in row:
+            joined[name] = value
+        elif name in task.answer_keys:
+            joined[f"predicted_{name}"] = value
+        else:
+            joined.setdefault(name, value)
+    return joined
+
+
+def _fits_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_fits_json(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_fits_json(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool))
 
 
 def collect_records(
@@ -103,11 +146,16 @@ def collect_records(
     loader: DistributedLoader,
     prepared: PreparedData,
     topology: Topology,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[Record]:
-    """One record per example of the whole split, in the order of the data, on every process."""
+    """One record per example of the whole split, in the order of the data, on every process.
+
+    ``advance`` is told of the examples that all processes together have done.
+    """
     rounds: list[list[Record]] = []
     for each in loader.iterate_micro_batches():
         rounds.append(task.evaluate_step(model, each.batch, prepared)[: each.info.rows])
+        advance(loader.samples_per_round)
     return list(_interleave(gather_objects(rounds, topology)))
 
 
@@ -121,7 +169,9 @@ def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
 def _run_split(
     engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
 ) -> list[Record]:
-    model = engine.compose_for_evaluation(task.build_model(engine.args, prepared))
+    must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
+    built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
+    model = engine.compose_for_evaluation(built)
     loader = engine.build_data_loader(
         prepared.get_split(split),
         prepared.collate,
@@ -132,7 +182,10 @@ def _run_split(
     records: list[Record] = []
 
     def run() -> dict[str, float]:
-        records.extend(collect_records(task, model, loader, prepared, engine.topology))
+        wanted = engine.args.progress if engine.is_main else False
+        with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
+            found = collect_records(task, model, loader, prepared, engine.topology, advance)
+        records.extend(found)
         return {}
 
     evaluate_model(engine, run)

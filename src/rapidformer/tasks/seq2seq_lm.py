@@ -57,6 +57,7 @@ class Seq2SeqLM(Task):
     description = "a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
     auto_class = "AutoModelForSeq2SeqLM"
+    answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:

@@ -67,6 +67,7 @@ class SequenceClassification(Task):
     description = "classes or a number for a text or a pair of texts"
     columns = (TEXT, TEXT_PAIR, LABEL)
     auto_class = "AutoModelForSequenceClassification"
+    answer_keys = frozenset({"label", "labels", "score", "scores"})
     metrics = (
         "accuracy", "f1", "f1_macro", "matthews_correlation", "pearson", "spearmanr", "mse", "mae",
         "loss",

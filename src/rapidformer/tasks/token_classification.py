@@ -46,6 +46,7 @@ class TokenClassification(Task):
     description = "a tag for every word: named entities, parts of speech"
     columns = (WORDS, TAGS)
     auto_class = "AutoModelForTokenClassification"
+    answer_keys = frozenset({"tags", "scores", "entities"})
     metrics = ("precision", "recall", "f1", "accuracy", "loss")
     answer_role = TAGS.name
     best_metric = "f1"

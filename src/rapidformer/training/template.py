@@ -31,6 +31,7 @@ from rapidformer.training.loop import (
     Metrics,
     TrainingLoop,
 )
+from rapidformer.training.processor import find_processor
 from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
@@ -124,6 +125,8 @@ class Template(ABC):
         )
         eval_loader = self.build_eval_loader(valid_data, collate)
         model = self.compose()
+        if self.processor is None and self.engine.is_main:  # only the first process exports
+            self.processor = find_processor(self, collate, model)
         evaluation = self.make_evaluation(model, eval_loader)
         progress = self.run_loop(
             loader,

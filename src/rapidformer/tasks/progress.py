@@ -1,0 +1,34 @@
+"""A bar over the examples of an evaluation, where a person looks on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def show_progress(total: int, what: str, *, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the number of examples done; silent without a terminal."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn(what), BarColumn(), MofNCompleteColumn(), Elapsed(), TextColumn("left"),
+        Remaining(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done = min(done + count, total)  # the last round may be padded to equal shares
+            progress.update(task, completed=done)
+
+        yield advance

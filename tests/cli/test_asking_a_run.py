@@ -1,0 +1,95 @@
+"""evaluate and predict on the folder of a run, in one process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rapidformer.cli.output import write_predictions
+from tests.small import make_model_folder
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"id": f"r{i}", "body": f"word {i % 3}", "label": ["no", "yes"][i % 2]})
+            + "\n"
+            for i in range(20)
+        )
+    )
+    return path
+
+
+@pytest.fixture
+def run(command: Command, rows: Path, small_model: Path, tmp_path: Path) -> Path:
+    done = command(
+        "--task", "sequence_classification", "--pretrained-model-name-or-path", small_model,
+        "--data-path", rows, "--text-column", "body", "--validation-split", "0.25",
+        "--train-iters", "2", "--micro-batch-size", "5", "--save", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "15 training, 5 evaluation samples" in done.stderr
+    return tmp_path / "run"
+
+
+def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
+    command: Command, run: Path, rows: Path, tmp_path: Path
+) -> None:
+    done = command("evaluate", "--load", run)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    trained = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert found["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5), "the same rows"
+    assert found["examples"] == 5 and found["seconds"] > 0
+    assert "evaluated 5 examples of validation in" in done.stderr
+
+    done = command("evaluate", "--load", run, "--eval-split", "train", "--max-eval-samples", "3")
+    assert json.loads(done.stdout)["examples"] == 3
+
+    table = tmp_path / "answers.csv"
+    done = command("predict", "--load", run, "--data-path", rows, "--output", table)
+    assert done.returncode == 0, done.stderr
+    answers = list(csv.DictReader(table.open()))
+    assert [answer["id"] for answer in answers] == [f"r{i}" for i in range(20)]
+    assert [answer["label"] for answer in answers] == ["no", "yes"] * 10, "the gold labels"
+    assert {answer["predicted_label"] for answer in answers} <= {"no", "yes"}
+
+    done = command("predict", "--load", run, "--task", "token_classification", "--input", "a b")
+    assert done.returncode == 1
+    assert "was trained for another task" in done.stderr and "--allow-untrained" in done.stderr
+
+
+def test_a_head_that_was_never_trained_is_refused_unless_asked_for(
+    command: Command, rows: Path, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    words = ("predict", "--task", "masked_lm", "--load", folder, "--input", "w1 [MASK]")
+    done = command(*words)
+    assert done.returncode == 1
+    assert "was never trained for this task: it has no weights for cls.predictions" in done.stderr
+    assert command(*words, "--allow-untrained").returncode == 0
+
+
+def test_predictions_have_the_type_that_the_name_says(tmp_path: Path) -> None:
+    rows = [{"id": 1, "scores": [0.5]}, {"id": 2, "scores": [0.25]}]
+    for name in ("p.jsonl", "p.json", "p.csv", "p.tsv", "p.parquet"):
+        write_predictions(rows, tmp_path / name)
+    assert json.loads((tmp_path / "p.json").read_text()) == rows
+    lines = (tmp_path / "p.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    assert (tmp_path / "p.csv").read_text() == "id,scores\n1,[0.5]\n2,[0.25]\n"
+    assert (tmp_path / "p.tsv").read_text() == "id\tscores\n1\t[0.5]\n2\t[0.25]\n"
+    import datasets
+
+    assert datasets.Dataset.from_parquet(str(tmp_path / "p.parquet"))["id"][:] == [1, 2]
