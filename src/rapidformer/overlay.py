@@ -19,6 +19,7 @@ from typing import Any
 
 ORDER = {
     "split": "reads its share of a split layer's weights, and exchanges activations",
+    "statistics": "normalises by the rows of all ranks",
     "recompute": "computes a block again in the backward pass",
     "offload": "keeps what a block saves for its backward pass in the host's memory",
     "context": "holds this process's tokens of each sequence",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rapidformer.dist.regions import copy_in, sum_out
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
+from rapidformer.overlay import extend
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -34,10 +35,9 @@ def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batche
     group = topology.get_replica_group()
     if group is None:
         return ""
+    members = {"_replicas": group}
     for module in modules:
-        cls = type(module)
-        content = {"__module__": cls.__module__, "_replicas": group}
-        module.__class__ = type(cls.__name__, (_SharedStatistics, cls), content)
+        extend(module, "statistics", lambda cls: members, styles=(_SharedStatistics,))
     return f"batch norm: statistics of {len(modules)} layers over {group.size()} ranks"
 
 
