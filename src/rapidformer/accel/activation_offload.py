@@ -244,6 +244,8 @@ class SavedTensors:
     def _is_offloaded(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._lane.device.type:
             return False
+        if tensor.numel() == 0:
+            return False  # all empty tensors have the same address, and nothing to free
         if self._weights is None:
             # Not sooner: under ZeRO-3 a block's weights are gathered when it is called.
             self._weights = {_get_place(get_local(p)) for p in self._block.parameters()}
