@@ -76,6 +76,7 @@ class TrainerTemplate(Template):
 
     def compose(self) -> Any:
         trainer = self.trainer
+        self.engine.is_own_loop = False
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.warns_of_unused_settings = False

@@ -12,7 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rapidformer.config.flagai_names import FLAGAI
 from rapidformer.errors import ConfigurationError
+
+# Names that both have; they decide nothing.
+_SHARED = frozenset({"tokenizer"})
 
 
 class Dialect(NamedTuple):
@@ -23,7 +27,15 @@ class Dialect(NamedTuple):
     name: str
 
 
-DIALECTS: list[Dialect] = []
+def _is_flagai(positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """FlagAI's trainer is given names alone, none of which is a model."""
+    words = set(named) - _SHARED
+    return not positional and bool(words & set(FLAGAI)) and not words & {"model", "args"}
+
+
+DIALECTS: list[Dialect] = [
+    Dialect(_is_flagai, "rapidformer.training.trainer.flagai", "FlagAITrainer"),
+]
 
 
 def take_on_dialect(trainer: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -35,7 +47,7 @@ def take_on_dialect(trainer: Any, positional: tuple[Any, ...], named: Mapping[st
             if not issubclass(own, cls):
                 # The public class itself gives way; a user's subclass stays in front.
                 is_public = issubclass(cls, own)
-                trainer.__class__ = cls if is_public else type(own.__name__, (own, cls), {})
+                trainer.__class__ = cls if is_public else _join(own, cls)
             return
 
 
@@ -52,3 +64,8 @@ def check_names(function: Callable[..., Any], named: Mapping[str, Any]) -> None:
             problems.append(f"Trainer has no argument {name!r}{hint}")
     if problems:
         raise ConfigurationError(problems)
+
+
+def _join(own: type, cls: type) -> type:
+    """The user's class in front of the dialect's, under the user's name."""
+    return type(own.__name__, (own, cls), {"__module__": own.__module__, "__doc__": own.__doc__})

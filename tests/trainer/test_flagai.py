@@ -1,0 +1,295 @@
+"""FlagAI's trainer: the document's T5 script under every ``env_type``, and its arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
+
+from rapidformer import Trainer
+from rapidformer.config import resolve
+from rapidformer.config.flagai_names import FLAGAI
+from rapidformer.config.schema import get_settings
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.training.trainer import flagai_settings
+from tests.trainer.small import collate, make_classifier, make_rows
+
+SCRIPT = Path(__file__).parent / "scripts" / "flagai_t5.py"
+WORDS = [f"w{i}" for i in range(30)]
+LAUNCH = """
+    master_ip='127.0.0.1',
+    master_port=17750,
+    num_nodes=1,
+    num_gpus={processes},
+    hostfile='./hostfile',
+    training_script=__file__,
+"""
+CONSTRUCTOR = """trainer = MyTrainer(
+    env_type={env_type!r},
+    epochs=1,
+    batch_size={batch},
+    eval_interval=10,
+    log_interval=1,
+    experiment_name='t5-3b',
+    load_dir=None,
+    lr=1e-4,{launch}{more})
+"""
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """What the script finds in its folder: a T5 with its tokenizer, and the toy data."""
+    return fill(tmp_path)
+
+
+def fill(tmp_path: Path) -> Path:
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{w}", -2.0) for w in WORDS)]
+    tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
+    tokenizer.save_pretrained(tmp_path / "t5-3b")
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5-3b")
+    lines = [" ".join(WORDS[(i + k) % 30] for k in range(4)) for i in range(20)]
+    (tmp_path / "train_inputs.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "train_targets.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
+    return tmp_path
+
+
+def run_script(
+    folder: Path, *, env_type: str, batch: int, processes: int = 1, more: str = "", flags: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """``python script.py`` with another of the document's constructors, as a user would."""
+    launch = LAUNCH.format(processes=processes) if env_type != "pytorch" else ""
+    made = CONSTRUCTOR.format(env_type=env_type, batch=batch, launch=launch, more=more)
+    text = re.sub(
+        r"trainer = MyTrainer\(.*?\n    fp16=False\)\n", made, SCRIPT.read_text("utf-8"), flags=re.S
+    )
+    assert made in text
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "train.py", *flags.split()], cwd=folder, text=True, capture_output=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=280, check=False,
+    )  # fmt: skip
+
+
+def read_losses(folder: Path) -> list[float]:
+    lines = (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    return [value["loss"] for value in map(json.loads, lines) if "loss" in value]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process, with the same rows in every update."""
+    folder = fill(tmp_path_factory.mktemp("alone"))
+    done = run_script(folder, env_type="pytorch", batch=4)
+    assert done.returncode == 0, done.stderr
+    losses = read_losses(folder)
+    assert len(losses) == 4
+    return losses
+
+
+def test_ddp_launches_itself_and_passes_flags_on(workplace: Path, alone: list[float]) -> None:
+    more = "    deepspeed_config='deepspeed.json'\n"
+    done = run_script(
+        workplace, env_type="pytorchDDP", batch=2, processes=2, more=more, flags="--mine 3"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "there is no hostfile ./hostfile: the run is on this node alone" in done.stderr
+    assert "deepspeed_config='deepspeed.json' is not used: env_type is 'pytorchDDP'" in done.stderr
+    assert "2 processes on CPU" in done.stderr
+    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+
+
+def test_deepspeed(workplace: Path, alone: list[float]) -> None:
+    more = "    deepspeed_config='deepspeed.json'\n"
+    done = run_script(workplace, env_type="deepspeed", batch=4, processes=2, more=more)
+    assert done.returncode == 0, done.stderr
+    assert "deepspeed.json wins over the Trainer's own arguments: micro_batch_size 4 (now 2)." in (
+        done.stderr
+    )
+    assert "ZeRO-1 over 2 processes" in done.stderr
+    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "processes"), [(1, 4), (3, 2)])
+def test_deepspeed_with_model_parallelism(
+    workplace: Path, alone: list[float], stage: int, processes: int
+) -> None:
+    batch = 4 // (processes // 2)
+    content = {
+        **DEEPSPEED, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": batch,
+    }  # fmt: skip
+    (workplace / "deepspeed.json").write_text(json.dumps(content))
+    more = "    deepspeed_config='deepspeed.json',\n    model_paralle_size = 2\n"
+    done = run_script(
+        workplace, env_type="deepspeed+mpu", batch=batch, processes=processes, more=more
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"rapidformer's own ZeRO-{stage} x tensor parallelism of 2 is used" in done.stderr
+    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_failing_script_has_a_true_status(workplace: Path) -> None:
+    (workplace / "train_targets.txt").unlink()
+    done = run_script(workplace, env_type="pytorchDDP", batch=2, processes=2)
+    assert done.returncode == 1
+    assert "No such file or directory: 'train_targets.txt'" in done.stderr
+
+
+# ---- in this process -----------------------------------------------------------------------------
+
+
+class Small(Trainer):
+    def forward_step(self, data: Any, model: Any, mems: Any) -> dict[str, Any]:
+        outputs = model(**data)
+        return {"loss": outputs.loss, "logits": outputs.logits}
+
+
+def make_trainer(folder: Path, cls: type[Trainer] = Small, **given: Any) -> Any:
+    return cls(**{"env_type": "pytorch", "epochs": 1, "batch_size": 4, "lr": 1e-3,
+                  "save_dir": str(folder / "run"), "tensorboard_dir": str(folder / "board"),
+                  **given})  # fmt: skip
+
+
+def accuracy(predictions: Any, labels: Any) -> float:
+    return float((predictions == labels).float().mean())
+
+
+def test_metrics_and_what_a_run_leaves(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, eval_interval=5, experiment_name="small")
+    seen: list[Any] = []
+
+    def with_everything(predictions: Any, labels: Any, meta: Any, tokenizer: Any) -> float:
+        seen.append((predictions.shape, labels.shape, meta, tokenizer))
+        return 1.0
+
+    done = trainer.train(
+        make_classifier(), train_dataset=make_rows(), valid_dataset=make_rows(13, 1),
+        collate_fn=collate, metric_methods=[["acc", accuracy], ["own", with_everything]],
+    )  # fmt: skip
+    assert done is None
+    assert seen == [((13,), (13,), None, None)] * 2
+    assert list((tmp_path / "board" / "small").iterdir())
+    assert trainer.evaluate().keys() == {"acc", "own", "loss"}
+    assert isinstance(trainer, Small) and type(trainer).__name__ == "Small"
+
+
+def test_no_epochs_means_evaluation_only(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, epochs=0)
+    model = make_classifier()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train(model, train_dataset=make_rows(), valid_dataset=make_rows(13, 1),
+                  collate_fn=collate)  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not (tmp_path / "run").exists()
+
+
+def test_load_dir_takes_the_weights_alone(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path)
+    first.train(make_classifier(), train_dataset=make_rows(), collate_fn=collate)
+    second = make_trainer(tmp_path / "b", load_dir=str(tmp_path / "run"))
+    model = make_classifier()
+    second.train(model, train_dataset=make_rows(), collate_fn=collate)
+    steps = [
+        json.loads(x)["step"]
+        for x in (tmp_path / "b/run/metrics.jsonl").read_text().split("\n")
+        if x
+    ]
+    assert max(steps) == 10
+    assert second.engine.resumed_from is None
+    with pytest.raises(CheckpointError, match="does not fit BertForSequenceClassification"):
+        make_trainer(tmp_path / "c", load_dir=str(tmp_path / "run")).train(
+            _wider(), train_dataset=make_rows()
+        )
+
+
+def _wider() -> Any:
+    model = make_classifier()
+    model.classifier = torch.nn.Sequential(model.classifier)
+    return model
+
+
+def test_save_best_decides(tmp_path: Path) -> None:
+    scores: list[Any] = []
+
+    def keep(best: Any, metrics: dict[str, float]) -> Any:
+        scores.append(metrics["loss"])
+        return metrics["loss"] if len(scores) == 1 else best  # never better again
+
+    trainer = make_trainer(tmp_path, eval_interval=4, save_best=keep)
+    trainer.train(make_classifier(), train_dataset=make_rows(), valid_dataset=make_rows(8, 1),
+                  collate_fn=collate)  # fmt: skip
+    assert len(scores) == 3
+    saved = json.loads((tmp_path / "run" / "iter_0000010" / "run.json").read_text())
+    assert saved["extra"]["progress"]["best_step"] == 4
+
+
+def test_every_name_has_a_row() -> None:
+    for name, (_, row) in FLAGAI.items():
+        assert row.setting or row.note, name
+        assert not row.setting or row.setting in get_settings(), name
+
+
+def test_the_defaults_are_flagais() -> None:
+    values = flagai_settings.complete({"env_type": "pytorch", "epochs": 1})
+    settings = resolve(flagai_settings.build_settings(values, {"env_type", "epochs"}, None))
+    wanted = {
+        "lr": 1e-3, "weight_decay": 0.1, "micro_batch_size": 1, "lr_warmup_fraction": 0.1,
+        "lr_decay_style": "cosine", "min_lr": 1e-4, "seed": 1234, "save": "checkpoints",
+        "save_interval": 1000, "eval_interval": 100, "log_interval": 100, "save_optim": False,
+        "device": "cpu", "clip_grad": 1.0,
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"env_type": "bmtrain"}, "env_type='bmtrain' must be one of pytorch, pytorchDDP"),
+        ({"env_type": "deepspeed"}, "needs deepspeed_config='deepspeed.json'"),
+        ({"env_type": "pytorch", "epoch": 1}, "no argument 'epoch': did you mean 'epochs'"),
+        ({"env_type": "pytorch", "model_parallel_size": 2}, "needs env_type='deepspeed\\+mpu'"),
+        ({"env_type": "deepspeed+mpu", "deepspeed_config": "x", "model_parallel_size": 2,
+          "model_paralle_size": 4}, "are one value: give one"),
+        ({"env_type": "pytorchDDP", "num_gpus": 2, "training_script": "nowhere.py"},
+         "training_script='nowhere.py' is not a file: pass training_script=__file__"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(**given)
+
+
+def test_wrong_calls_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="needs the model first, got NoneType"):
+        make_trainer(tmp_path).train(train_dataset=make_rows())
+    with pytest.raises(ConfigurationError, match=r"train\(\) needs train_dataset"):
+        make_trainer(tmp_path).train(make_classifier())
+
+    class Forgets(Trainer):
+        def forward_step(self, data: Any, model: Any, mems: Any) -> Any:
+            return {"logits": model(**data).logits}
+
+    with pytest.raises(RapidformerError, match="dictionary with 'loss', got logits"):
+        make_trainer(tmp_path, cls=Forgets).train(
+            make_classifier(), train_dataset=make_rows(), collate_fn=collate
+        )
