@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer.dist.whole import join_whole
-from tests.parity.harness import build_model
+from tests.parity.harness import CustomModel, build_model
 from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, run_on_ranks, zero
 
 GPT2 = {"model_name": "gpt2"}
@@ -141,6 +141,7 @@ def penalise_weights(loop: Loop) -> None:
 def penalise_shards(loop: Loop) -> None:
     penalty = sum(p.pow(2).sum() for p in loop.model.parameters())
     loop.engine.backward(loop.compute_loss(0) + 0.01 * penalty)
+    loop.engine.step()
 
 
 def call_the_embedding(loop: Loop) -> None:
@@ -201,6 +202,7 @@ def test_weights_parts_and_averages_of_a_split_model() -> None:
             keep_a_moving_average) for layout in [*sharded, TENSOR]]  # fmt: skip
     runs += [(call_the_parts, layout, GPT2) for layout in sharded]
     runs += [(copy_the_model, layout, GPT2) for layout in ({}, TENSOR)]
+    runs += [(penalise_shards, layout, GPT2) for layout in ({}, TENSOR)]
     assert_same(runs)
 
 
@@ -266,3 +268,45 @@ def test_other_gradient_penalties_are_refused() -> None:
             assert words in outcome.error
     alone = run_case(penalise_the_gradient_of_a_mean, {}, **GPT2_EAGER)
     assert not alone.error, "in one process there is nothing to refuse"
+
+
+# ---- a depth that depends on the data ------------------------------------------------------------
+
+
+class ShallowModel(CustomModel):
+    """Leaves after its first block where the first token is odd."""
+
+    def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        for number, layer in enumerate(self.layers):
+            if number == 0 or not self.may_leave or int(input_ids[0, 0]) % 2 == 0:
+                hidden = layer(hidden)
+        loss = nn.functional.cross_entropy(
+            self.head(hidden).flatten(0, 1), batch["labels"].flatten()
+        )
+        return {"loss": loss}
+
+
+def make_shallow_model() -> nn.Module:
+    torch.manual_seed(7)
+    model = ShallowModel()
+    model.may_leave = False
+    return model
+
+
+def leave_early(loop: Loop) -> None:
+    """All ranks meet an odd token at once, so that none is left waiting for another."""
+    loop.engine.backward(loop.compute_loss(0))
+    loop.engine.step()
+    loop.model.may_leave = True
+    odd = torch.ones(2, 6, dtype=torch.long)
+    loop.engine.backward(loop.model(input_ids=odd, attention_mask=odd, labels=odd)["loss"])
+
+
+def test_a_depth_that_depends_on_the_data_is_refused() -> None:
+    options = {"make_model": make_shallow_model}
+    runs = [(leave_early, zero(stage), options) for stage in (1, 3)]
+    for ranks in run_on_ranks(runs):
+        for outcome in ranks:
+            assert outcome.error.startswith("ModelError: the model went on to the end where an")
+            assert "went on to layers.1: its depth depends on the data" in outcome.error
