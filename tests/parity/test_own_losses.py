@@ -5,6 +5,7 @@ Each is exact, or refused by name. Gradients are compared with a bare loop in on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,43 @@ def test_a_hook_on_a_block_of_another_stage_is_refused() -> None:
     for found in run_in_processes(hook_under_pipeline, 2):
         assert "a hook on model.layers.0.mlp, which runs on another stage" in found["before"]
         assert "a hook on model.layers.1, which runs on another stage" in found["after"]
+
+
+# ---- parameters and gradients of other stages ----------------------------------------------------
+
+
+def run_pipelined(loss: str) -> None:
+    engine, loader = compose("pipeline", build_model())
+    run_update(engine, loader, LOSSES[loss])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("parameters", "the forward step goes through all of model.parameters()"),
+        ("input gradient", "asks for a gradient (torch.autograd.grad) with respect to what"),
+    ],
+)
+def test_a_loss_from_other_stages_is_refused_by_the_last_one(loss: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run_in_processes(run_pipelined, 2, loss)
+
+
+def clip_by_torch() -> list[str]:
+    engine, loader = compose("pipeline", build_model())
+    model: Any = engine.model
+    assert next(model.parameters()).device.type == "cpu"
+    run_update(engine, loader, lambda model, batch: model(**batch).loss)
+    assert sum(p.numel() for p in model.parameters()) > 0
+    with pytest.raises(RapidformerError) as caught:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)  # each number by itself: exact
+    return [str(caught.value)]
+
+
+def test_clipping_by_torch_under_a_pipeline_is_refused_with_what_to_call() -> None:
+    for (message,) in run_in_processes(clip_by_torch, 2):
+        assert "Call engine.clip_grad_norm(max_norm) instead" in message
 
 
 # ---- split tensors in a user's hands -------------------------------------------------------------

@@ -49,6 +49,8 @@ class StageContext:
     """Whether only the shape of the stage's input is asked for."""
     on_entry: Callable[[], None] | None = None
     has_called: bool = False
+    is_in_model: bool = False
+    """Whether the model's own code runs, not what the user's forward step does around it."""
     ended_with: Tensor | None = None
 
     @contextmanager

@@ -28,7 +28,11 @@ from rapidformer.accel.pipeline.discovery import Usage, find_usage
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
 from rapidformer.accel.pipeline.gradients import SharedGradients
 from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
-from rapidformer.accel.pipeline.refusals import find_hook_problem, list_far_modules
+from rapidformer.accel.pipeline.refusals import (
+    explain_gradient_error,
+    find_hook_problem,
+    list_far_modules,
+)
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
@@ -179,6 +183,8 @@ class Pipeline:
                 loss, result = self._compute(number)
             except StageEnd as end:
                 return end.hidden
+            except RuntimeError as error:
+                raise explain_gradient_error(error) from error
             if not stage.is_last or not self._context.has_called:
                 raise _no_call()
         self._results[number] = replace(result, loss=result.loss.detach())

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
+from rapidformer.accel.pipeline.refusals import refuse_reading_all
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend, remove
 
@@ -69,7 +70,14 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, An
             )
         )
 
-    members: dict[str, Any] = {"forward": forward, "__call__": call}
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        yield from cls.named_parameters(self, *args, **kwargs)
+        # At the end: to ask the first one for its device is no harm.
+        refuse_reading_all(context)
+
+    members: dict[str, Any] = {
+        "forward": forward, "__call__": call, "named_parameters": named_parameters,
+    }  # fmt: skip
     if hasattr(cls, "generate"):
         members["generate"] = _build_generate(cls, context, relay)
     return members
@@ -83,8 +91,11 @@ def _call_stage(
             "the forward step called the model twice. With --pipeline-model-parallel-size it may "
             "call it once per micro-batch: join the two batches, or leave the switch out."
         )
-    context.has_called = True
-    output = run(*args, **kwargs)
+    context.has_called = context.is_in_model = True
+    try:
+        output = run(*args, **kwargs)
+    finally:
+        context.is_in_model = False
     if context.ended_with is not None:
         raise StageEnd(context.ended_with)
     return output
