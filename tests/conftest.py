@@ -29,6 +29,12 @@ _SLOW_FIXTURES = {"rapidformer", "start"}
 """They run the command as a user would: in processes of its own, which import torch again."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import slow folders that ``-m "not slow"`` leaves out: that takes seconds too."""
+    is_left_out = config.getoption("markexpr") == "not slow"
+    return True if is_left_out and collection_path.name in _SLOW_FOLDERS else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as ``slow`` what ``make check`` leaves out; single files and tests say it themselves."""
     here = Path(__file__).parent
