@@ -1,10 +1,10 @@
-"""BERT-base fine-tuning in bf16 on one GPU: rapidformer beside Hugging Face's Trainer.
+"""BERT-base fine-tuning in bf16 on one GPU: rapidformer against Hugging Face's Trainer.
 
     python benchmarks/bert_finetune.py [--batch 16 64] [--steps 100]
 
 Rows of 20 to 99 tokens, dynamic padding, fused AdamW, clipping at 1, data loading included, the
-first steps left out. Tokens are real tokens: padding does not count. Each run is a process of its
-own; ``--only`` is what such a process is told.
+first steps excluded. Padding does not count as tokens. Each run has its own process, which is
+started with ``--only``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def count_tokens(rows: list[dict[str, Any]]) -> int:
 
 
 class Stopwatch:
-    """Starts after the warm-up steps, stops at the end; waits for the device both times."""
+    """Starts after the warm-up steps and stops at the end; waits for the device both times."""
 
     def __init__(self) -> None:
         self.steps = 0

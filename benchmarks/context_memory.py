@@ -1,10 +1,10 @@
-"""What a training step keeps for its backward pass, per process, as sequences are shared out.
+"""The memory that a training step keeps for its backward pass, per rank, under context parallelism.
 
     python benchmarks/context_memory.py [--length 2048] [--vocabulary 8192]
 
-Counts the bytes of all tensors that autograd saves in one forward pass with labels (weights not
-counted, a tensor that is saved twice counted once), for one process and for --context-parallel-size
-2 and 4, with and without --checkpoint-activations. A count, not a timing: the same on any machine.
+Counts the bytes of all tensors that autograd saves in one forward pass with labels (without the
+weights; a tensor saved twice counts once), for one rank and for --context-parallel-size 2 and 4,
+with and without --checkpoint-activations. A count, not a timing: the same on any machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rapidformer.engine import RapidformerEngine
 
 
 def measure(length: int, vocabulary: int, settings: dict[str, Any]) -> int:
-    """Bytes that one forward pass keeps, on this process."""
+    """The bytes that one forward pass keeps on this rank."""
     torch.set_num_threads(1)
     engine = RapidformerEngine(
         args={"lr": 1e-3, "train_iters": 1, "log_level": "error", "micro_batch_size": 1, **settings}
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=8192)
     options = parser.parse_args()
-    print("| --context-parallel-size | kept per process | with --checkpoint-activations |")
+    print("| --context-parallel-size | kept per rank | with --checkpoint-activations |")
     print("|---|---|---|")
     first: list[int] = []
     for size in (1, 2, 4):

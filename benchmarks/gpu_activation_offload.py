@@ -1,9 +1,9 @@
-"""``--activation-offload`` on one GPU: bit-equal losses and gradients, memory, time.
+"""``--activation-offload`` on one GPU: bit-identical losses and gradients, memory, time.
 
     python benchmarks/gpu_activation_offload.py
 
-Each line is one combination of switches, without and with the offload, in turn. Exits with 1 if a
-loss or a gradient differs in any bit, or if the offload does not lower the peak.
+Each line is one combination of switches, run without and with the offload. Exits with 1 if a loss
+or a gradient differs in any bit, or if the offload does not lower the peak.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def run(settings: dict[str, Any]) -> tuple[list[float], list[float], float, float]:
-    """Losses, a checksum of each gradient, peak GiB and milliseconds a step of a short run."""
+    """Losses, a checksum of each gradient, peak GiB and milliseconds per step of a short run."""
     engine = RapidformerEngine(
         args={"lr": 1e-4, "train_iters": STEPS, "micro_batch_size": ROWS, "log_level": "error",
               "deterministic": True, **settings}
@@ -74,7 +74,7 @@ def run(settings: dict[str, Any]) -> tuple[list[float], list[float], float, floa
 def main() -> int:
     is_fine = True
     for name, settings in OTHERS.items():
-        # Each run in a process of its own; the parent must not have touched the GPU.
+        # Each run has its own process; the parent must not touch the GPU.
         off = run_in_group(run, 1, settings)[0]
         on = run_in_group(run, 1, {**settings, "activation_offload": True})[0]
         is_equal = on[:2] == off[:2]

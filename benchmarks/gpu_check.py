@@ -1,9 +1,9 @@
-"""What tests on a CPU cannot see, checked on one GPU: precision, determinism, resuming, compiling,
-batches copied ahead, and pre-training from files.
+"""Check on one GPU what CPU tests cannot see: precision, determinism, resuming, compiling,
+prefetched batches and pre-training from files.
 
     python benchmarks/gpu_check.py
 
-Prints one line a check and exits with 1 if one of them fails.
+Prints one line per check and exits with 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.tasks.pretraining.runner import pretrain
 
 ROWS = make_pair_rows(480)
-for _row in ROWS:  # something that can be learnt: the label is the first token's parity
+for _row in ROWS:  # something learnable: the label is the parity of the first token
     _row["labels"] = _row["input_ids"][0] % 2
 
 
@@ -63,7 +63,7 @@ def write_corpus(prefix: Path) -> None:
 
 
 def pretrain_gpt(prefix: Path, folder: Path, **settings: Any) -> list[float]:
-    """The losses of a small GPT in Megatron's form, black box."""
+    """The losses of a small Megatron-style GPT, trained as a black box."""
     values = {
         "task": "pretraining", "model_type": "gpt", "num_layers": 4, "hidden_size": 128,
         "num_attention_heads": 4, "seq_length": 128, "micro_batch_size": 8, "train_iters": 60,
@@ -78,7 +78,7 @@ def pretrain_gpt(prefix: Path, folder: Path, **settings: Any) -> list[float]:
 
 
 def has_true_batches() -> bool:
-    """Batches copied ahead, on a stream of their own, while the device is kept busy."""
+    """Whether batches prefetched on a separate stream are intact while the device is busy."""
     rows = [{"text": torch.randint(0, 1000, (257,))} for _ in range(600)]
     loaders = [
         DistributedLoader(
@@ -94,7 +94,7 @@ def has_true_batches() -> bool:
     sums = []
     for batch in loaders[0]:
         work = torch.tanh(work @ work)
-        # Looked at only after the work: memory given away too early would be overwritten by then.
+        # Checked only after the work: memory released too early would be overwritten by then.
         weighted = batch["text"] * torch.arange(257, device="cuda")
         sums.append(weighted.sum() + 0 * work[0, 0].long())
         del batch
@@ -133,16 +133,16 @@ def main() -> int:
         )
         results["--deterministic twice, bit for bit"] = first == again
         results["resumed, bit for bit"] = first[10:] == resumed
-        results["batches copied ahead are whole"] = has_true_batches()
+        results["prefetched batches are intact"] = has_true_batches()
         prefix = folder / "corpus"
         write_corpus(prefix)
         slow = pretrain_gpt(prefix, folder / "p0", device="cpu", exit_interval=10)
         fast = pretrain_gpt(prefix, folder / "p1")
-        results["pre-training on GPU and CPU"] = get_distance(slow, fast[:10]) < 1e-3
+        results["pre-training on GPU and CPU is equal"] = get_distance(slow, fast[:10]) < 1e-3
         half = pretrain_gpt(prefix, folder / "p2", mixed_precision="bf16", compile=True)
-        results["pre-training in bf16, compiled"] = get_distance(half, fast) < 0.1
+        results["pre-training in bf16, compiled, stays near fp32"] = get_distance(half, fast) < 0.1
         workers = pretrain_gpt(prefix, folder / "p3", num_workers=0)
-        results["pre-training without workers"] = get_distance(workers, fast) < 1e-3
+        results["pre-training without workers is equal"] = get_distance(workers, fast) < 1e-3
         experts = pretrain_gpt(prefix, folder / "p4", num_experts=[4], mixed_precision="bf16")
         results["experts learn"] = experts[-1] < 0.8 * experts[0]
         results["pre-training learns"] = fast[-1] < 0.8 * fast[0]

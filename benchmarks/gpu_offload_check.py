@@ -1,9 +1,9 @@
-"""State in the host's memory, checked on one GPU: same numbers, less of the GPU, checkpoints.
+"""Check CPU offloading on one GPU: same numbers, less GPU memory, checkpoints.
 
     python benchmarks/gpu_offload_check.py
 
-One process, so the state is split over nobody and only moved. Prints one line a check, with the
-figures behind it, and exits with 1 if one of them fails.
+There is one process, so the state is moved but not sharded. Prints one line per check, with its
+figures, and exits with 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def run(settings: dict[str, Any], load: str | None = None, save: str | None = None) -> Any:
-    """Losses, norms, what lies where, and the GPU's peak, of a short run."""
+    """Losses, gradient norms, the state's devices and the GPU's peak memory in a short run."""
     torch.set_float32_matmul_precision("highest")
     engine = RapidformerEngine(
         args={"lr": 1e-4, "adam_eps": 1e-6, "train_iters": 2 * STEPS, "micro_batch_size": ROWS,
@@ -52,7 +52,7 @@ def run(settings: dict[str, Any], load: str | None = None, save: str | None = No
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(0, 16000, (ROWS, LENGTH), generator=generator).to(engine.device)
         loss = model(input_ids=ids, labels=ids).loss
-        # A count on the device, as the training loop hands it over.
+        # A count on the device, as the training loop passes it.
         engine.backward(loss, torch.tensor(float(ROWS * (LENGTH - 1)), device=engine.device))
         losses.append(loss.item())
         if number % 2:
@@ -78,9 +78,9 @@ def main() -> int:
     results: dict[str, tuple[bool, str]] = {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        # Each run in a process of its own; the parent must not have touched the GPU.
+        # Each run has its own process; the parent must not touch the GPU.
         plain = run_in_group(run, 1, {}, None, str(folder / "plain"))[0]
-        # AdamW turns round-off, which differs between a CPU and a GPU, into steps; SGD does not.
+        # AdamW amplifies round-off, which differs between a CPU and a GPU; SGD does not.
         simple = {"optimizer": "sgd", "lr": 0.1}
         exact = run_in_group(run, 1, simple)[0]
         for stage in (1, 2, 3):
@@ -88,13 +88,19 @@ def main() -> int:
             save = str(folder / "offloaded") if stage == 3 else None
             losses, norms, places, peak = run_in_group(run, 1, settings, None, save)[0]
             far = max(get_distance(losses, plain[0]), get_distance(norms, plain[1]))
-            results[f"ZeRO-{stage} --cpu-offload stays near none, AdamW"] = far < 1e-3, f"{far:.0e}"
+            results[f"ZeRO-{stage} --cpu-offload stays near the plain run, AdamW"] = (
+                far < 1e-3,
+                f"{far:.0e}",
+            )
             alike = run_in_group(run, 1, {**settings, **simple})[0]
             far = max(get_distance(alike[i], exact[i]) for i in (0, 1))
-            results[f"ZeRO-{stage} --cpu-offload equals none, SGD"] = (far < 1e-5, f"{far:.0e}")
-            results[f"ZeRO-{stage} keeps its state in the host's memory"] = (
+            results[f"ZeRO-{stage} --cpu-offload equals the plain run, SGD"] = (
+                far < 1e-5,
+                f"{far:.0e}",
+            )
+            results[f"ZeRO-{stage} keeps its state in host memory"] = (
                 places == {"cpu"},
-                f"GPU peak {peak:.0f} MiB beside {plain[3]:.0f}",
+                f"GPU peak {peak:.0f} MiB against {plain[3]:.0f}",
             )
         offload = {"cpu_offload": True}
         for precision in ("bf16", "fp16"):
@@ -107,7 +113,7 @@ def main() -> int:
             on = run_in_group(run, 1, settings, str(folder / source))[0]
             off = run_in_group(run, 1, {}, str(folder / "plain"))[0]
             far = get_distance(on[0], off[0])
-            results[f"goes on from a checkpoint, {source}"] = (far < 1e-4, f"{far:.0e}")
+            results[f"resumes from a checkpoint, {source}"] = (far < 1e-4, f"{far:.0e}")
         exported = [
             LlamaForCausalLM.from_pretrained(folder / name / "model").state_dict()
             for name in ("plain", "offloaded")

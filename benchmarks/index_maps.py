@@ -1,12 +1,12 @@
-"""What the index maps of a large corpus cost: time and peak memory, each case in its own process.
+"""The cost of a large corpus's index maps: time and peak memory, each case in its own process.
 
     python benchmarks/index_maps.py [--documents 10000000] [--tokens-per-document 1000]
 
-GPT: an ``.idx`` of that many documents is made (the ``.bin`` beside it is a hole in the disk), then
-the three maps are computed, and after that built through the cache as training does it (hash of the
-``.idx``, maps, ``.npy`` files on disk), and loaded once more from there.
-BERT: the sentence map of a tenth as many documents, of 1 to 39 sentences each.
-Blend: the order of ten million samples of three data sets, beside the plain loop's rate.
+GPT: create an ``.idx`` of that many documents (its ``.bin`` is a sparse file), compute the three
+maps, build them through the cache as training does (hash of the ``.idx``, maps, ``.npy`` files on
+disk), and load them from there. BERT: the sentence map of a tenth as many documents, of 1 to 39
+sentences each. Blend: the order of ten million samples from three datasets, compared with a plain
+loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEED = 1234
 
 
 def write_index(prefix: Path, documents: int, mean: int) -> None:
-    """An ``.idx`` of random lengths, and a ``.bin`` of the size that goes with it."""
+    """An ``.idx`` of random lengths, and a ``.bin`` of matching size."""
     sizes = np.random.default_rng(SEED).integers(1, 2 * mean, documents).astype("<i4")
     ends = np.cumsum(sizes, dtype=np.int64) * 2
     with prefix.with_suffix(".idx").open("wb") as file:
@@ -38,7 +38,7 @@ def write_index(prefix: Path, documents: int, mean: int) -> None:
 
 
 def get_peak_gib() -> float:
-    # Not getrusage: that starts from the memory of the process that started this one.
+    # Not getrusage: its peak includes the memory of the parent process.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--tokens-per-document", type=int, default=1000)
-    parser.add_argument("--folder", help="where the files are made (default: a temporary folder)")
+    parser.add_argument("--folder", help="where to create the files (default: a temporary folder)")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:

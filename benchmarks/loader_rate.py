@@ -1,9 +1,10 @@
-"""How many tokens per second the loader feeds from a warm file: no model, batches on the host.
+"""The loader's rate in tokens per second from a warm file: no model, batches stay on the host.
 
     python benchmarks/loader_rate.py [--tokens 50000000] [--seconds 4]
 
-A corpus of random tokens is written (documents of about 1000 tokens, and again sentences of about
-25), mapped, warmed up, and read in Megatron's sample order through the training loop's own loader.
+Writes a corpus of random tokens (documents of about 1000 tokens, and a second one of sentences of
+about 25), maps it, warms it up, and reads it in Megatron's sample order with the training loop's
+own loader.
 """
 
 from __future__ import annotations

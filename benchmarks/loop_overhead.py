@@ -1,9 +1,10 @@
-"""What the training loop costs over a bare PyTorch loop: same model, batches, threads, one run.
+"""The overhead of the training loop over a bare PyTorch loop: same model, batches and threads.
 
     python benchmarks/loop_overhead.py [--steps 150] [--threads 1]
 
 Both loops clip, schedule, update with fused AdamW and load the same rows in the same order. They
-take turns step by step, so that a busy machine slows both; ours logs to metrics and TensorBoard.
+alternate step by step, so that other load on the machine slows both; ours logs metrics to its file
+and to TensorBoard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WARM_UP = 10
 
 
 def run_bare(rows: list[dict[str, Any]], order: list[int]) -> Iterator[None]:
-    """The bare loop, one step each time it is asked."""
+    """The bare loop, one step per call."""
     model = BertForSequenceClassification(make_bert_config("small")).train()
     optimizer = torch.optim.AdamW(group_parameters(model, 0.01), lr=1e-4, fused=True)
     scheduler = get_linear_schedule_with_warmup(optimizer, 0, len(order) // BATCH)
@@ -45,7 +46,7 @@ def run_bare(rows: list[dict[str, Any]], order: list[int]) -> Iterator[None]:
 
 
 class BenchmarkFinetuner(Finetuner):
-    """Times its own steps, and lets the bare loop do one between each two of them."""
+    """Times its own steps, and runs one step of the bare loop between each two of them."""
 
     def __init__(self, engine: RapidformerEngine, rows: list[dict[str, Any]]) -> None:
         super().__init__(engine)
@@ -87,15 +88,16 @@ def main() -> None:
         engine = RapidformerEngine(args=settings)
         finetuner = BenchmarkFinetuner(engine, make_pair_rows(BATCH * options.steps))
         finetuner.train()
-    # Step i of ours lies between the bare steps i and i + 1; both saw the same batch.
+    # Our step i comes between the bare steps i and i + 1; steps of the same number saw the same
+    # batch.
     pairs = list(zip(finetuner.ours, finetuner.bare, strict=False))[WARM_UP:]
     ours, bare = (sum(times) * 1000 / len(pairs) for times in zip(*pairs, strict=True))
     typical = statistics.median(mine / other for mine, other in pairs)
     print(
-        f"{len(pairs)} steps of {BATCH} rows in turns, {options.threads} thread(s)\n"
+        f"{len(pairs)} steps of {BATCH} rows, alternating, {options.threads} thread(s)\n"
         f"bare        {bare:7.1f} ms/step\n"
         f"rapidformer {ours:7.1f} ms/step\n"
-        f"cost of the loop: {100 * (ours / bare - 1):+.1f} % of the time, "
+        f"overhead of the loop: {100 * (ours / bare - 1):+.1f} % in total, "
         f"{100 * (typical - 1):+.1f} % in the median step"
     )
 

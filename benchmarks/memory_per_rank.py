@@ -1,10 +1,11 @@
-"""What one process holds under each layout: bytes of weights, gradients and optimizer state.
+"""The memory of one rank under each layout: bytes of weights, gradients and optimizer state.
 
     python benchmarks/memory_per_rank.py [--layers 4] [--width 256] [--skip-build]
 
-A Llama-type model, Adam, two micro-batches an update, on the CPU. "In use" are the weights between
-two micro-batches; "at rest" those after the update. The second table is the peak of what building
-the model and splitting it adds to a process: from its sizes and from a folder, whole and in shares.
+A Llama-type model, Adam, two micro-batches per update, on the CPU. "In use" are the weights between
+two micro-batches; "at rest" those after the update. The second table is the peak memory that
+building and sharding the model adds to a process: from its sizes and from a folder, built whole and
+built in shards.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_config(layers: int, width: int) -> LlamaConfig:
 
 
 def count(tensors: Any) -> int:
-    """Bytes of what this process has of the tensors."""
+    """The bytes of the tensors on this rank."""
     total = 0
     for tensor in tensors:
         if tensor is not None:
@@ -66,7 +67,7 @@ def count(tensors: Any) -> int:
 
 
 def list_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Every gradient, those that fully_shard keeps for itself between micro-batches included."""
+    """Every gradient, including those that fully_shard holds between micro-batches."""
     found = {id(p.grad): p.grad for p in model.parameters()}
     for module in model.modules():
         groups = (
@@ -84,17 +85,17 @@ def list_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
 
 
 def count_weights(model: torch.nn.Module) -> int:
-    """The weights as the next forward pass finds them, and the shares they were gathered from."""
+    """The weights at the next forward pass, plus the shards they were gathered from."""
     gathered = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    shares = [
+    shards = [
         p.sharded_param
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
         for p in group.fsdp_params
     ]
-    if shares and gathered:
-        return count(model.parameters()) + count(shares)
+    if shards and gathered:
+        return count(model.parameters()) + count(shards)
     return count(model.parameters())
 
 
@@ -127,18 +128,18 @@ def measure(config: LlamaConfig, settings: dict[str, Any]) -> dict[str, int]:
 
 
 def read_memory(name: str) -> int:
-    """A line of what the kernel says about this process, in bytes."""
+    """A line of this process's status in the kernel, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def measure_build(build: Callable[[], torch.nn.Module], settings: Any, in_shares: bool) -> float:
-    """Peak of the memory that building and splitting adds, as a share of the weights."""
+def measure_build(build: Callable[[], torch.nn.Module], settings: Any, in_shards: bool) -> float:
+    """Peak memory that building and sharding adds, as a fraction of the weights."""
     torch.set_num_threads(1)
     engine = RapidformerEngine(args={**settings, "log_level": "error", "device": "cpu"})
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak of before
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
     before = read_memory("VmRSS")
-    model = engine.build_model(build) if in_shares else build()
+    model = engine.build_model(build) if in_shards else build()
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     engine.compose_for_evaluation(model)
     peak = read_memory("VmHWM") - before
@@ -151,7 +152,7 @@ def save(config: LlamaConfig, folder: str) -> None:
 
 
 def show_builds(config: LlamaConfig, folder: str) -> None:
-    print("\n| built | processes | whole | in shares | a share is |")
+    print("\n| built | ranks | whole | in shards | one shard is |")
     print("|---|---|---|---|---|")
     ways: dict[str, Callable[[], torch.nn.Module]] = {
         "from its sizes": lambda: LlamaForCausalLM(config),
@@ -160,12 +161,12 @@ def show_builds(config: LlamaConfig, folder: str) -> None:
     for name, build in ways.items():
         for world_size in (2, 4):
             peaks = [
-                max(run_in_group(measure_build, world_size, build, zero(3), in_shares))
-                for in_shares in (False, True)
+                max(run_in_group(measure_build, world_size, build, zero(3), in_shards))
+                for in_shards in (False, True)
             ]
-            whole, shares = (f"{peak:.0%}" for peak in peaks)
+            whole, shards = (f"{peak:.0%}" for peak in peaks)
             print(
-                f"| {name} | {world_size} | {whole} | {shares} | {1 / world_size:.0%} |", flush=True
+                f"| {name} | {world_size} | {whole} | {shards} | {1 / world_size:.0%} |", flush=True
             )
 
 
@@ -191,7 +192,7 @@ def main() -> None:
     if not options.skip_build:
         large = make_config(2 * options.layers, 2 * options.width)
         with tempfile.TemporaryDirectory() as folder:
-            # In a process of its own: what the allocator keeps of it would be inherited.
+            # In its own process: later processes would inherit the memory that the allocator keeps.
             run_in_group(save, 1, large, folder)
             show_builds(large, folder)
 

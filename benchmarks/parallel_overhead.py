@@ -1,12 +1,12 @@
-"""What our parallel switches cost beside the same thing written by hand in bare PyTorch.
+"""The overhead of our parallel switches over the same thing written by hand in bare PyTorch.
 
     python benchmarks/parallel_overhead.py [--steps 60] [--only tensor]
 
-Two processes on the CPU, one thread each. Both sides train the same model on the same rows, clip
-and update with fused AdamW; they take turns step by step, so that a busy machine slows both. By
-hand means: DistributedDataParallel; fully_shard per block and on the root; parallelize_module with
-the embedding, the head and the loss split over the vocabulary. Processor time, which other programs
-on the machine do not lengthen, is compared as well.
+Two ranks on the CPU, one thread each. Both sides train the same model on the same rows, clip and
+update with fused AdamW; they alternate step by step, so that other load on the machine slows both.
+By hand means: DistributedDataParallel; fully_shard per block and on the root; parallelize_module
+with the embedding, the head and the loss split over the vocabulary. CPU time, which other programs
+on the machine do not affect, is compared as well.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _split_layers(model: LlamaForCausalLM) -> Step:
     parallelize_module(model, mesh, plan, src_data_rank=None)
     split = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    # Two groups: torch's fused update takes tensors of one kind.
+    # Two groups: torch's fused update cannot mix DTensors and plain tensors.
     groups = [{"params": split}, {"params": whole}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
@@ -142,7 +142,7 @@ def switch_on(engine: RapidformerEngine) -> Step:
 
 
 def race(kind: str, steps: int) -> list[tuple[float, float, float, float]]:
-    """Of each step, ours and by hand: seconds, and seconds of processor time."""
+    """Of each step, ours and by hand: seconds, and seconds of CPU time."""
     torch.set_num_threads(1)
     engine = RapidformerEngine(
         args={**SETTINGS[kind], "micro_batch_size": ROWS, "lr": 1e-3, "train_iters": steps,
@@ -170,12 +170,12 @@ def main() -> None:
     options = parser.parse_args()
     print(
         "| switch | by hand | rapidformer | speed of bare PyTorch | in the median step "
-        "| by processor time |"
+        "| by CPU time |"
     )
     print("|---|---|---|---|---|---|")
     for kind in options.only or SETTINGS:
         ranks = run_in_group(race, PROCESSES, kind, options.steps)
-        # A step is over when the slower process is done.
+        # A step ends when the slower rank is done.
         steps = [tuple(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
         ours, bare = (statistics.mean(step[side] for step in steps) * 1000 for side in (0, 1))
         typical = statistics.median(step[1] / step[0] for step in steps)

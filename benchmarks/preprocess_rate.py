@@ -1,12 +1,12 @@
-"""`rapidformer preprocess` beside the raw rate of the `tokenizers` library on the same cores.
+"""`rapidformer preprocess` against the raw rate of the `tokenizers` library on the same cores.
 
     python benchmarks/preprocess_rate.py [--rounds 3] [--kind gpt2 bert] [--megabytes 30]
 
-The corpus is the standard library's sources as JSON lines, the vocabulary is trained on them. Raw
-is `encode_batch` of texts that are in memory already, on every core, its ids not even looked at;
-`encode_batch_fast` leaves out the offsets. Ours is the whole command as a user types it: starting,
-reading, parsing, tokenizing, writing, joining. All three take turns, each in a process of its own,
-so that a busy machine slows all of them. Prints the rates and their ratios.
+The corpus is the standard library's sources as JSON lines, and the vocabulary is trained on it. Raw
+is `encode_batch` on texts already in memory, on every core, ignoring the ids; `encode_batch_fast`
+skips the offsets. Ours is the full command as a user types it: starting, reading, parsing,
+tokenizing, writing, joining. All three alternate, each in its own process, so that other load on
+the machine slows all of them. Prints the rates and their ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ RAW = ("encode_batch", "encode_batch_fast")
 
 
 def write_corpus(path: Path, megabytes: float) -> int:
-    """The sources, one JSON object per line, once or several times; the bytes of text in it."""
+    """Write the sources, one JSON object per line, once or several times; returns the bytes of
+    text.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = [
         file.read_text(encoding="utf-8", errors="replace")
@@ -55,7 +57,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def train(kind: str, folder: Path, texts: list[str]) -> None:
-    """A vocabulary of 16 000 tokens, in the files that GPT-2 and BERT ship."""
+    """A vocabulary of 16,000 tokens, in the file formats of GPT-2 and BERT."""
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer() if kind == "gpt2" else BertWordPieceTokenizer()
@@ -69,7 +71,7 @@ def train(kind: str, folder: Path, texts: list[str]) -> None:
 
 
 def measure_raw(kind: str, function: str, corpus: str) -> float:
-    """Seconds of the library alone; runs in a process of its own."""
+    """Seconds of the library alone; runs in its own process."""
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
     folder = Path(corpus).parent

@@ -1,4 +1,4 @@
-"""Several processes of one benchmark on this machine, forked so that imports are paid once."""
+"""Run a benchmark in several processes on this machine, forked so that imports happen once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 
 def run_in_group(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in every process, which finds itself launched; results in rank order."""
+    """Run ``function(*args)`` in every process, with the environment of a launched rank; results by
+    rank.
+    """
     context = multiprocessing.get_context("fork")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -28,7 +30,7 @@ def run_in_group(function: Callable[..., Any], world_size: int, *args: Any) -> l
     try:
         return [pipe.recv() for pipe in pipes]
     except EOFError:
-        raise SystemExit("a process has failed: see its message above") from None
+        raise SystemExit("a process failed: see its message above") from None
     finally:
         for worker in workers:
             worker.join(timeout=5)

@@ -1,4 +1,4 @@
-"""The models and data that the benchmarks share; made on the spot, never downloaded."""
+"""The models and data that the benchmarks have in common; generated, never downloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_bert_config(size: str) -> BertConfig:
 
 
 def make_pair_rows(count: int, *, shortest: int = 20, longest: int = 99) -> list[dict[str, Any]]:
-    """Rows like those of a sentence-pair task: evenly spread lengths, two labels."""
+    """Rows like those of a sentence-pair task: uniformly distributed lengths, two labels."""
     random = np.random.default_rng(0)
     rows = []
     for _ in range(count):

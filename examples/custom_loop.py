@@ -1,6 +1,6 @@
-"""White box without a template: a Hugging Face loop of one's own, with a few lines changed.
+"""White box without a template: your own Hugging Face loop, with a few lines changed.
 
-The lines marked ``+`` are what a plain PyTorch script gains, those marked ``-`` what it loses.
+Lines marked ``+`` are added to a plain PyTorch script, lines marked ``-`` are removed.
 
 rapidformer --user-script examples/custom_loop.py --pretrained-model-name-or-path bert-base-cased \
     --data-path glue --data-name mrpc --epochs 3 --micro-batch-size 16 --lr 2e-5 \

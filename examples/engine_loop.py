@@ -4,7 +4,7 @@ rapidformer --user-script examples/engine_loop.py --pretrained-model-name-or-pat
     --data-path glue --data-name mrpc --epochs 3 --micro-batch-size 16 --lr 2e-5 \
     --lr-warmup-iters 100 --mixed-precision
 
-Start it with ``torchrun``, ``python -m torch.distributed.launch`` or plain ``python`` as well.
+It also runs with ``torchrun``, ``python -m torch.distributed.launch`` or plain ``python``.
 """
 
 from functools import partial
@@ -59,7 +59,7 @@ eval_dataloader = DataLoader(
 )
 
 model = AutoModelForSequenceClassification.from_pretrained(args.pretrained_model_name_or_path)
-# transformers has removed its own AdamW; correct_bias=True is what torch's always does.
+# transformers removed its own AdamW; torch's always behaves like correct_bias=True.
 optimizer = AdamW(params=model.parameters(), lr=args.lr)
 
 lr_scheduler = partial(

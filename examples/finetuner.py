@@ -6,7 +6,7 @@ rapidformer --user-script examples/finetuner.py --task sequence_classification \
     --lr-warmup-iters 100 --weight-decay 1e-2 --clip-grad 1.0 \
     --mixed-precision --zero-3-memory-optimization --onnx-runtime-training
 
-The data needs the columns sentence1, sentence2 and label; a folder of json or csv files will do:
+The data needs the columns sentence1, sentence2 and label; a folder of JSON or CSV files works too:
 ``--data-path FOLDER``.
 """
 
@@ -41,7 +41,7 @@ class MyFintuner(Finetuner):
             batched=True,
             remove_columns=[name for name in columns if name in ("idx", "sentence1", "sentence2")],
         )
-        # `datasets` has removed rename_column_, which changed the data set in place.
+        # `datasets` removed rename_column_, which changed the dataset in place.
         tokenized_datasets = tokenized_datasets.rename_column("label", "labels")
 
         train_dataset = tokenized_datasets["train"]

@@ -1,4 +1,4 @@
-"""``load_metric`` as the examples use it: ``datasets`` has removed its own."""
+"""``load_metric`` for the examples, since ``datasets`` removed its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
 
 class PairMetric:
-    """Accuracy and F1 of a two-class task, added up batch by batch."""
+    """Accuracy and F1 of a two-class task, accumulated batch by batch."""
 
     def __init__(self) -> None:
         self._accuracy, self._f1 = BinaryAccuracy(), BinaryF1Score()
@@ -24,5 +24,5 @@ class PairMetric:
 
 
 def load_metric(path: str, name: str | None = None) -> PairMetric:
-    """The metric of a pair data set such as GLUE's MRPC."""
+    """The metric of a sentence-pair dataset such as GLUE's MRPC."""
     return PairMetric()

@@ -1,16 +1,15 @@
-"""Makes the demo's data and model folder from the Python standard library of this machine.
+"""Build the demo's data and model folder from this machine's Python standard library.
 
-The question put to the model: does this docstring belong to this function? Every machine with
-Python has thousands of answers to it, so the demo downloads nothing. Three things are made:
+The model's task: does this docstring belong to this function? Every Python installation has
+thousands of examples, so the demo downloads nothing. It builds:
 
     data/{train,validation,test}.jsonl   pairs: sentence1, sentence2, label (and their origin)
     corpus.jsonl                         text of the training modules, for language models
     model/                               a tokenizer and the configuration of a small ModernBERT
 
-What a reader would get wrong: neither sentence alone may tell the label. So in every round each
-function appears once with its own docstring and once with another's, and each docstring (give or
-take a clash of names) once with its own function and once with another. Modules, not functions,
-are divided among the splits.
+Neither sentence alone may reveal the label. So in every round each function appears once with its
+own docstring and once with another's, and each docstring (apart from name clashes) once with its
+own function and once with another. The splits are divided by module, not by function.
 
     python build_data.py OUTPUT
 """
@@ -41,7 +40,7 @@ SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "ensurepip", "idle_test", "lib2to3", "pydoc_data",
     "site-packages", "test", "tests", "turtledemo",
 }  # fmt: skip
-# Words that every function has tell nothing about the one at hand.
+# Words that occur in every function say nothing about any one of them.
 COMMON_NAMES = {*keyword.kwlist, *keyword.softkwlist, "self", "cls"}
 IDENTIFIER = re.compile(r"[^\W\d]\w+")
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -51,9 +50,9 @@ MOST_NAMES = 8
 LINES_TO_CUT = 4
 
 # One wide layer with one head, and the mean over all tokens as the answer. The task is to find
-# equal words on both sides, and a fresh model learns that within a minute only where the way is
-# short. Measured in that time: two layers with two heads stay near 0.64, and a BERT, which answers
-# from its first token's state, near chance.
+# equal words on both sides, and a newly initialized model learns that within a minute only if the
+# path is short. Measured in that time: two layers with two heads stay near 0.64, and a BERT, which
+# answers from the state of its first token, near chance.
 MODEL = {
     "model_type": "modernbert",
     "architectures": ["ModernBertForSequenceClassification"],
@@ -111,7 +110,7 @@ def find_sources(limit: int | None = None) -> list[Path]:
 
 
 def read_functions(limit: int | None = None) -> list[Function]:
-    """All functions; a docstring that was met before is left out, so that none is in two splits."""
+    """All functions; repeated docstrings are dropped, so that none occurs in two splits."""
     root = Path(sysconfig.get_paths()["stdlib"])
     functions: list[Function] = []
     known: set[str] = set()
@@ -153,22 +152,22 @@ def _read_function(
 
 
 def get_split(module: str) -> str:
-    """The split of a module: by its name, so that it does not depend on the other modules."""
+    """The split of a module: chosen by its name, so that it is independent of other modules."""
     place = int(hashlib.sha256(module.encode()).hexdigest()[:8], 16) % 8
     return {0: "test", 1: "validation"}.get(place, "train")
 
 
 def get_names(lines: Iterable[str]) -> list[str]:
-    """The names and words of some source text, each once, in their order."""
+    """The names and words in a piece of source code, each once, in order."""
     found = (name for line in lines for name in IDENTIFIER.findall(line))
     return list(dict.fromkeys(name for name in found if name not in COMMON_NAMES))
 
 
 def show_function(function: Function, names: list[str]) -> str:
-    """How the model sees a function: its signature and some of the names that its body uses.
+    """What the model sees of a function: its signature and some of the names used in its body.
 
-    A name is shown only for the new words in it: the model is to look for words that are on both
-    sides of the pair, and a word that one side has twice leads it astray.
+    A name is shown only if it adds new words: the model should look for words that occur on both
+    sides of the pair, and a word that occurs twice on one side is misleading.
     """
     known = set(get_words(function.signature))
     shown: list[str] = []
@@ -181,7 +180,7 @@ def show_function(function: Function, names: list[str]) -> str:
 
 
 def get_words(text: str) -> list[str]:
-    """get_HTTPResponse -> get, http, response: as the tokenizer will part it."""
+    """get_HTTPResponse -> get, http, response: split as the tokenizer will split it."""
     return [word.lower() for word in WORD.findall(text)]
 
 
@@ -189,7 +188,7 @@ def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Ra
     """Each function with its own docstring and with another's, ``rounds`` times.
 
     The first round shows the beginning of the body and of the docstring; later rounds show other
-    parts of both, so that a model cannot learn the pairs by heart.
+    parts of both, so that a model cannot memorize the pairs.
     """
     documented = [function for function in functions if function.docstring]
     names = {id(function): get_names(function.body) for function in documented}
@@ -200,8 +199,8 @@ def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Ra
             for owner, label in ((function, 1), (_find_other(order, place), 0)):
                 shown, docstring = names[id(function)], owner.docstring.split()
                 if number > 0:
-                    share = rng.choice((0.3, 0.6, 1.0))
-                    shown = [name for name in shown if rng.random() < share]
+                    fraction = rng.choice((0.3, 0.6, 1.0))
+                    shown = [name for name in shown if rng.random() < fraction]
                     docstring = _cut_window(docstring, rng)
                 text = " ".join(docstring[:LONGEST_DOCSTRING])
                 rows.append(_make_row(function, owner, shown, text, label))
@@ -209,10 +208,10 @@ def build_docstring_pairs(functions: list[Function], rounds: int, rng: random.Ra
 
 
 def build_body_pairs(functions: list[Function], rounds: int, rng: random.Random) -> list[Row]:
-    """Training only: the upper part of a body, and the names in the rest of its or another's body.
+    """Training only: the upper part of a body, with names from the rest of it or of another.
 
-    The standard library has few docstrings. These pairs ask for the same skill (do these two
-    pieces of text speak of the same things?) and there are many more of them.
+    The standard library has few docstrings. These pairs require the same skill (are these two
+    pieces of text about the same things?) and there are many more of them.
     """
     long = [one for one in functions if len(one.body) >= LINES_TO_CUT]
     long = [one for one in long if get_names(one.body[len(one.body) * 3 // 4 :])]
@@ -230,12 +229,12 @@ def build_body_pairs(functions: list[Function], rounds: int, rng: random.Random)
 
 
 def _find_other(order: list[Function], place: int) -> Function:
-    """The next function of another name: what is said of one close() is true of another."""
+    """The next function with a different name: one close()'s docstring fits another close()."""
     for step in range(1, len(order)):
         other = order[(place + step) % len(order)]
         if other.name != order[place].name:
             return other
-    raise ValueError("all functions have the same name: there is no wrong docstring to choose")
+    raise ValueError("all functions have the same name: there is no other docstring to pair with")
 
 
 def _cut_window(words: list[str], rng: random.Random) -> list[str]:
@@ -271,7 +270,7 @@ def build_splits(functions: list[Function], seed: int = SEED) -> dict[str, list[
 
 
 def build_corpus(functions: list[Function]) -> Iterator[str]:
-    """The text of the training modules alone: what is pre-trained on it may still be tested."""
+    """Text of the training modules only, so that a model pre-trained on it can still be tested."""
     for function in functions:
         if get_split(function.module) == "train":
             yield "\n".join((f"def {function.signature}:", *function.body))
@@ -280,16 +279,16 @@ def build_corpus(functions: list[Function]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], folder: Path) -> int:
-    """Byte-pair encoding of words alone, lower-cased; get_URL and getUrl are the same two words.
+    """Byte-pair encoding of lower-cased words; get_URL and getUrl are the same two words.
 
-    The vocabulary is small on purpose: the model learns that *equal* pieces on both sides matter,
-    and it learns that sooner when each piece is met often.
+    The vocabulary is small on purpose: the model has to learn that *equal* tokens on both sides
+    matter, and learns it sooner if it sees each token often.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
     from tokenizers.trainers import BpeTrainer
 
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    # Case is lost when lower-casing, so words are parted at their capitals before it.
+    # Lower-casing loses the case, so split words at their capitals first.
     parting = Regex(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(parting, " "), normalizers.Lowercase()]
@@ -313,11 +312,11 @@ def train_tokenizer(texts: Iterable[str], folder: Path) -> int:
 
 
 def count_parameters(model: dict[str, Any]) -> int:
-    """How large a ModernBERT classifier of two classes will be, without importing torch."""
+    """The size of a ModernBERT classifier with two classes, without importing torch."""
     width, inner = model["hidden_size"], model["intermediate_size"]
     attention = 4 * width * width
     gated_mlp = 3 * width * inner
-    # The first layer has one norm, as its input is the embeddings' normed output.
+    # The first layer has only one norm, since its input, the embeddings, is already normalized.
     layers = model["num_hidden_layers"] * (attention + gated_mlp + 2 * width) - width
     embeddings = model["vocab_size"] * width + width
     head = width * width + width + 2 * width + 2
@@ -335,7 +334,7 @@ def write_lines(rows: Iterable[Row], path: Path) -> None:
 
 
 def build_demo(output: Path, limit: int | None = None, seed: int = SEED) -> dict[str, Any]:
-    """Make everything under ``output``; returns what was made, for the summary."""
+    """Build everything under ``output``; returns the counts for the summary."""
     functions = read_functions(limit)
     splits = build_splits(functions, seed)
     for split, rows in splits.items():
@@ -369,9 +368,11 @@ def show_summary(made: dict[str, Any], seconds: float, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the demo's data from Python's own library.")
+    parser = argparse.ArgumentParser(
+        description="Build the demo's data from Python's standard library."
+    )
     parser.add_argument("output", type=Path, help="folder to write to")
-    parser.add_argument("--limit", type=int, help="read only so many source files")
+    parser.add_argument("--limit", type=int, help="read at most this many source files")
     parser.add_argument("--seed", type=int, default=SEED)
     given = parser.parse_args()
     start = time.perf_counter()

@@ -14,7 +14,7 @@ rapidformer --user-script examples/pretraining/bert.py \
 """
 
 import torch
-from megatron import mpu  # rapidformer's own, where Megatron is not installed
+from megatron import mpu  # rapidformer's own, if Megatron is not installed
 from transformers import AutoModelForPreTraining
 
 from rapidformer import (

@@ -1,7 +1,7 @@
 """Pre-train a GPT on Python's own standard library: corpus, tokenizer, files, black and white box.
 
-Everything comes from this machine. The same run is done twice, by the black box and by the script
-gpt.py, and must give the same losses; both are compared with the loss of guessing every token by
+Everything comes from this machine. The same training runs twice, as a black box and with the script
+gpt.py, and must give the same losses; both are compared with the loss of predicting every token by
 its frequency alone (the corpus's unigram entropy). Each command is printed before it runs.
 
     python examples/pretraining/run.py [--output pretraining-output] [--steps 400] [--small]
@@ -34,7 +34,7 @@ SMALL = {"vocabulary": 600, "layers": 2, "hidden": 48, "heads": 2, "length": 32,
 
 
 def write_corpus(path: Path, limit: int | None) -> None:
-    """One JSON object a line: the text of each module."""
+    """One JSON object per line: the text of each module."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
         file
@@ -49,7 +49,7 @@ def write_corpus(path: Path, limit: int | None) -> None:
 
 
 def train_tokenizer(corpus: Path, folder: Path, size: int) -> None:
-    """GPT-2's kind of vocabulary, learnt from this corpus."""
+    """A vocabulary like GPT-2's, trained on this corpus."""
     texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=size, special_tokens=[END], show_progress=False)
@@ -58,10 +58,10 @@ def train_tokenizer(corpus: Path, folder: Path, size: int) -> None:
     (folder / "merges.txt").rename(folder / "gpt2-merges.txt")
 
 
-def measure_unigram_entropy(prefix: Path, share: float) -> float:
-    """Nats per token of the held-out part, guessed by the frequencies in the other part."""
+def measure_unigram_entropy(prefix: Path, fraction: float) -> float:
+    """Nats per token of the held-out part, predicted by the token frequencies in the other part."""
     data = open_indexed(prefix)
-    cut = round(share * len(data))
+    cut = round(fraction * len(data))
     seen = np.concatenate(data[:cut])
     held_out = np.concatenate(data[cut : len(data)])
     counts = np.bincount(seen, minlength=int(max(seen.max(), held_out.max())) + 1) + 1.0
@@ -69,7 +69,7 @@ def measure_unigram_entropy(prefix: Path, share: float) -> float:
 
 
 def run_command(*words: object) -> float:
-    """Show a command, run it and return its seconds."""
+    """Print a command, run it and return its duration in seconds."""
     line = [str(word) for word in words]
     print(f"\n$ {shlex.join(line)}\n", flush=True)
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -129,7 +129,7 @@ def main() -> None:
     pairs = zip([*losses, *validation], [*others, *other_validation], strict=True)
     print(f"\nunigram entropy of the held-out part   {entropy:.4f} nats a token")
     print(f"validation loss, black box              {', '.join(f'{x:.4f}' for x in validation)}")
-    print(f"largest difference of the script's run  {max(abs(a - b) for a, b in pairs):.2e}")
+    print(f"largest difference between the two runs  {max(abs(a - b) for a, b in pairs):.2e}")
     print(f"black box: {chosen.steps} updates in {seconds:.0f} s")
 
 

@@ -179,7 +179,7 @@ def test_every_answer_is_learnt_with_its_end_and_nothing_else(
         (OPEN, " blue  green\nor grey<|endoftext|>"),
     ],
 )
-def test_an_earlier_answer_may_end_otherwise_than_the_last(
+def test_an_earlier_answer_may_end_differently_from_the_last(
     template: str, trained: str, folder: Path
 ) -> None:
     prepared = prepare(folder, [{"messages": TURNS}], chat_template=template)
@@ -266,7 +266,7 @@ def test_without_a_template_prompt_and_answer_are_tokenized_apart(
     assert whole["labels"] == [-100, *whole["input_ids"][1:]]
 
 
-def test_answers_without_an_end_are_told(
+def test_answers_without_an_end_are_reported(
     plain_folder: Path, tmp_path: Path, said: list[str]
 ) -> None:
     shutil.copytree(plain_folder, tmp_path / "m")
@@ -275,7 +275,7 @@ def test_answers_without_an_end_are_told(
     tokenizer.save_pretrained(tmp_path / "m")
     row = prepare(tmp_path / "m", [{"prompt": "what", "response": "blue"}]).train[0]
     assert row["labels"][-1] == tokenizer.encode("blue")[-1]
-    assert any("the tokenizer has no end-of-text token: the model does not" in s for s in said)
+    assert any("the tokenizer has no end-of-text token: the model will not" in s for s in said)
 
 
 def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
@@ -316,14 +316,12 @@ def test_a_given_template_wins_and_is_saved(folder: Path, tmp_path: Path) -> Non
     prepared.processor.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == file.read_text()
     with pytest.raises(
-        ConfigurationError, match=r"--chat-template nowhere.jinja: there is no such"
+        ConfigurationError, match=r"--chat-template nowhere.jinja: this is neither a file"
     ):
         prepare(folder, [{"messages": TURNS}], chat_template="nowhere.jinja")
-    with pytest.raises(
-        ConfigurationError, match=r"--chat-template none is for prompts and answers"
-    ):
+    with pytest.raises(ConfigurationError, match=r"--chat-template none works only for prompts"):
         prepare(folder, [{"messages": TURNS}], chat_template="none")
-    with pytest.raises(ModelError, match=r"leaves out what the assistant says"):
+    with pytest.raises(ModelError, match=r"omits the assistant's answers"):
         prepare(folder, [{"messages": TURNS}], chat_template="{{ bos_token }}")
 
 
@@ -331,14 +329,14 @@ def test_a_template_that_rewrites_what_came_before_is_refused(folder: Path) -> N
     rows = [{"messages": TURNS}]
     with pytest.raises(
         ModelError,
-        match=r"train, row 1: the chat template writes a conversation's beginning.*gener",
+        match=r"train, row 1: the chat template renders the beginning of a conversation.*gener",
     ):
         prepare(folder, rows, chat_template=MOVING)
     whole = prepare(folder, rows, chat_template=MOVING, train_on_prompts=True)
     assert read_trained(whole).endswith("be briefand the sea ?[/Q] green\nor grey<|endoftext|>")
 
 
-def test_what_is_too_long_is_cut_or_left_out_and_told(folder: Path, said: list[str]) -> None:
+def test_what_is_too_long_is_cut_or_dropped_and_reported(folder: Path, said: list[str]) -> None:
     rows = [
         {"prompt": "what is the sky ? " * 9, "response": "blue"},
         {"prompt": "what", "response": "blue " * 40},
@@ -351,26 +349,27 @@ def test_what_is_too_long_is_cut_or_left_out_and_told(folder: Path, said: list[s
     assert len(prepared.train[0]["input_ids"]) == 32
     assert prepared.train[0]["labels"][-1] != -100
     told = "\n".join(said)
-    assert (
-        "1 of 5 examples left out: nothing of the answer lies within --seq-length (row 1)" in told
-    )
-    assert "2 of 5 examples left out: there is no answer, or an empty one (rows 3, 5)" in told
-    assert "1 of 2 examples are longer than 32 tokens and end there" in told
+    assert "dropped 1 of 5 examples: no part of the answer fits within --seq-length (row 1)" in told
+    assert "dropped 2 of 5 examples: no answer, or an empty one (rows 3, 5)" in told
+    assert "1 of 2 examples are longer than 32 tokens and were cut" in told
     trained = sum(label != -100 for row in prepared.train for label in row["labels"])
     tokens = sum(len(row["input_ids"]) for row in prepared.train)
-    assert f"{tokens} tokens, {100 * trained / tokens:.1f}% trained on: the answers" in told
-    assert "2 prompts with answers (chat template, answers end with '<|im_end|>')" in told
-    with pytest.raises(DataError, match=r"train: there is nothing to learn from: nothing of the"):
+    assert (
+        f"{tokens} tokens, of which {100 * trained / tokens:.1f}% are trained on (the answers)"
+        in told
+    )
+    assert "2 prompts with answers (chat template, answers end in '<|im_end|>')" in told
+    with pytest.raises(DataError, match=r"train: there is nothing to train on: no part of"):
         prepare(folder, rows[:1], seq_length=32)
 
 
-def test_what_the_template_refuses_is_left_out_and_told(folder: Path, said: list[str]) -> None:
+def test_what_the_template_refuses_is_dropped_and_reported(folder: Path, said: list[str]) -> None:
     strict = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     )
     rows = [{"messages": TURNS}, {"messages": TURNS[1:]}]
     assert len(prepare(folder, rows, chat_template=strict + CHATML).train) == 1
-    refused = "1 of 2 examples left out: it is refused by the chat template: no system here (row 1)"
+    refused = "dropped 1 of 2 examples: it is refused by the chat template: no system here (row 1)"
     assert any(refused in line for line in said)
 
 
@@ -378,16 +377,16 @@ def test_bad_rows_are_named(folder: Path) -> None:
     good = {"messages": TURNS}
     with pytest.raises(
         DataError,
-        match=r"train, rows 2, 4: the column messages has a message of the unknown role 'judge'.*"
-        r"train, row 3: the column messages holds nothing where a list of messages is needed",
+        match=r"train, rows 2, 4: the column messages has a message with the unknown role 'judge'.*"
+        r"train, row 3: the column messages must hold a list of messages, not nothing",
     ):
         bad = {"messages": [{"role": "judge", "content": "x"}]}
         prepare(folder, [good, bad, {"messages": None}, bad])
     for value, told in (
         ([{"content": "x"}], r"without a role \(its keys: content\)"),
-        (["x"], r"has a str where a message"),
+        (["x"], r"has a str instead of a message"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"whose content is not text"),
-        ("hello", r"holds a text where a list"),
+        ("hello", r"must hold a list of messages, not a plain string"),
     ):
         with pytest.raises(DataError, match=told):
             prepare(folder, [good, {"messages": value}])
@@ -404,14 +403,16 @@ def test_the_kind_of_data_is_chosen_by_its_columns(folder: Path, said: list[str]
     row = {"instruction": "what", "output": "blue", "text": "what is the sky ?"}
     as_text = prepare(folder, [row])
     assert "labels" not in as_text.train[0]
-    assert any("--prompt-column instruction --response-column output would" in s for s in said)
+    assert any("--prompt-column instruction --response-column output to train" in s for s in said)
     named = prepare(folder, [row], prompt_column="instruction")
     assert read_trained(named) == "blue<|im_end|>"
-    with pytest.raises(ConfigurationError, match=r"--messages-column a and --text-column text say"):
+    with pytest.raises(
+        ConfigurationError, match=r"--messages-column a and --text-column text cannot"
+    ):
         prepare(folder, [row], messages_column="a", text_column="text")
     with pytest.raises(DataError, match=r"--prompt-column instrucion: .* Did you mean"):
         prepare(folder, [row], prompt_column="instrucion")
-    with pytest.raises(DataError, match=r"--text-column .*Conversations are named with --messages"):
+    with pytest.raises(DataError, match=r"--text-column .*For conversations, give --messages"):
         prepare(folder, [{"body": "x"}])
     capital = prepare(folder, [{"Question": "what", "Answer": "blue"}])
     assert read_trained(capital) == "blue<|im_end|>"
@@ -426,14 +427,14 @@ def test_a_test_split_may_have_no_answers(folder: Path) -> None:
         prepared = TASK.prepare(args, {"train": rows, "test": test})
         assert prepared.test is None and not prepared.is_labelled("test")
     long = [{"prompt": "what is the sky ? " * 40, "response": "blue"}]
-    with pytest.raises(DataError, match=r"test: there is nothing to learn from: nothing of the"):
+    with pytest.raises(DataError, match=r"test: there is nothing to train on: no part of"):
         TASK.prepare(args, {"train": rows, "test": long})
 
 
 # ---- prediction --------------------------------------------------------------------------------
 
 
-def test_predict_answers_conversations_and_prompts_and_goes_on_with_texts(folder: Path) -> None:
+def test_predict_answers_conversations_and_prompts_and_continues_texts(folder: Path) -> None:
     args = chat_args(pretrained_model_name_or_path=folder, max_new_tokens=4)
     tokenizer = prepare(folder, [{"messages": TURNS}]).processor
     asked = tokenizer.apply_chat_template(TURNS[:-1], add_generation_prompt=True)["input_ids"]
@@ -476,7 +477,7 @@ def test_predict_without_a_template_asks_as_training_did(
     assert ready.extras["expected"] == ["blue"]
     assert ready.extras["shown"] == [{"instruction": "what is", "input": "the sky ?"}]
     TASK.prepare_for_prediction(args, [{"prompt": "what is the sky ? " * 4}])
-    assert any("input, row 1: more than 8 tokens leave no room for the answer" in s for s in said)
+    assert any("input, row 1: longer than 8 tokens, which leaves no room" in s for s in said)
 
 
 # ---- packing -----------------------------------------------------------------------------------
@@ -566,7 +567,7 @@ def test_evaluation_is_the_same_packed(folder: Path, said: list[str]) -> None:
     assert "GPT2LMHeadModel keeps examples apart by positions" in told
 
 
-def test_running_text_is_packed_where_each_text_is_an_example(folder: Path) -> None:
+def test_plain_text_is_packed_with_each_text_as_an_example(folder: Path) -> None:
     rows = [{"text": "what is the sky ? " * n} for n in (1, 2, 3, 1)]
     prepared = prepare(folder, rows, packing=True, group_texts=False, seq_length=32)
     apart = prepare(folder, rows, group_texts=False, seq_length=32)
@@ -642,7 +643,7 @@ def test_a_model_that_lets_examples_read_each_other_is_refused() -> None:
         use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4,
     )  # fmt: skip
     with pytest.raises(
-        ModelError, match=r"how far an example changes those after it: by positions"
+        ModelError, match=r"the effect of an example on those after it: by positions"
     ):
         apply_packed_attention(jamba, 64)
     # A window that our own mask would have to imitate, too long to be tried.
@@ -653,7 +654,7 @@ def test_a_model_that_lets_examples_read_each_other_is_refused() -> None:
     silent = build_gpt2("eager")
     for block in silent.transformer.h:
         torch.nn.init.zeros_(block.attn.c_proj.weight)
-    with pytest.raises(ModelError, match=r"a text hardly depends on its beginning"):
+    with pytest.raises(ModelError, match=r"hardly depend on earlier tokens"):
         apply_packed_attention(silent, 64)
 
 
@@ -673,7 +674,7 @@ def test_the_example_trains_on_packed_conversations_that_predict_answers(
     ).stdout.splitlines()  # fmt: skip
     done = command(*words)
     assert done.returncode == 0, done.stderr
-    assert "chat      train: 16 conversations (chat template, answers end with" in done.stderr
+    assert "chat      train: 16 conversations (chat template, answers end in" in done.stderr
     assert "packing   train: 16 examples in " in done.stderr
     assert "attention_mask" not in done.stderr
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -107,22 +107,22 @@ def test_the_same_by_numbers_and_by_declared_names(
     ("rows", "settings", "message"),
     [
         ([*TEST, {"text": "a book", "label": "new"}], {}, r"test, row 7: the label 'new' in the "
-         r"column label is none that the model knows: it was trained for bad, fine, good\."),
-        ([{"text": "a book", "label": 3}], {}, r"row 1: the label 3 .* none that the model knows"),
-        ([{"text": "a book", "label": 0.5}], {}, r"hold 0.5, which names no class"),
+         r"column label is unknown to the model, which was trained for bad, fine, good\."),
+        ([{"text": "a book", "label": 3}], {}, r"row 1: the label 3 .* unknown to the model"),
+        ([{"text": "a book", "label": 0.5}], {}, r"contain 0.5, which is not a class"),
         (TEST, {"num_labels": 2}, r"--num-labels 2 contradicts the model, which was trained for 3"),
         ([{"text": "a", "label": -1}], {}, r"No split has labels .* use `rapidformer predict`"),
         (TEST, {"eval_split": "validation"}, r"the data has no split 'validation', only test"),
     ],
 )  # fmt: skip
-def test_what_the_model_cannot_be_asked_is_told(
+def test_what_the_model_cannot_be_asked_is_reported(
     evaluate: Any, rows: list[Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         evaluate(rows, **settings)
 
 
-def test_undeclared_class_is_told_by_its_name(tuned: Path) -> None:
+def test_undeclared_class_is_reported_by_name(tuned: Path) -> None:
     import datasets
 
     label = datasets.ClassLabel(names=["good", "new"])
@@ -131,7 +131,7 @@ def test_undeclared_class_is_told_by_its_name(tuned: Path) -> None:
     table = datasets.Dataset.from_list(rows, features=features)
     args = make_args(pretrained_model_name_or_path=tuned)
     assert TASK.prepare(args, {"test": table.select([0])}).test[0]["labels"] == 2
-    with pytest.raises(DataError, match=r"test, row 2: the label 1 in .* \(new\) is none that the"):
+    with pytest.raises(DataError, match=r"test, row 2: the label 1 in .* \(new\) is unknown to"):
         TASK.prepare(args, {"test": table})
 
 
@@ -184,7 +184,9 @@ def test_several_labels_a_row_keep_the_models_order(bert_folder: Path, tmp_path:
     assert hot.test[0]["labels"] == [0.0, 1.0, 0.0]
     with pytest.raises(DataError, match=r"row 1: the label 'd' .* was trained for a, b, c\."):
         TASK.prepare(args, {"test": [{"text": "x", "labels": ["d"]}]})
-    with pytest.raises(DataError, match=r"row 1: the label 'a' .* is not a list, which several"):
+    with pytest.raises(
+        DataError, match=r"row 1: the label 'a' .* is not a list, which multi-label"
+    ):
         TASK.prepare(args, {"test": [{"text": "x", "labels": "a"}]})
 
 

@@ -65,7 +65,7 @@ def test_from_scratch(folder: Path) -> None:
     train_steps(TASK, TASK.build_model(args, prepared), prepared, steps=1)
 
 
-def test_bad_images_are_told(vit_folder: Path, tmp_path: Path) -> None:
+def test_bad_images_are_reported(vit_folder: Path, tmp_path: Path) -> None:
     args: Any = make_args(pretrained_model_name_or_path=vit_folder)
     (tmp_path / "broken.png").write_bytes(b"no picture")
     rows = [

@@ -128,11 +128,11 @@ def test_one_row_per_text(gpt_folder: Path) -> None:
     assert max(len(row["input_ids"]) for row in prepared.train) == 8
 
 
-def test_bad_input_is_told(bert_folder: Path, gpt_folder: Path) -> None:
+def test_bad_input_is_reported(bert_folder: Path, gpt_folder: Path) -> None:
     gpt = make_args(pretrained_model_name_or_path=gpt_folder)
     with pytest.raises(ModelError, match=r"has no mask token.*--task causal_lm"):
         MASKED.prepare(gpt, {"train": ROWS})
-    with pytest.raises(DataError, match=r"holds no text to learn from"):
+    with pytest.raises(DataError, match=r"has no text to train on"):
         CAUSAL.prepare(gpt, {"train": [{"text": " "}]})
     with pytest.raises(DataError, match=r"the column body: name it with --text-column"):
         CAUSAL.prepare(gpt, {"train": [{"body": "x"}]})

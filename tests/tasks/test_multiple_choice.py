@@ -125,6 +125,6 @@ def test_prediction(bert_folder: Path) -> None:
         ([{"ctx": "a", "endings": "x", "label": 0}], r"row 1: the column endings must hold a list"),
     ],
 )
-def test_bad_data_is_told(bert_folder: Path, rows: list[Any], message: str) -> None:
+def test_bad_data_is_reported(bert_folder: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         TASK.prepare(make_args(pretrained_model_name_or_path=bert_folder), {"train": rows})

@@ -143,9 +143,9 @@ def test_a_question_longer_than_the_window_is_cut(bert_folder: Path) -> None:
     assert all(len(prepared.train[i]["input_ids"]) <= 32 for i in range(len(prepared.train)))
 
 
-def test_bad_input_is_told(bert_folder: Path) -> None:
+def test_bad_input_is_reported(bert_folder: Path) -> None:
     bad = [{**ROWS[0], "answers": {"text": ["tokyo"], "answer_start": [3]}}]
-    with pytest.raises(DataError, match=r"train, row 1: the answer 'tokyo' does not stand in"):
+    with pytest.raises(DataError, match=r"train, row 1: the answer 'tokyo' is not in its context"):
         TASK.prepare(_args(bert_folder), {"train": bad})
     bad = [{**ROWS[0], "answers": 5}]
     with pytest.raises(DataError, match=r"train, row 1: the column answers holds '5'"):
@@ -158,11 +158,11 @@ def test_bad_input_is_told(bert_folder: Path) -> None:
         TASK.prepare_for_prediction(_args(bert_folder), ["who ?"])
 
 
-def test_all_missing_columns_are_told_at_once(bert_folder: Path) -> None:
+def test_all_missing_columns_are_reported_at_once(bert_folder: Path) -> None:
     message = r"No column with the question.*and no column with the text that.*and no column with"
     with pytest.raises(DataError, match=message):
         TASK.prepare(_args(bert_folder), {"train": [{"q": "who ?", "c": "x", "a": "x"}]})
-    message = r"--question-column qq: .*Did you mean --question-column q\?.*--context-column"
+    message = r"--question-column asks: .*Did you mean --question-column ask\?.*--context-column"
     with pytest.raises(DataError, match=message):
-        args = _args(bert_folder, question_column="qq")
-        TASK.prepare(args, {"train": [{"q": "who ?", "c": "x", "answers": "x"}]})
+        args = _args(bert_folder, question_column="asks")
+        TASK.prepare(args, {"train": [{"ask": "who ?", "c": "x", "answers": "x"}]})

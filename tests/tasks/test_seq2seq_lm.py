@@ -78,7 +78,7 @@ def test_translation_columns(
     assert decode(prepared.train[0]["labels"]) == f"{target} </s>"
 
 
-def test_bad_data_is_told(t5_folder: Path) -> None:
+def test_bad_data_is_reported(t5_folder: Path) -> None:
     args = make_args(pretrained_model_name_or_path=t5_folder)
     with pytest.raises(
         DataError, match=r"the target text.*article, sumary.*--target-column sumary"

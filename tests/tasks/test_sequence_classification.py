@@ -194,14 +194,14 @@ def test_gpt_classifier_gets_a_padding_token(gpt_folder: Path) -> None:
         (_single(7, 0), {"num_labels": 5}, r"train, row 1: the label 7 in the column label is out "
          r"of range: the labels are 0 to 4 \(--num-labels 5\)"),
         (_single(-3, 0), {}, r"train, row 1: the label -3 is out of range"),
-        (_single(None, 0), {}, r"train, row 1 \(and 3 more rows\): there is no label"),
+        (_single(None, 0), {}, r"train, row 1 \(and 3 more rows\): the column label has no label"),
         (_single("a", "b"), {"problem_type": "regression"}, r"row 1: the label 'a'.*not a number"),
         (_single("a", "b"), {"num_labels": 3}, r"--num-labels 3, but train has 2 different"),
         ([*_single(), {"text": None, "label": 1}], {}, r"train, row 9: the column text holds "
          r"nothing"),
     ],
 )  # fmt: skip
-def test_bad_data_is_told(
+def test_bad_data_is_reported(
     bert_folder: Path, rows: list[Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
@@ -211,7 +211,8 @@ def test_bad_data_is_told(
 def test_label_that_training_never_shows(bert_folder: Path) -> None:
     bad = [*_single("a", "b"), {"text": "x", "label": "c"}]
     with pytest.raises(
-        DataError, match=r"validation, row 9: the label 'c' .* not occur in training.* a, b"
+        DataError,
+        match=r"validation, row 9: the label 'c' .* not occur in the training data.* a, b",
     ):
         TASK.prepare(_args(bert_folder), {"train": _single("a", "b"), "validation": bad})
     bad = [{"text": "x", "label": 2}]

@@ -124,7 +124,7 @@ def test_rows_without_words_are_left_out_of_training(bert_folder: Path) -> None:
         ([*ROWS, {"tokens": ["a"], "ner_tags": None}], r"train, row 5: there is no label"),
     ],
 )
-def test_bad_data_is_told(bert_folder: Path, rows: list[Any], message: str) -> None:
+def test_bad_data_is_reported(bert_folder: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         TASK.prepare(make_args(pretrained_model_name_or_path=bert_folder), {"train": rows})
 

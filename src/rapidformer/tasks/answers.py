@@ -1,4 +1,4 @@
-"""From a model's logits to answers: the best spans of every window, joined per question."""
+"""Turn logits into answers: the best spans of every window, merged per question."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# A score, and the span's first and last character in the context.
+# A score, and the first and last character of the span in the context.
 Candidate = tuple[float, int, int]
 
 
 def find_best_spans(
     starts: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor, count: int
 ) -> list[Record]:
-    """Per window the best first and last tokens inside the context, and the score of no answer."""
+    """Per window, the best start and end tokens inside the context, and the no-answer score."""
     import torch
 
     outside = mask == 0
@@ -41,7 +41,7 @@ def find_best_spans(
 
 
 def get_window_losses(output: Any, batch: dict[str, torch.Tensor]) -> list[float]:
-    """Per window the mean of its two losses, as the model itself takes it."""
+    """Per window, the mean of its two losses, as the model computes it."""
     from torch.nn import functional
 
     first = functional.cross_entropy(
@@ -57,7 +57,7 @@ def get_window_losses(output: Any, batch: dict[str, torch.Tensor]) -> list[float
 def join_windows(
     records: Sequence[Record], windows: Any, questions: int, extras: Mapping[str, Any]
 ) -> list[tuple[list[Candidate], float]]:
-    """Per question its best spans over all its windows (in characters), and the null score."""
+    """Per question, its best spans over all windows (in characters), and the no-answer score."""
     longest = extras["max_answer_length"]
     found: list[list[Candidate]] = [[] for _ in range(questions)]
     null = [float("inf")] * questions
@@ -77,7 +77,7 @@ def join_windows(
 def choose_answer(
     candidates: tuple[list[Candidate], float], context: str, can_abstain: bool
 ) -> dict[str, Any]:
-    """The likeliest of a question's candidates; an empty text where that is no answer at all."""
+    """The most likely candidate of a question; an empty string if that is no answer."""
     import numpy as np
 
     spans, null = candidates

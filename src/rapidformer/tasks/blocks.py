@@ -1,8 +1,8 @@
-"""Running text as rows of tokens for language models.
+"""Turn plain text into rows of tokens for language models.
 
-With `group_texts` the texts are joined and cut into rows of exactly the sequence length, so that
-nothing is padded and nothing cut off; the rest at the end of a batch of 1000 texts becomes a
-shorter row instead of being dropped. Without it each text is a row, cut at the length.
+With `group_texts`, texts are joined and cut into rows of exactly the sequence length, so that
+nothing is padded or truncated; what remains at the end of a batch of 1000 texts becomes a shorter
+row instead of being dropped. Without it, each text is one row, truncated to the length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def encode_blocks(
     add_special: bool,
 ) -> Any:
     """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
-    otherwise the end-of-text token, where there is one, stands after each text."""
+    otherwise the end-of-text token, if there is one, follows each text.
+    """
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
@@ -54,18 +55,18 @@ def encode_blocks(
         key=(*key, get_tokenizer_key(tokenizer)),
     )
     if len(result) == 0:
-        raise DataError(f"{split}: the column {column} holds no text to learn from.")
+        raise DataError(f"{split}: the column {column} has no text to train on.")
     return result
 
 
 def _tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    # Without a length, or the tokenizer warns of texts that are cut later anyway.
+    # No length, or the tokenizer would warn about texts that are cut later anyway.
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [list(ids) for ids in encoded]
 
 
 def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """The tokens that the tokenizer puts before and after a text."""
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     for start in range(len(framed) - len(probe) + 1):

@@ -1,8 +1,7 @@
-"""Which columns hold a conversation, or a prompt and its answer.
+"""Find the columns that hold a conversation, or a prompt and its answer.
 
-What a reader would get wrong: a table with a column of running text stays running text even where
-it has a prompt and an answer too (Alpaca's files carry both); only a column of turns, or a flag, is
-stronger.
+A table with a text column is plain text even if it also has a prompt and an answer (Alpaca's files
+have all three). Only a column of turns, or a flag, takes precedence over the text column.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
 
-# Looked for in this order.
+# Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
     ("prompt", "response"),
     ("prompt", "completion"),
@@ -50,7 +49,7 @@ RESPONSE = ColumnRole(
 CONTEXT = ColumnRole(
     name="context",
     candidates=("input", "context"),
-    holds="more of the prompt (Alpaca's input), put after it",
+    holds="a continuation of the prompt (Alpaca's input)",
     setting="context_column",
     required=False,
 )
@@ -65,7 +64,7 @@ SYSTEM = ColumnRole(
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """The settings for conversations; an older script's arguments may know none of them."""
+    """The settings for conversations; arguments from an older script may lack them."""
 
     text_column: str | None = None
     messages_column: str | None = None
@@ -85,7 +84,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatColumns:
-    """Where the turns are: in one column, or in a prompt's and an answer's."""
+    """The columns of the turns: one column of messages, or a prompt and an answer column."""
 
     messages: str | None = None
     prompt: str | None = None
@@ -103,14 +102,14 @@ class ChatColumns:
 
 
 def as_optional(role: ColumnRole) -> ColumnRole:
-    """The same role where the data may do without."""
+    """The same role, made optional."""
     return replace(role, required=False)
 
 
 def find_chat_columns(
     rows: Any, settings: ChatSettings, text: ColumnRole, *, has_answers: bool
 ) -> ChatColumns | None:
-    """The columns of conversations; None where the data is running text."""
+    """The columns of conversations; None if the data is plain text."""
     from rapidformer.tasks.rows import get_column_names
 
     available = get_column_names(rows)
@@ -126,14 +125,14 @@ def find_chat_columns(
     turns = next((name for name in likely if _holds_turns(rows, name)), None)
     if turns is not None:
         if "tools" in available:
-            warn_once("the column tools is not used: chat templates are given the turns alone.")
+            warn_once("the column tools is not used: the chat template gets only the messages.")
         return ChatColumns(messages=turns)
     pair = _find_known_pair(available, settings, has_answers)
     if find_column(as_optional(text), available, settings) is not None:
         if pair is not None and has_answers:
             get_logger().info(
-                "the data is taken as running text; --prompt-column %s --response-column %s "
-                "would train on the answers alone.",
+                "the data is read as plain text; use --prompt-column %s --response-column %s to "
+                "train only on the answers.",
                 pair.prompt,
                 pair.response,
             )
@@ -154,8 +153,8 @@ def _check_one_kind(settings: ChatSettings) -> None:
     is_pair_alone = settings.messages_column is None and settings.text_column is None
     if len(given) > 1 and not is_pair_alone:
         raise ConfigurationError(
-            f"{' and '.join(given)} say different things of the data: give --messages-column "
-            "(conversations), --prompt-column and --response-column, or --text-column."
+            f"{' and '.join(given)} cannot be combined: give --messages-column (conversations), "
+            "--prompt-column and --response-column, or --text-column."
         )
 
 
@@ -163,7 +162,7 @@ def _find_pair(
     available: Sequence[str], settings: ChatSettings, has_answers: bool
 ) -> ChatColumns | None:
     if not has_answers:
-        # The answers, where there are any, are shown beside the predicted ones.
+        # Answers, if there are any, are shown next to the predicted ones.
         prompt = find_columns((PROMPT,), available, settings)["prompt"]
         given = settings.response_column
         response = given if given in available else None
@@ -212,6 +211,6 @@ def _refuse(text: ColumnRole, available: Sequence[str], settings: ChatSettings) 
         find_column(text, available, settings)
     except DataError as error:
         raise DataError(
-            f"{error} Conversations are named with --messages-column, prompts and their answers "
-            "with --prompt-column and --response-column."
+            f"{error} For conversations, give --messages-column; for prompts and answers, "
+            "--prompt-column and --response-column."
         ) from None

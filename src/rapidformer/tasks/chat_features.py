@@ -1,9 +1,9 @@
-"""Conversations as rows of tokens with labels on the answers alone.
+"""Turn conversations into token rows with labels only on the answers.
 
-What a reader would get wrong: no example disappears unsaid. Every row of the user's gives one row
-of features; those with nothing to learn from carry the reason, are counted by it, told, and only
-then taken out. A prompt and its answer without a chat template are tokenized apart and joined, so
-that no token spans both and the prompt is cut exactly as it will be when an answer is asked for.
+No example is dropped silently. Every input row becomes one row of features; a row with nothing to
+train on carries the reason, and is counted and reported before it is removed. Without a chat
+template, prompt and answer are tokenized separately and then joined, so that no token spans both
+and the prompt gets the same tokens as at prediction time.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from rapidformer.tasks.chat_turns import (
 )
 from rapidformer.tasks.rows import RowList, drop_columns, get_column, get_column_names, map_rows
 
-_NO_ANSWER = "there is no answer, or an empty one"
+_NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
-_CUT_OFF = "nothing of the answer lies within --seq-length"
+_CUT_OFF = "no part of the answer fits within --seq-length"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEncoder:
-    """Everything that decides how a row becomes tokens."""
+    """Everything that determines how a row becomes tokens."""
 
     tokenizer: Any
     columns: ChatColumns
     template: ChatTemplate | None
-    """None: prompts and answers are joined as they are."""
+    """None: prompts and answers are joined without a template."""
     length: int
     trains_on_prompts: bool
 
@@ -52,7 +52,7 @@ class ChatEncoder:
         return None if self.template is None else self.template.get_stop_id()
 
     def get_key(self) -> tuple[Any, ...]:
-        """What the features depend on, beside the rows."""
+        """What the features depend on, in addition to the rows."""
         from rapidformer.tasks.text import get_tokenizer_key
 
         text = None if self.template is None else self.template.text
@@ -77,22 +77,22 @@ def build_encoder(
 
 
 class _Encoded(NamedTuple):
-    """A row's tokens as far as the length goes, and which of them are the answer's."""
+    """The tokens of a row, cut to the maximum length, and which of them belong to an answer."""
 
     ids: list[int]
     is_answer: list[bool]
     is_cut: bool = False
     left_out: str = ""
-    """Why there is nothing to learn from."""
+    """Why the row cannot be trained on."""
 
 
 # ---- training and evaluation -------------------------------------------------------------------
 
 
 def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
-    """Features with labels; None where a test split has no answers. Tells what was left out."""
+    """Features with labels; None for a test split without answers. Reports dropped rows."""
     if encoder.template is None and encoder.tokenizer.eos_token_id is None:
-        warn_once("the tokenizer has no end-of-text token: the model does not learn to stop.")
+        warn_once("the tokenizer has no end-of-text token: the model will not learn to stop.")
     available = get_column_names(rows)
     missing = [name for name in encoder.columns.get_names() if name not in available]
     if missing and split == "test":
@@ -110,10 +110,10 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     kept = [number for number, reason in enumerate(reasons) if not reason]
     if split == "test" and set(reasons) == {_NO_ANSWER}:
         return None
-    _tell_left_out(reasons, split)
+    _report_dropped(reasons, split)
     if len(kept) < len(reasons):
         features = _select(features, kept)
-    _tell_share(features, split, encoder)
+    _report_trained(features, split, encoder)
     return drop_columns(features, ["left_out", "trained", "is_cut"])
 
 
@@ -148,13 +148,13 @@ def _encode_rows(
 def _render(
     messages: list[Message], template: ChatTemplate, trains_on_prompts: bool
 ) -> tuple[str, list[Span]] | str:
-    """The text and where its answers are, or why there is nothing to learn from."""
+    """The text and its answer spans, or why there is nothing to train on."""
     if trains_on_prompts:
         if not messages:
             return _NO_ANSWER
         text = template.render(messages)
         return text, [(0, len(text))]
-    # What is said after the last answer is learnt from by nobody.
+    # Turns after the last answer have no effect on any loss.
     answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not is_empty(m)]
     if not answers or answers[-1] == 0:
         return _NO_ANSWER
@@ -191,13 +191,13 @@ def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
             token if mark else IGNORED_LABEL
             for token, mark in zip(row.ids, row.is_answer, strict=True)
         ]
-        # Nothing comes before the first token that could predict it.
+        # Nothing comes before the first token to predict it from.
         labels[:1] = [IGNORED_LABEL]
         trained = len(labels) - labels.count(IGNORED_LABEL)
         left_out = row.left_out
         if not left_out and not trained:
             left_out = _CUT_OFF if row.is_cut else _NO_ANSWER
-        # A batch of nothing but empty lists would give the column no type.
+        # In a batch of only empty lists, the column would have no type.
         result["input_ids"].append([0] if left_out else row.ids)
         result["labels"].append([IGNORED_LABEL] if left_out else labels)
         result["length"].append(len(row.ids))
@@ -207,27 +207,27 @@ def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
     return result
 
 
-# ---- what is said before training --------------------------------------------------------------
+# ---- reports before training -------------------------------------------------------------------
 
 
-def _tell_left_out(reasons: Sequence[str], split: str) -> None:
-    """Which examples are left out and why; an error where that is all of them."""
+def _report_dropped(reasons: Sequence[str], split: str) -> None:
+    """Report which examples are dropped and why; raise an error if none are left."""
     by_reason: dict[str, list[int]] = defaultdict(list)
     for number, reason in enumerate(reasons, start=1):
         if reason:
             by_reason[reason].append(number)
-    told = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
+    shown = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
     if all(reasons):
-        raise DataError(f"{split}: there is nothing to learn from: {'; '.join(told)}.")
+        raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown)}.")
     for reason, rows in by_reason.items():
         get_logger().warning(
-            "%s: %d of %d examples left out: %s (%s)",
+            "%s: dropped %d of %d examples: %s (%s)",
             split, len(rows), len(reasons), reason, name_rows(rows),
         )  # fmt: skip
 
 
-def _tell_share(features: Any, split: str, encoder: ChatEncoder) -> None:
-    """How much there is, and how much of it the loss looks at."""
+def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
+    """Report the amount of data and the fraction that is trained on."""
     tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
     cut = sum(get_column(features, "is_cut"))
     what = "prompts with answers" if encoder.columns.is_pair else "conversations"
@@ -236,14 +236,14 @@ def _tell_share(features: Any, split: str, encoder: ChatEncoder) -> None:
         how = "no chat template"
     else:
         end = encoder.template.end_of_turn
-        how = f"chat template, answers end with {end!r}" if end else "chat template"
+        how = f"chat template, answers end in {end!r}" if end else "chat template"
     get_logger().info(
-        "chat      %s: %s %s (%s), %s tokens, %.1f%% trained on: %s",
+        "chat      %s: %s %s (%s), %s tokens, of which %.1f%% are trained on (%s)",
         split, f"{len(features):,}", what, how, f"{tokens:,}", 100 * trained / tokens, which,
     )  # fmt: skip
     if cut:
         get_logger().warning(
-            "%s: %d of %d examples are longer than %d tokens and end there (--seq-length)",
+            "%s: %d of %d examples are longer than %d tokens and were cut (--seq-length)",
             split, cut, len(features), encoder.length,
         )  # fmt: skip
 
@@ -252,13 +252,13 @@ def _tell_share(features: Any, split: str, encoder: ChatEncoder) -> None:
 
 
 def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Without special tokens, and whatever the length."""
+    """Token ids without special tokens, at full length."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [list(ids) for ids in encoded]
 
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
-    """With the beginning-of-text token where the tokenizer puts one."""
+    """Token ids, starting with the beginning-of-text token if the tokenizer adds one."""
     from rapidformer.tasks.blocks import get_frame
 
     before, _ = get_frame(tokenizer)
@@ -269,7 +269,7 @@ def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
 def _tokenize_with_places(
     texts: list[str], tokenizer: Any
 ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Tokens, and which characters each stands for."""
+    """Tokens, and the characters that each one covers."""
     if not texts:
         return []
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -277,13 +277,13 @@ def _tokenize_with_places(
 
 
 def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
-    """Which tokens have a part in a span; both are in order."""
+    """Which tokens overlap a span; tokens and spans are in order."""
     flat = np.fromiter(chain.from_iterable(places), dtype=np.int64, count=2 * len(places))
     starts, ends = flat[::2], flat[1::2]
     borders = np.asarray([*spans, _NOWHERE], dtype=np.int64)
-    # The first span that a token does not lie behind is the one that it may be part of.
+    # A token can only overlap the first span that ends after the token's start.
     near = np.searchsorted(borders[:, 1], starts, side="right")
-    # A token may stand for no character at all: it belongs where it stands.
+    # A token may cover no characters; treat it as if it covered one.
     marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
     return marks
 

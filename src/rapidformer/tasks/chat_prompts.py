@@ -1,8 +1,8 @@
-"""What `rapidformer predict` hands to a causal language model: texts to go on with, or questions.
+"""Build the inputs of `rapidformer predict` for causal language models: texts or questions.
 
-What a reader would get wrong: a bare text is continued as it is; only a conversation or a prompt in
-a column of its own goes through the chat template. An answer that a row already holds is taken off
-and shown beside the model's.
+A bare text is continued as it is; only a conversation, or a prompt in its own column, goes through
+the chat template. If a row already ends with an answer, the answer is removed from the input and
+shown next to the model's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from rapidformer.tasks.rows import get_column, get_column_names, map_rows
 def encode_beginnings(
     table: list[dict[str, Any]], tokenizer: Any, length: int, args: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Texts that are to go on as they are."""
+    """Encode texts to be continued as they are."""
     column = str(find_column(TEXT, get_column_names(table), args))
     if tokenizer.chat_template is not None:
         get_logger().info(
-            'texts go on as they are, without the chat template; \'{"prompt": "..."}\' is answered'
+            "texts are continued without the chat template; for an answer, give "
+            '\'{"prompt": "..."}\''
         )
-    # A prompt that is too long loses its beginning: what comes next hangs on its end.
+    # A prompt that is too long is cut at the beginning: the continuation depends on its end.
     tokenizer.truncation_side = "left"
 
     def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
@@ -62,7 +63,7 @@ def encode_questions(
     length: int,
     settings: ChatSettings,
 ) -> tuple[Any, dict[str, Any]]:
-    """Conversations and prompts that are to be answered."""
+    """Encode conversations and prompts to be answered."""
     encoder = build_encoder(tokenizer, columns, settings, length)
     shown, expected = _read_questions(table, columns)
 
@@ -81,7 +82,7 @@ def encode_questions(
 def _encode_prompts(
     columns: dict[str, list[Any]], indices: list[int], encoder: ChatEncoder
 ) -> dict[str, list[Any]]:
-    """Tokens up to where the answer begins; too long a prompt loses its beginning."""
+    """Tokens up to where the answer begins; a prompt that is too long is cut at the beginning."""
     if encoder.template is None:
         prompts = read_prompts(columns, indices, "input", encoder.columns)
         ids = tokenize_prompts(prompts, encoder.tokenizer)
@@ -98,7 +99,8 @@ def _encode_prompts(
     too_long = [n + 1 for n, row in zip(indices, ids, strict=True) if len(row) > encoder.length]
     if too_long:
         get_logger().warning(
-            "input, %s: more than %d tokens leave no room for the answer: the beginning is cut off",
+            "input, %s: longer than %d tokens, which leaves no room for the answer: the beginning "
+            "is cut off",
             name_rows(too_long),
             encoder.length,
         )
@@ -110,7 +112,7 @@ def _encode_prompts(
 def _read_questions(
     table: list[dict[str, Any]], columns: ChatColumns
 ) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """What is asked, as it is shown beside the answers, and the answers that the rows hold."""
+    """The questions, as shown next to the answers, and the answers already in the rows."""
     names = (columns.messages,) if not columns.is_pair else (
         columns.system, columns.prompt, columns.context,
     )  # fmt: skip
@@ -124,7 +126,7 @@ def _read_questions(
 
 
 def _split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
-    """The conversation up to the answer that is asked for, and that answer where it is there."""
+    """The conversation up to the requested answer, and that answer if the row has it."""
     if messages and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]["content"]
     return messages, None

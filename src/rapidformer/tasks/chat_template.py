@@ -1,10 +1,10 @@
-"""From turns to text by the tokenizer's chat template, and where in that text the answers stand.
+"""Render turns with the tokenizer's chat template and find the answers in the text.
 
-What a reader would get wrong: a template is a program and may do anything, so nothing is assumed of
-it. Answers are where its own ``{% generation %}`` marks say. Without marks, an answer begins where
-the conversation before it ends when the template is asked to let the assistant speak, and that text
-must really be the beginning of the whole. It ends where the conversation up to it ends; but many
-templates write their last answer, or what follows it, otherwise than those before.
+A template is a program, so nothing is assumed about its output. If it has ``{% generation %}``
+marks, they tell where the answers are. Without marks, an answer begins where the conversation
+before it, rendered with a generation prompt, ends; that text must be a prefix of the full text. It
+ends where the conversation up to and including it ends, except that many templates render the last
+answer, or what follows it, differently from earlier ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rapidformer.tasks.chat_turns import BadRowError, Message, is_empty
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
-# The tokenizer's own end-of-text token closes a turn; the rest is ordinary text to it, so no token
-# is new to the model.
+# The tokenizer's own end-of-text token closes a turn; the rest is ordinary text, so no token is new
+# to the model.
 _TURNS = (
     "{{% for message in messages %}}"
     "{{{{ {start} + message['content'] + {end} + '\\n' }}}}"
@@ -55,7 +55,7 @@ class ChatTemplate:
         self._end_between_turns = self._find_end_between_turns()
 
     def render(self, messages: Sequence[Message], *, lets_answer: bool = False) -> str:
-        """The conversation as text; ``lets_answer`` ends where the assistant begins to speak."""
+        """The conversation as text; ``lets_answer`` adds the generation prompt at the end."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -67,13 +67,13 @@ class ChatTemplate:
         return text
 
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The conversation as text, and from where to where in it each answer stands."""
+        """The conversation as text, and the span of each answer in it."""
         if self.has_marks:
             return self._render_marked(messages)
         text = self.render(messages)
         spans = []
         for number, message in enumerate(messages):
-            # What opens a conversation answers nothing.
+            # An opening turn by the assistant answers nothing.
             if message["role"] != "assistant" or number == 0 or is_empty(message):
                 continue
             before = self.render(messages[:number], lets_answer=True)
@@ -82,7 +82,7 @@ class ChatTemplate:
         return text, spans
 
     def get_stop_id(self) -> int | None:
-        """The token that ends an answer, where it is one that ordinary text cannot hold."""
+        """The token that ends an answer, if it is one that cannot occur in ordinary text."""
         ids = self._tokenizer(self.end_of_turn, add_special_tokens=False)["input_ids"]
         special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         return next((int(token) for token in ids if token in special), None)
@@ -92,7 +92,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            # Its annotation tells of a text alone.
+            # The annotation mentions only the text.
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.text,
@@ -102,7 +102,7 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError) as reason:
             raise BadRowError(f"is refused by the chat template: {reason}") from None
         (text,), (marks,) = rendered
-        # Marks that stop short of the end of the turn would leave a model that never stops.
+        # If the marks stop before the end of the turn, the model would never learn to stop.
         return text, [(start, self._pass_end(text, end)) for start, end in marks if end > start]
 
     def _pass_end(self, text: str, place: int) -> int:
@@ -116,9 +116,9 @@ class ChatTemplate:
             (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
         )
         raise ModelError(
-            "the chat template writes a conversation's beginning otherwise alone "
-            f"({before[place : place + 40]!r}) than inside the whole "
-            f"({text[place : place + 40]!r}), so the answers cannot be told from the rest: give "
+            "the chat template renders the beginning of a conversation differently on its own "
+            f"({before[place : place + 40]!r}) and inside the full text "
+            f"({text[place : place + 40]!r}), so the answers cannot be located: give "
             "--chat-template FILE with {% generation %} ... {% endgeneration %} around the "
             "answers, or --train-on-prompts."
         )
@@ -129,7 +129,7 @@ class ChatTemplate:
         upto = self.render(messages[: number + 1])
         if text.startswith(upto):
             return len(upto.rstrip())
-        # Alone it is the last answer, which this template writes otherwise than an earlier one.
+        # Rendered up to here, this is the last answer, which this template renders differently.
         content, end = messages[number]["content"].strip(), self._end_between_turns
         said = text.find(content, start)
         after = said + len(content) if said >= 0 else start
@@ -147,23 +147,24 @@ class ChatTemplate:
             text = self.render(turns)
         except BadRowError as reason:
             raise ModelError(
-                f"the chat template cannot be used: a question and its answer, it {reason}."
+                f"the chat template cannot be used: a test with a question and an answer {reason}."
             ) from None
         _, found, rest = text.rpartition(_ANSWER)
         if not found:
-            raise ModelError("the chat template leaves out what the assistant says.")
+            raise ModelError("the chat template omits the assistant's answers.")
         if not rest.strip():
             warn_once(
-                "the chat template puts nothing after an answer: the model does not learn to stop."
+                "the chat template puts nothing after an answer: the model will not learn to stop."
             )
-        # The line break after the end is part of no answer: nobody waits for it.
+        # The line break after the end is not part of the answer.
         return rest.rstrip()
 
     def _find_end_between_turns(self) -> str:
-        """What follows an earlier answer: how that begins which follows the last one, or nothing.
+        """What follows an earlier answer: the common beginning with what follows the last one, if
+        any.
 
-        In whole tokens, since ``<|im_end|>`` and ``<|im_start|>`` have their first letters in
-        common.
+        Compared by whole tokens, since ``<|im_end|>`` and ``<|im_start|>`` begin with the same
+        letters.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
@@ -179,17 +180,17 @@ class ChatTemplate:
 
 
 def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> ChatTemplate | None:
-    """--chat-template, the tokenizer's own, or the default for data that ``needs_one``.
+    """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
 
-    The choice is kept in the tokenizer, so that it is saved with it.
+    The choice is stored in the tokenizer, so that it is saved with it.
     """
     from rapidformer.tasks.text import check_is_fast
 
     if given == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(
-                f"--chat-template {NO_TEMPLATE} is for prompts and answers: conversations need a "
-                "template."
+                f"--chat-template {NO_TEMPLATE} works only for prompts and answers: conversations "
+                "need a template."
             )
         return None
     if given is not None:
@@ -199,8 +200,8 @@ def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> Ch
             return None
         tokenizer.chat_template = _build_default(tokenizer)
         get_logger().info(
-            "chat      the tokenizer has no chat template: turns are written as %r; "
-            "--chat-template FILE sets another",
+            "chat      the tokenizer has no chat template: turns are rendered as %r; use "
+            "--chat-template FILE for a different one",
             _show(tokenizer),
         )
     check_is_fast(tokenizer, "chat data")
@@ -212,7 +213,7 @@ def _read_template(given: str) -> str:
     if "{" not in given:
         if not path.is_file():
             raise ConfigurationError(
-                f"--chat-template {given}: there is no such file, and it is no Jinja template."
+                f"--chat-template {given}: this is neither a file nor a Jinja template."
             )
         return path.read_text(encoding="utf-8")
     return given

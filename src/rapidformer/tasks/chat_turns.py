@@ -1,7 +1,7 @@
-"""Rows of a table as conversations or prompts: turns with the roles system, user, assistant, tool.
+"""Read rows as conversations or prompts: turns with the roles system, user, assistant and tool.
 
-`messages` as OpenAI and Hugging Face write them, ShareGPT's `conversations` and prompts with their
-answers all become one list of turns; what is wrong with a row is told by its number.
+`messages` in the format of OpenAI and Hugging Face, ShareGPT's `conversations`, and prompts with
+answers all become a list of turns. Errors name the row by its number.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ROLES = {
 
 
 class BadRowError(Exception):
-    """A row that is no conversation; the row's number is known further out."""
+    """A row that is not a conversation; the caller adds the row number."""
 
 
 def read_turns(
     columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
 ) -> list[list[Message]]:
-    """The turns of each row; every row that has none is named, with the reason."""
+    """The turns of each row; the error names every bad row and the reason."""
     if names.messages is None:
         prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
         extra = [
@@ -52,18 +52,18 @@ def read_turns(
         except BadRowError as reason:
             problems[str(reason)].append(number + 1)
     if problems:
-        told = [
+        messages = [
             f"{split}, {name_rows(rows)}: the column {names.messages} {reason}."
             for reason, rows in problems.items()
         ]
-        raise DataError(" ".join(told))
+        raise DataError(" ".join(messages))
     return turns
 
 
 def read_prompts(
     columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
 ) -> list[str]:
-    """Prompts without a template: system message, prompt and context, one under the other."""
+    """Prompts without a template: system message, prompt and context, separated by blank lines."""
     prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
     if names.context is None and names.system is None:
         return prompts
@@ -93,15 +93,15 @@ def name_rows(numbers: Sequence[int]) -> str:
 
 
 def read_messages(value: Any) -> list[Message]:
-    """The turns of a conversation with our roles; raises BadRowError."""
+    """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise BadRowError("holds a text where a list of messages is needed") from None
+            raise BadRowError("must hold a list of messages, not a plain string") from None
     if not isinstance(value, Sequence) or isinstance(value, str):
         found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise BadRowError(f"holds {found} where a list of messages is needed")
+        raise BadRowError(f"must hold a list of messages, not {found}")
     return [_read_message(item) for item in value]
 
 
@@ -117,19 +117,19 @@ def build_messages(
 
 
 def join_prompt(*parts: str) -> str:
-    """The parts of a prompt that hold something, with an empty line between."""
+    """The non-empty parts of a prompt, separated by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 
 
 def is_empty(message: Message) -> bool:
-    """Whether a turn says nothing; a call of a tool says something."""
+    """Whether a turn says nothing; a tool call counts as something."""
     return not message["content"].strip() and not message.get("tool_calls")
 
 
 def _read_message(item: Any) -> Message:
     if not isinstance(item, Mapping):
-        raise BadRowError(f"has a {type(item).__name__} where a message (role, content) is needed")
-    # Tables on disk give every message all the keys that any of them has.
+        raise BadRowError(f"has a {type(item).__name__} instead of a message (role, content)")
+    # Tables on disk give every message the keys of all messages, with None for the missing ones.
     given = {key: value for key, value in item.items() if value is not None}
     role = given.pop("role", None) or given.pop("from", None)
     if role is None:
@@ -137,7 +137,7 @@ def _read_message(item: Any) -> Message:
     known = _ROLES.get(str(role).lower())
     if known is None:
         raise BadRowError(
-            f"has a message of the unknown role {role!r} (known: {', '.join(_ROLES)})"
+            f"has a message with the unknown role {role!r} (known: {', '.join(_ROLES)})"
         )
     content = next((given.pop(key) for key in ("content", "value") if key in given), "")
     return {**given, "role": known, "content": _read_content(content)}

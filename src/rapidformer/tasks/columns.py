@@ -1,7 +1,7 @@
-"""Which column of the user's data plays which part.
+"""Find which column of the user's data plays which role.
 
-Columns are found by well-known names; a flag overrides the search. No torch here: `rapidformer
-tasks` shows these tables at once.
+Columns are found by their usual names; a flag overrides the search. This imports no torch, so that
+`rapidformer tasks` shows the tables at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rapidformer.nearest import find_nearest
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRole:
-    """A part that a column plays in a task."""
+    """A role that a column plays in a task."""
 
     name: str
     candidates: tuple[str, ...]
     holds: str
     setting: str
-    """The field of the arguments that names the column, such as ``text_column``."""
+    """The name of the setting that names the column, such as ``text_column``."""
     required: bool = True
 
     @property
@@ -34,9 +34,9 @@ class ColumnRole:
 def find_column(
     role: ColumnRole, available: Sequence[str], args: Any, taken: Sequence[str | None] = ()
 ) -> str | None:
-    """The column for the role; None where an optional one is not there.
+    """The column for the role; None if it is optional and missing.
 
-    Columns that are ``taken`` play another part already.
+    Columns in ``taken`` already have another role.
     """
     given = getattr(args, role.setting)
     if given is not None:
@@ -54,9 +54,9 @@ def find_column(
 def find_columns(
     roles: Sequence[ColumnRole], available: Sequence[str], args: Any
 ) -> dict[str, str]:
-    """The columns of all the required roles, by role name; everything missing is told at once.
+    """The columns of all required roles, by role name; reports everything missing at once.
 
-    A column plays one part: the roles choose in the order given.
+    A column has only one role: the roles choose in the order given.
     """
     found: dict[str, str] = {}
     missing: list[ColumnRole] = []
@@ -77,7 +77,7 @@ def find_columns(
 
 
 def check_given(given: str, flag: str, available: Sequence[str]) -> str:
-    """The column that the user named, if it is there."""
+    """The column that the user named, if it exists."""
     if given in available:
         return given
     near = find_nearest(given, available)
@@ -88,16 +88,16 @@ def check_given(given: str, flag: str, available: Sequence[str]) -> str:
 
 
 def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> str:
-    """One sentence for all the roles that no column was found for."""
+    """One message for all the roles without a column."""
     parts, hints = [], []
     for role in roles:
         known = ", ".join(role.candidates[:6]) + (", ..." if role.candidates[6:] else "")
-        parts.append(f"no column with {role.holds} was found (looked for {known})")
+        parts.append(f"no column with {role.holds} was found (tried {known})")
         near = _nearest(role.candidates, available)
         hints.append(f"{role.flag} {near or 'NAME'}")
-    said = " and ".join(parts)
+    text = " and ".join(parts)
     return (
-        f"{said[0].upper()}{said[1:]}. The data has {_listed(available)}: "
+        f"{text[0].upper()}{text[1:]}. The data has {_listed(available)}: "
         f"name it with {' and '.join(hints)}."
     )
 

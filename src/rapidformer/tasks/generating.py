@@ -1,4 +1,4 @@
-"""Text from a model, batch by batch."""
+"""Generate text batch by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels that cannot be learnt or compared, each told by its split and row (counted from 1)."""
+"""Find labels that cannot be learned or compared; errors name the split and the row (from 1)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rapidformer.tasks.rows import get_column, get_column_names
 
 
 def is_unlabelled(values: Sequence[Any]) -> bool:
-    """Whether a column holds placeholders only, as the test sets of GLUE do (-1)."""
+    """Whether a column holds only placeholders, like the test sets of GLUE (-1)."""
     return all(value is None or value in (-1, "", "-1", []) for value in values)
 
 
 def collect_labels(
     splits: Mapping[str, Any], column: str
 ) -> tuple[dict[str, list[Any]], dict[str, bool]]:
-    """The column in every split that has labels, none of them missing."""
+    """The column of every split that has labels, with none missing."""
     values: dict[str, list[Any]] = {}
     labelled: dict[str, bool] = {}
     for split, rows in splits.items():
@@ -35,8 +35,8 @@ def collect_labels(
             values[split] = _check_present(found, column, split)
     if not values:
         raise DataError(
-            f"No split has labels in the column {column}, so there is nothing to learn or to "
-            "compare with: for rows without labels use `rapidformer predict`."
+            f"No split has labels in the column {column}, so there is nothing to train on or to "
+            "compare with: for rows without labels, use `rapidformer predict`."
         )
     return values, labelled
 
@@ -50,14 +50,14 @@ def _check_present(values: list[Any], column: str, split: str) -> list[Any]:
     if missing:
         others = f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else ""
         raise DataError(
-            f"{split}, row {missing[0]}{others}: there is no label in the column {column}; "
+            f"{split}, row {missing[0]}{others}: the column {column} has no label; "
             "remove such rows or fill them in."
         )
     return values
 
 
 def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
-    """Regression needs numbers."""
+    """Check that regression labels are numbers."""
     for split, items in values.items():
         for number, value in enumerate(items, start=1):
             try:
@@ -65,30 +65,30 @@ def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
             except (TypeError, ValueError):
                 raise DataError(
                     f"{split}, row {number}: the label {value!r} in the column {column} is not a "
-                    "number, which regression needs; for classes leave --problem-type out."
+                    "number, which regression needs; for classes, omit --problem-type."
                 ) from None
 
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
-    """Several labels per row need lists."""
+    """Check that multi-label rows hold lists."""
     for split, items in values.items():
         for number, value in enumerate(items, start=1):
             if not isinstance(value, (list, tuple)):
                 raise DataError(
                     f"{split}, row {number}: the label {value!r} in the column {column} is not a "
-                    "list, which several labels per row need."
+                    "list, which multi-label classification needs."
                 )
 
 
 def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
-    """How many classes whole numbers name: 0 to n-1, none of them missing."""
+    """The number of classes that integer labels name: 0 to n-1, without gaps."""
     present: set[int] = set()
     for number, row in enumerate(rows, start=1):
         for value in row:
             if not isinstance(value, int) or value < 0:
                 raise DataError(
-                    f"{split}, row {number}: the label {value!r} is out of range: whole-number "
-                    "labels go from 0 to n-1. Renumber them, or write them as texts."
+                    f"{split}, row {number}: the label {value!r} is out of range: integer labels "
+                    "must be 0 to n-1. Renumber them, or write them as strings."
                 )
             present.add(int(value))
     if max(present) != len(present) - 1:
@@ -96,28 +96,28 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
         gap = next(index for index in range(len(ordered) + 1) if index not in present)
         shown = ", ".join(map(str, ordered[:8])) + (", ..." if ordered[8:] else "")
         raise DataError(
-            f"The labels of {split} are {shown}: whole-number labels must be 0 to n-1, and "
-            f"{gap} never occurs. Renumber them, write them as texts, or say "
-            f"--num-labels {ordered[-1] + 1} if {gap} is a class all the same."
+            f"The labels of {split} are {shown}: integer labels must be 0 to n-1, and {gap} never "
+            "occurs. Renumber them, write them as strings, or give "
+            f"--num-labels {ordered[-1] + 1} if {gap} is a class nevertheless."
         )
     return len(present)
 
 
 def check_contradiction(args: Any, learnt: ModelClasses) -> None:
-    """A model that is evaluated has the number of classes that it has."""
+    """Check --num-labels against the classes of the model being evaluated."""
     if learnt.count and args.num_labels not in (None, learnt.count):
         raise DataError(
             f"--num-labels {args.num_labels} contradicts the model, which was trained for "
-            f"{learnt.count} labels: leave the flag out."
+            f"{learnt.count} labels: omit the flag."
         )
 
 
 def check_count(found: int, args: Any, split: str) -> None:
-    """Classes that were found in the data, against the number that was given."""
+    """Check --num-labels against the number of classes in the data."""
     if args.num_labels is not None and args.num_labels != found:
         raise DataError(
-            f"--num-labels {args.num_labels}, but {split} has {found} different labels: leave the "
-            "flag out, or check the data."
+            f"--num-labels {args.num_labels}, but {split} has {found} different labels: omit the "
+            "flag, or check the data."
         )
 
 
@@ -145,12 +145,12 @@ def check_known(
                 name = f" ({declared[problem]})" if declared and is_named else ""
                 classes = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
                 raise DataError(
-                    f"{place}{name} is none that the model knows: it was trained for "
+                    f"{place}{name} is unknown to the model, which was trained for "
                     f"{known if space.is_multi_hot else classes}."
                 )
             if "train" in values and split != "train" and args.num_labels is None:
                 raise DataError(
-                    f"{place} does not occur in training, where the labels are {known}."
+                    f"{place} does not occur in the training data, whose labels are {known}."
                 )
             raise DataError(f"{place} is out of range: the labels are {known}.")
 

@@ -1,7 +1,7 @@
-"""What labels there are: the classes of the data as a model learns them, and those it has learnt.
+"""The classes of the data, as a model learns them, and those that a model has learned.
 
-What a reader would get wrong: `LABEL_0`, `LABEL_1`, ... are no names but what transformers writes
-where nobody named the classes; a model without any classifier has two of them all the same.
+`LABEL_0`, `LABEL_1`, ... are not names but the placeholders that transformers writes if the classes
+have none; even a model without a classifier has two of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REGRESSION = "regression"
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSpace:
-    """The labels of the data, and how a value of it becomes one."""
+    """The labels of the data, and how its values map to them."""
 
     problem_type: str
     names: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class LabelSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelClasses:
-    """What a fine-tuned model tells apart; nothing for a model that has no classifier yet."""
+    """The classes of a fine-tuned model; empty for a model that has no classifier yet."""
 
     outputs: tuple[str, ...] = ()
     problem_type: str | None = None
@@ -62,17 +62,17 @@ class ModelClasses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the outputs, where somebody named them."""
+        """The names of the outputs, if they have names."""
         return () if _are_placeholders(self.outputs) else self.outputs
 
     @property
     def are_numbers(self) -> bool:
-        """Whether the model learnt numbers, so that only their order tells what they mean."""
+        """Whether the model learned plain numbers, so that only the order tells classes apart."""
         return not self.names or self.names == number_names(self.count)
 
 
 def get_model_classes(config: Any) -> ModelClasses:
-    """The classes of a fine-tuned classifier, by its configuration."""
+    """The classes of a fine-tuned classifier, from its configuration."""
     outputs = get_output_names(config)
     architectures = getattr(config, "architectures", None) or ()
     is_classifier = any("Classification" in name for name in architectures)
@@ -83,7 +83,7 @@ def get_model_classes(config: Any) -> ModelClasses:
 
 
 def get_output_names(config: Any) -> tuple[str, ...]:
-    """A name for each output of a classifier, placeholders too."""
+    """A name for each output of a classifier, including placeholders."""
     by_id = getattr(config, "id2label", None) or {}
     return tuple(str(by_id[key]) for key in sorted(by_id))
 

@@ -1,9 +1,9 @@
-"""Labels as the user wrote them to what a classifier learns.
+"""Turn labels as the user wrote them into what a classifier learns.
 
-Texts become ids in sorted order, whole numbers must be 0 to n-1, fractions mean regression, lists
-mean several labels per row. What a reader would get wrong: without a training split a fine-tuned
-model is being evaluated, and then its own classes hold, not those that the data happens to show:
-a class may be absent from a test set, and a label that the model never learnt is an error.
+Strings become ids in sorted order, integers must be 0 to n-1, floats mean regression, lists mean
+several labels per row. Without a training split, a fine-tuned model is being evaluated: its own
+classes apply, not those found in the data, because a test set may lack a class, and a label that
+the model never learned is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_CLASSES = ModelClasses()
 def read_labels(
     splits: Mapping[str, Any], column: str, args: Any, model: ModelClasses = _NO_CLASSES
 ) -> tuple[LabelSpace, dict[str, bool]]:
-    """The labels of all the splits, checked, and which of the splits have any."""
+    """The checked labels of all splits, and which splits have labels."""
     values, labelled = collect_labels(splits, column)
     first = get_leading_split(values)
     kind = _get_problem_type(values[first], args, _get_learnt(values, model))
@@ -59,15 +59,15 @@ def read_classes(
     args: Any,
     model: ModelClasses,
 ) -> LabelSpace:
-    """One class per item, for rows of items: a row's one label, or the tags of its words."""
+    """One class per item, for rows of items: a row's single label, or the tags of its words."""
     split, learnt = get_leading_split(values), _get_learnt(values, model)
     check_contradiction(args, learnt)
     rows = values[split]
     first = next((item for row in rows for item in row), None)
     if isinstance(first, (list, tuple, dict, float)) or first is None:
         raise DataError(
-            f"The labels of {split} hold {first!r}, which names no class: classes are texts or "
-            "whole numbers from 0 on."
+            f"The labels of {split} contain {first!r}, which is not a class: classes are strings "
+            "or integers from 0 up."
         )
     if isinstance(first, str):
         found = _sort_names({str(item) for row in rows for item in row})
@@ -86,12 +86,12 @@ def read_classes(
 
 
 def get_leading_split(values: Mapping[str, Any]) -> str:
-    """The split that says which labels there are."""
+    """The split that determines which labels exist."""
     return "train" if "train" in values else next(iter(values))
 
 
 def _get_learnt(values: Mapping[str, Any], model: ModelClasses) -> ModelClasses:
-    """The classes that the data must fit: in training none, since the head may become another."""
+    """The classes that the data must match: none when training, since the head may be replaced."""
     return _NO_CLASSES if "train" in values else model
 
 
@@ -123,7 +123,7 @@ def _read_multi_label(
     rows = values[get_leading_split(values)]
     items = [item for row in rows for item in row]
     if not items:
-        raise DataError("The rows have lists of labels, but every list is empty.")
+        raise DataError("The labels are lists, but every list is empty.")
     ids: dict[Any, int] = {}
     is_multi_hot = names is None and _is_multi_hot(rows, learnt.count)
     if isinstance(items[0], str):
@@ -144,13 +144,13 @@ def _read_multi_label(
 
 
 def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learnt: int) -> bool:
-    """[1, 0, 0] as a row of switches; a list of ids would not name a class twice."""
+    """Whether rows such as [1, 0, 0] are multi-hot; a list of ids would not repeat a class."""
     if any(isinstance(item, float) for row in rows for item in row):
         return True
     lengths = {len(row) for row in rows}
     if len(lengths) != 1 or any(item not in (0, 1) for row in rows for item in row):
         return False
-    # Two classes in every row of a list of ids would leave nothing to tell apart.
+    # If these were ids, every row would have both classes, and there would be nothing to learn.
     length = lengths.pop()
     return length > 1 and num_learnt in (0, length)
 
@@ -161,7 +161,7 @@ def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learnt: int) -> bool:
 def _choose_names(
     found: Sequence[str], model: ModelClasses, learnt: ModelClasses
 ) -> tuple[str, ...]:
-    """The classes in the model's own order, where these are its classes or have to be."""
+    """The classes in the model's order, if they are its classes or have to be."""
     if learnt.count or set(found) == set(model.names):
         return model.outputs
     return tuple(found)
@@ -170,9 +170,9 @@ def _choose_names(
 def _place_declared(
     names: tuple[str, ...], model: ModelClasses, learnt: ModelClasses
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
-    """The classes, and the ids of numbers that stand for the names that the data declares."""
+    """The classes, and the ids of the numbers that index the names declared by the data."""
     if learnt.count and model.are_numbers and not set(names) <= set(model.outputs):
-        # The model was taught the numbers alone: they are all that can be compared.
+        # The model knows its classes only as numbers, so only numbers can be compared.
         chosen = names if len(names) == model.count else number_names(model.count)
         return chosen, {index: index for index in range(model.count)}
     chosen = _choose_names(names, model, learnt)
@@ -180,7 +180,7 @@ def _place_declared(
 
 
 def _at_least_two(names: tuple[str, ...]) -> tuple[str, ...]:
-    """A head of one output would be taken for regression."""
+    """Add a second class, because a head with one output would mean regression."""
     if len(names) > 1:
         return names
     get_logger().warning("All rows have the same label, %s: there is nothing to learn.", names[0])

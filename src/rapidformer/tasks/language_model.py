@@ -1,4 +1,4 @@
-"""What the two kinds of language model share: records of tokens, their loss and perplexity."""
+"""What both kinds of language model have in common: token records, their loss and perplexity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = ColumnRole(
 
 
 class LanguageModel(Task):
-    """A task whose rows are blocks of running text, not examples of the user's."""
+    """A task whose rows are blocks of plain text, not examples of the user's."""
 
     columns: tuple[ColumnRole, ...] = (TEXT,)
 
@@ -34,7 +34,7 @@ class LanguageModel(Task):
 
 
 def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
-    """A record per row: summed loss, labelled tokens, tokens that were right."""
+    """One record per row: summed loss, labelled tokens, correct tokens."""
     from rapidformer.tasks.scoring import score_tokens
 
     losses, counts, hits = score_tokens(logits, labels)
@@ -45,7 +45,7 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
 
 
 def describe_blocks(records: list[Record]) -> list[dict[str, Any]]:
-    """How well the model knows each block, where there is nothing to generate or fill."""
+    """The perplexity of each block, if there is nothing to generate or fill in."""
     return [
         {
             "loss": get_mean_loss([record]),

@@ -1,7 +1,8 @@
-"""BERT's masking: of the chosen tokens 80 % are hidden, 10 % replaced, 10 % left as they are.
+"""BERT's masking: of the chosen tokens, 80 % are masked, 10 % replaced and 10 % kept.
 
-The random numbers come from the caller, so that training (torch's) and evaluation (fixed by seed
-and row) share one rule. Every row keeps at least one label: a batch without any has no mean loss.
+The random numbers come from the caller, so that training (torch's generator) and evaluation (fixed
+by seed and row) use the same rule. Every row keeps at least one label: a batch without labels has
+no mean loss.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def mask_tokens(
     """Masked ids and labels; ``draws`` are three uniform numbers per token, shaped [3, *ids]."""
     special = np.isin(ids, np.array(tokenizer.all_special_ids, dtype=np.int64))
     order = np.where(special, 2.0, draws[0])
-    # The smallest draw of a row is always taken, however short the row is.
+    # Always take the smallest draw, so that even a short row has a masked token.
     smallest = order == order.min(axis=-1, keepdims=True)
     chosen = ((order < share) | smallest) & ~special
     labels = np.where(chosen, ids, IGNORED_LABEL)
@@ -35,7 +36,7 @@ def mask_tokens(
 
 
 class MaskingCollator:
-    """Dynamic padding and, for rows that have no labels yet, dynamic masking."""
+    """Dynamic padding and, for rows without labels, dynamic masking."""
 
     def __init__(self, tokenizer: Any, share: float) -> None:
         self.tokenizer = tokenizer

@@ -1,10 +1,9 @@
-"""Attention that stays inside each example of a packed row, proved on the model itself.
+"""Keep attention inside each example of a packed row, and prove it on the model itself.
 
-Most models of transformers see from positions that start anew where an example begins; some look
-at an explicit mask only; some can do neither, and a few take the positions and let attention pass
-all the same. What a reader would get wrong: no list of families decides here. A packed row and its
-examples alone are run through the user's own model, the first way that gives equal results is
-taken, and a model that has none is refused.
+Most models in transformers separate examples by positions that restart at 0; some need an explicit
+mask; some support neither, and a few accept the positions but let attention cross anyway. There is
+no list of model families: a packed row and its examples alone are run through the user's model, the
+first method that gives equal results is used, and a model without one is refused.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from rapidformer.log import get_logger
 Batch = dict[str, Any]
 _MARK = "packed_attention"
 _SIZES: tuple[int, ...] = (5, 7, 4)
-# Longer windows than this would make the proof a long run of its own.
+# A longer window would make the proof too slow.
 _LONGEST_PROVED_WINDOW = 256
-# Of the largest result. Round-off of deep models stays below the first. What one example does to
-# the next, seen by changing it, is nothing at all where they are apart, but with a mixture of
-# experts: other tokens take other experts, and the rows of the rest are rounded in another company
-# (by 2e-6 in 48 layers). What recurrent layers carry over was never seen below 5e-4.
+# Relative to the largest logit. The round-off of deep models stays below _LARGEST_DIFFERENCE. The
+# effect of an example on the next one, measured by changing the first, is exactly zero if they are
+# separate, except in a mixture of experts: other tokens go to other experts, which changes the
+# experts' batches and thus the round-off of the remaining rows (by 2e-6 in 48 layers). The state
+# that recurrent layers carry over never measured below 5e-4.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_EFFECT = 3e-5
 _LEAST_EFFECT = 1e-4
 
 
 def apply_packed_attention(model: Any, length: int) -> None:
-    """Find how this model keeps examples apart, and remember it in the model."""
+    """Find how this model keeps examples apart, and store it on the model."""
     proof = _Proof(model, length)
     was_training = model.training
     model.eval()
@@ -44,17 +44,17 @@ def apply_packed_attention(model: Any, length: int) -> None:
         model.train(was_training)
     setattr(model, _MARK, way)
     for module in model.modules():
-        # It looks for padding without a mask in every batch, and would warn of ours.
+        # This check looks for padding in every batch that has no mask, and would warn about ours.
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _say_nothing
 
 
 def get_inputs(model: Any, batch: Batch) -> Batch:
-    """What the model is called with; only a packed batch is changed."""
+    """The model's inputs; only packed batches are changed."""
     if "position_ids" not in batch:
         return batch
-    # The batch's own mask says what is padding. Told of it, the models would not look at the
-    # positions; and padding comes last, where a causal model's tokens never see it.
+    # The batch's mask marks only padding. With a mask, models ignore the positions; and padding
+    # comes last, where no token of a causal model sees it.
     inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
     return _WAYS[getattr(model, _MARK)](model, inputs)
 
@@ -63,7 +63,7 @@ def _say_nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _use_positions(model: Any, inputs: Batch) -> Batch:
-    # Without a cache: its presence means one long text to the models.
+    # No cache: with one, models treat the row as a single text.
     return {**inputs, "use_cache": False}
 
 
@@ -87,7 +87,7 @@ _WAYS: dict[str, Callable[[Any, Batch], Batch]] = {
 
 
 def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.Tensor:
-    """Whom each token may look at: those before it in its own example."""
+    """The positions each token may attend to: earlier ones in its own example."""
     positions: torch.Tensor = inputs["position_ids"]
     example = (positions == 0).cumsum(dim=1)
     place = torch.arange(positions.shape[1], device=positions.device)
@@ -98,7 +98,7 @@ def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.T
     allowed = allowed[:, None]
     if get_attention(model.config) == "sdpa":
         return allowed
-    # The other implementations add the mask to the scores.
+    # Other implementations add the mask to the attention scores.
     added = torch.zeros(allowed.shape, device=positions.device)
     return added.masked_fill(~allowed, torch.finfo(torch.float32).min)
 
@@ -109,22 +109,22 @@ def _get_window(config: Any) -> int | None:
 
 
 class _Rows(NamedTuple):
-    """Two packed rows, cut differently."""
+    """Two packed rows with different cuts."""
 
     ids: torch.Tensor
     changed: torch.Tensor
-    """The same with other tokens in the first example."""
+    """The same rows with other tokens in the first example."""
     positions: torch.Tensor
     sizes: tuple[tuple[int, ...], ...]
 
 
 class _Finding(NamedTuple):
-    """How one way did."""
+    """The measurements of one method."""
 
     difference: float
-    """Between packed and alone."""
+    """The difference between packed and alone."""
     effect: float
-    """Of another first example on those after it."""
+    """The effect of a changed first example on the later ones."""
 
     @property
     def is_good(self) -> bool:
@@ -132,7 +132,7 @@ class _Finding(NamedTuple):
 
 
 class _Proof:
-    """Packed rows beside the same examples alone, and beside rows that begin otherwise."""
+    """Compares packed rows with their examples alone, and with rows whose first example differs."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model = model
@@ -145,29 +145,29 @@ class _Proof:
         joined = self._measure(lambda ids: {"input_ids": ids, "use_cache": False}, alone)
         if joined.effect < _LEAST_EFFECT:
             raise ModelError(
-                f"--packing: in {self.name} a text hardly depends on its beginning (by "
+                f"--packing: the logits of {self.name} hardly depend on earlier tokens (by "
                 f"{joined.effect:.0e}), so it cannot be shown that packed examples stay apart: "
-                "leave --packing out."
+                "omit --packing."
             )
         findings = []
         for way in _WAYS:
             found = self._try_way(way, alone)
             if found is not None and found.is_good:
                 get_logger().info(
-                    "packing   %s keeps examples apart by %s, as tried on this model: packed and "
-                    "alone differ by %.0e, and the effect of one on the next is %.0e (joined: "
-                    "%.0e)",
+                    "packing   %s keeps examples apart by %s, tested on this model: packed and "
+                    "alone differ by %.0e; the effect of an example on the next is %.0e (%.0e if "
+                    "they are not kept apart)",
                     self.name, way, found.difference, found.effect, joined.effect,
                 )  # fmt: skip
                 return way
-            told = (
+            result = (
                 "not possible" if found is None else f"{found.difference:.0e}, {found.effect:.0e}"
             )
-            findings.append(f"by {way}: {told}")
+            findings.append(f"by {way}: {result}")
         raise ModelError(
-            f"--packing: {self.name} does not keep the examples of a packed row apart. It was "
-            "tried how far packed and alone differ, and how far an example changes those after "
-            f"it: {'; '.join(findings)}. Leave --packing out."
+            f"--packing: {self.name} does not keep the examples of a packed row apart. Measured: "
+            "the difference between packed and alone, and the effect of an example on those after "
+            f"it: {'; '.join(findings)}. Omit --packing."
         )
 
     def _try_way(self, way: str, alone: torch.Tensor) -> _Finding | None:
@@ -180,23 +180,23 @@ class _Proof:
                 alone,
             )
         except Exception:
-            # A model may choke on a mask in any way it likes: this way is not for it.
+            # A model may fail on a mask with any exception; this method does not work for it.
             return None
 
     def _measure(
         self, get_inputs: Callable[[torch.Tensor], Batch], alone: torch.Tensor
     ) -> _Finding:
         packed = self._run(get_inputs(self.rows.ids))
-        otherwise = self._run(get_inputs(self.rows.changed))
+        with_change = self._run(get_inputs(self.rows.changed))
         scale = alone.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         is_later = (self.rows.positions == 0).cumsum(dim=1) > 1
         return _Finding(
             difference=float((packed - alone).abs().max() / scale),
-            effect=float((packed - otherwise)[is_later].abs().max() / scale),
+            effect=float((packed - with_change)[is_later].abs().max() / scale),
         )
 
     def _is_window_seen(self) -> bool:
-        """Whether a mask of ours that forgot the model's window would be found out."""
+        """Whether the test would notice if our mask ignored the model's sliding window."""
         window = _get_window(self.model.config)
         return window is None or window >= self.length or max(self.rows.sizes[0]) > window
 
@@ -208,7 +208,7 @@ class _Proof:
         limit = getattr(config, "max_position_embeddings", None) or sum(sizes)
         if sum(sizes) > limit:
             sizes = tuple(max(1, limit // len(_SIZES)) for _ in _SIZES)
-        # Whatever the tokens are, but none that means something to the model itself.
+        # Any tokens will do, except those with a special meaning to the model.
         special = _flatten(config.pad_token_id, config.bos_token_id, config.eos_token_id)
         count = self.model.get_input_embeddings().num_embeddings
         usual = torch.tensor([i for i in range(min(count, 5000)) if i not in special])
@@ -234,6 +234,6 @@ class _Proof:
 
 
 def _flatten(*ids: Any) -> set[int]:
-    """Ids of special tokens: each may be one, several or none."""
+    """The ids of special tokens, each given as one id, a list or None."""
     lists = [value if isinstance(value, list) else [value] for value in ids if value is not None]
     return {token for some in lists for token in some}

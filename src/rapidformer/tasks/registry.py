@@ -1,4 +1,4 @@
-"""Task names to tasks. Importing this imports no torch: `rapidformer tasks` answers at once."""
+"""Look up tasks by name. This imports no torch, so that `rapidformer tasks` is instant."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rapidformer.tasks.token_classification import TokenClassification
 
 PRETRAINING = "pretraining"
 PRETRAINING_DESCRIPTION = (
-    "Train a model from raw text in .bin/.idx files: a decoder on next tokens, an encoder on "
-    "hidden tokens, an encoder-decoder on hidden spans"
+    "Train a model on raw text in .bin/.idx files: a decoder on next tokens, an encoder on "
+    "masked tokens, an encoder-decoder on masked spans"
 )
 _TASKS: tuple[type[Task], ...] = (
     SequenceClassification,
@@ -35,24 +35,24 @@ _TASKS: tuple[type[Task], ...] = (
 
 @functools.cache
 def list_tasks() -> tuple[Task, ...]:
-    """Every task, in the order in which they are shown."""
+    """Every task, in display order."""
     return tuple(task() for task in _TASKS)
 
 
 def is_pretraining(name: str | None) -> bool:
-    """Whether this is pre-training, whose data are a corpus's files and not rows of a table."""
+    """Whether this is pre-training, whose data is a corpus in files and not a table of rows."""
     return name is not None and name.lower().replace("-", "_") == PRETRAINING
 
 
 def get_task(name: str) -> Task:
-    """The task of that name or alias."""
+    """The task with that name or alias."""
     normal = name.lower().replace("-", "_")
     for task in list_tasks():
         if normal == task.name or normal in task.aliases:
             return task
     if normal == PRETRAINING:
         raise ConfigurationError(
-            "--task pretraining only trains and evaluates: ask a pre-trained model with "
+            "--task pretraining only trains and evaluates: to use a pre-trained model, run "
             "`rapidformer predict --task causal_lm` or `--task masked_lm`."
         )
     names = [known for task in list_tasks() for known in (task.name, *task.aliases)] + [PRETRAINING]

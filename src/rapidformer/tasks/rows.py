@@ -1,8 +1,8 @@
-"""Tables of rows, whether they are a `datasets.Dataset` or a plain list of dictionaries.
+"""Tables of rows, either a `datasets.Dataset` or a plain list of dictionaries.
 
-The tasks see both through these few functions, so that prediction on a handful of rows needs no
-`datasets` at all. What a reader would get wrong: `map_rows` names its own fingerprint. Left to
-itself, `datasets` pickles the tokenizer to find one, which takes longer than small data does.
+Tasks access both through these functions, so that predicting on a few rows does not need `datasets`
+at all. `map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one,
+which takes longer than processing a small table.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _BATCH = 1000
 
 
 class RowList(list[Any]):
-    """A list of rows that a loader may ask for many at once, as it may a `datasets.Dataset`."""
+    """A list of rows that a loader can read many of at once, like a `datasets.Dataset`."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The given or loaded splits under our names, cut to the --max-..-samples."""
+    """The given or loaded splits under our names, cut to --max-..-samples."""
     from rapidformer.data.sources import load_splits
     from rapidformer.data.splits import name_splits
 
@@ -65,27 +65,27 @@ def get_column(rows: Any, name: str) -> list[Any]:
         return [row.get(name) for row in rows]
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
-    # A slice: going through the column item by item takes a hundred times as long.
+    # A slice: iterating over the column item by item takes a hundred times as long.
     return list(rows[name][:])
 
 
 def get_feature(rows: Any, name: str) -> Any | None:
-    """The declared type of a column, where the table has one."""
+    """The declared type of a column, if the table has one."""
     return rows.features.get(name) if _is_dataset(rows) else None
 
 
 def get_class_names(feature: Any | None) -> tuple[str, ...] | None:
-    """The class names that a data set declares for a column of labels, or of lists of labels."""
+    """The class names that a dataset declares for a column of labels, or of lists of labels."""
     while feature is not None and not hasattr(feature, "names"):
         feature = getattr(feature, "feature", None)
     return tuple(feature.names) if feature is not None else None
 
 
 def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequence[Any]) -> Any:
-    """Features for rows, in batches; a row may become none, one or several.
+    """Map rows to features in batches; a row may become none, one or several.
 
-    ``key`` holds everything that the function's result depends on besides the rows: with the same
-    key and rows, a result that `datasets` keeps on disk is used again.
+    ``key`` holds everything that the function's result depends on besides the rows: for the same
+    key and rows, a result that `datasets` cached on disk is reused.
     """
     if not _is_dataset(rows):
         return _map_list(rows, function)
@@ -132,14 +132,14 @@ def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
 
 
 def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str, Any]]:
-    """Rows to predict on: a bare text stands for a row with that one column."""
+    """Rows to predict on; a plain string becomes a row with that one column."""
     if not rows:
         raise DataError("There are no rows to predict on.")
     return [{column: row} if isinstance(row, str) else dict(row) for row in rows]
 
 
 def as_full_rows(rows: Sequence[dict[str, Any] | str], needed: str) -> list[dict[str, Any]]:
-    """Rows to predict on, for a task that a bare text is not enough for."""
+    """Rows to predict on, for a task that needs more than a plain string."""
     if any(isinstance(row, str) for row in rows):
         raise DataError(f"{needed}: give a file with these columns.")
     return as_rows(rows, "")
@@ -164,7 +164,7 @@ def _quiet_datasets() -> Iterator[None]:
 
 @cache
 def _hash_own_code() -> str:
-    """Changed code must never meet features that older code left in the cache."""
+    """A hash of the code, so that features cached by older code are never reused."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Losses row by row, so that a split's loss is exact however it was cut into batches.
+"""Losses row by row, so that a split's loss is exact however it is cut into batches.
 
-Each function gives the *sum* over a row's terms and their count, on the host, with one copy from
-the device per batch. Sums are taken in fp32 whatever precision the model ran in.
+Each function returns the *sum* over a row's terms and their count, on the host, with one copy from
+the device per batch. Sums are computed in fp32, whatever the model's precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IGNORED_LABEL = -100
 def score_classes(
     logits: torch.Tensor, labels: torch.Tensor | None, problem_type: str
 ) -> list[dict[str, Any]]:
-    """A record per row: the logits, and where there are labels the label and its loss."""
+    """One record per row: the logits and, if there are labels, the label and its loss."""
     logits = logits.float()
     values = logits.cpu().numpy()
     records: list[dict[str, Any]] = [{"logits": row} for row in values]
@@ -43,9 +43,9 @@ def _class_losses(logits: torch.Tensor, labels: torch.Tensor, problem_type: str)
 def score_tokens(
     logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[list[float], list[int], list[int]]:
-    """Per row: the summed loss, the labelled tokens, and how many of them were right."""
+    """Per row: the summed loss, the number of labelled tokens, and how many of them were right."""
     sums, hits = [], []
-    # One row at a time: the whole batch in fp32 would double the largest tensor there is.
+    # One row at a time: the whole batch in fp32 would double the largest tensor.
     for row, label in zip(logits, labels, strict=True):
         row = row.float()
         sums.append(
@@ -59,5 +59,5 @@ def score_tokens(
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Labels moved so that position i holds the token that it predicts."""
+    """Labels shifted so that position i holds the token it predicts."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)

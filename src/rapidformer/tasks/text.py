@@ -1,4 +1,4 @@
-"""What the text tasks share: the tokenizer, its length, its padding, its settings for the model."""
+"""What the text tasks have in common: the tokenizer, row length, padding and model settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_TARGET_LENGTH = 128
 
 
 class TextParts(NamedTuple):
-    """What every text task begins with."""
+    """What every text task starts from."""
 
     config: Any
     tokenizer: Any
@@ -24,7 +24,7 @@ class TextParts(NamedTuple):
 
 
 def load_text_parts(args: Any, **options: Any) -> TextParts:
-    """The model's configuration, its tokenizer (made with the options) and the length of rows."""
+    """The model's configuration, its tokenizer (loaded with the options) and the row length."""
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
 
@@ -33,12 +33,12 @@ def load_text_parts(args: Any, **options: Any) -> TextParts:
 
 
 def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
-    """Tokens per row: --seq-length, or what the model takes, at most 512."""
+    """Tokens per row: --seq-length, or the model's limit, at most 512."""
     from rapidformer.models.configuration import get_position_limit
 
     limit = get_position_limit(config)
     if args.seq_length is None:
-        # A tokenizer that knows no limit says 1e30.
+        # A tokenizer without a limit reports 1e30.
         return int(min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH, tokenizer.model_max_length))
     if limit is not None and args.seq_length > limit:
         raise ConfigurationError(
@@ -48,17 +48,17 @@ def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
     special = tokenizer.num_special_tokens_to_add(pair=True)
     if args.seq_length <= special:
         raise ConfigurationError(
-            f"--seq-length {args.seq_length} leaves no room beside the {special} special tokens: "
+            f"--seq-length {args.seq_length} leaves no room besides the {special} special tokens: "
             f"use at least {special + 1}."
         )
     return int(args.seq_length)
 
 
 def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Settings of the model that follow from the tokenizer."""
+    """Model settings that follow from the tokenizer."""
     from rapidformer.models.location import is_from_scratch
 
-    # Ids may have gaps, so the largest counts and not their number.
+    # Ids may have gaps, so the largest id counts, not the number of tokens.
     needed = max(tokenizer.get_vocab().values(), default=0) + 1
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
@@ -66,13 +66,13 @@ def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
             settings["vocab_size"] = needed
         settings |= _get_special_ids(tokenizer, config)
     elif config.pad_token_id is None:
-        # Classifiers over GPT-like models look for the last token that is not padding.
+        # Classifiers on GPT-like models look for the last token that is not padding.
         settings["pad_token_id"] = tokenizer.pad_token_id
     size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
     if size is not None and needed > size:
         raise ModelError(
-            f"The tokenizer numbers {needed} tokens, but the model has embeddings "
-            f"for {size}: use the tokenizer that belongs to the model."
+            f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
+            "model's own tokenizer."
         )
     return settings
 
@@ -84,7 +84,7 @@ def _get_special_ids(tokenizer: Any, config: Any) -> dict[str, Any]:
         "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
     }
     if config.is_encoder_decoder:
-        # As T5 does: the decoder starts from padding, which no target begins with.
+        # As in T5: the decoder starts with padding, which no target begins with.
         ids["decoder_start_token_id"] = ids["pad_token_id"]
         ids["forced_eos_token_id"] = None
     return ids
@@ -106,7 +106,7 @@ def build_text_collator(tokenizer: Any, side: str | None = None) -> PadCollator:
 
 
 def get_tokenizer_key(tokenizer: Any) -> str:
-    """The tokenizer in a few letters: equal exactly where it splits text in the same way."""
+    """A short hash of the tokenizer: equal if and only if it tokenizes the same way."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     text += repr((tokenizer.special_tokens_map, tokenizer.truncation_side))
@@ -114,9 +114,11 @@ def get_tokenizer_key(tokenizer: Any) -> str:
 
 
 def check_is_fast(tokenizer: Any, task: str) -> None:
-    """Some tasks must know which characters a token came from; slow tokenizers cannot tell."""
+    """Some tasks need to know which characters a token came from, which slow tokenizers cannot
+    tell.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{task} needs a fast tokenizer (tokenizer.json), and {tokenizer.name_or_path} has "
-            "none: choose a model with one."
+            f"{task} needs a fast tokenizer (tokenizer.json), which {tokenizer.name_or_path} does "
+            "not have: choose a model that has one."
         )

@@ -1,7 +1,7 @@
-"""Questions and contexts to windows: rows short enough for the model, with the answer's place.
+"""Cut questions and contexts into windows that fit the model, and locate the answer in each.
 
-What a reader would get wrong: one question becomes several rows. The columns `example`, `starts`
-and `ends` tell where a window comes from; they stay out of what the model is fed.
+One question becomes several rows. The columns `example`, `starts` and `ends` record where a window
+comes from; they are not fed to the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
 
-# Its text and the place of its first character in the context.
+# An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
 
@@ -21,7 +21,7 @@ _WINDOW_COLUMNS = ("example", "starts", "ends")
 
 
 def read_answers(rows: Any, split: str, names: Sequence[str]) -> list[list[Answer]] | None:
-    """Per question its answers as (text, first character); None for a split without answers."""
+    """The answers to each question as (text, first character); None for a split without answers."""
     from rapidformer.tasks.rows import get_column, get_column_names
 
     _, context, column = names
@@ -47,8 +47,8 @@ def _place_answers(value: Any, context: str, place: str, column: str) -> list[An
             found = context.find(text)
             if found < 0:
                 raise DataError(
-                    f"{place}: the answer {text[:60]!r} does not stand in its context; an answer "
-                    "must be copied from it letter by letter."
+                    f"{place}: the answer {text[:60]!r} is not in its context; an answer must be "
+                    "an exact copy of a part of it."
                 )
             start = found
         answers.append((text, start))
@@ -56,7 +56,7 @@ def _place_answers(value: Any, context: str, place: str, column: str) -> list[An
 
 
 def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None]]:
-    """An answer column in any of its usual shapes."""
+    """The answers in a cell, in any of the usual formats."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -70,8 +70,8 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
     if isinstance(value, (list, tuple)):
         return [pair for item in value for pair in _as_pairs(item, place, column)]
     raise DataError(
-        f"{place}: the column {column} holds {str(value)[:60]!r}; needed is "
-        '{"text": [...], "answer_start": [...]}, a text or a list of texts.'
+        f"{place}: the column {column} holds {str(value)[:60]!r}, but must hold "
+        '{"text": [...], "answer_start": [...]}, a string or a list of strings.'
     )
 
 
@@ -87,7 +87,7 @@ def encode_windows(
     max_length: int,
     args: Any,
 ) -> Any:
-    """The rows of a split cut into windows, with the answer's first and last token."""
+    """Cut the rows of a split into windows, with the first and last token of the answer."""
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
@@ -125,14 +125,14 @@ def encode_windows(
             result["ends"] = [[last for _, last in offset] for offset in offsets]
         return result
 
-    # The answers follow from the rows, which the fingerprint covers already.
+    # The answers come from the rows, which the fingerprint already covers.
     key = ("windows", tuple(names), max_length, stride, get_tokenizer_key(tokenizer), split)
     workers = args.preprocessing_workers
     return map_rows(rows, encode, workers=workers, key=(*key, answers is None))
 
 
 def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
-    """Cut questions that would leave the context less than a window's step."""
+    """Cut questions that would leave less room for the context than a window's stride."""
     offsets = tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True)
     return [
         text[: spans[room - 1][1]] if len(spans) > room else text
@@ -143,7 +143,7 @@ def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
 def _find_span(
     answers: Sequence[Answer], offsets: Sequence[tuple[int, int]], mask: Sequence[int]
 ) -> tuple[int, int]:
-    """First and last token of the answer in this window; (0, 0) where it is not in it whole."""
+    """First and last token of the answer in this window; (0, 0) if it is not entirely inside."""
     if not answers:
         return 0, 0
     text, start = answers[0]
@@ -160,7 +160,7 @@ def _find_span(
 
 
 def separate(encoded: Any, split: str) -> tuple[Any, Any]:
-    """What the model is fed, and what tells where a window comes from."""
+    """Split the columns into the model's inputs and the record of where each window comes from."""
     from rapidformer.tasks.rows import drop_columns, keep_columns
 
     if split == "train":

@@ -217,7 +217,7 @@ def test_test_data_is_measured_after_the_last_line_of_training(
         ),
         (
             ["--model-type", "gpt", "--seq-length", 8, "--data-path", "nowhere/at_all"],
-            ["how long to train?", "needs --lr"],
+            ["give the length of training", "needs --lr"],
         ),
         (
             [
@@ -271,7 +271,9 @@ def test_data_of_another_tokenizer_is_refused(
     larger = tmp_path / "larger.txt"
     larger.write_text("\n".join([*BERT_SPECIAL, *(f"w{i}" for i in range(200))]) + "\n")
     done = start(command, bert_corpus, *words, "--vocab-file", larger)
-    assert "has room for 90 tokens, the tokenizer BertWordPieceLowerCase has 205" in done.stderr
+    assert (
+        "has 90 token embeddings, but the tokenizer BertWordPieceLowerCase has 205" in done.stderr
+    )
 
 
 def test_a_model_that_learns_nothing_from_text(command: Any, gpt_corpus: list[object]) -> None:

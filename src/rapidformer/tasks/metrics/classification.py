@@ -1,11 +1,11 @@
-"""Accuracy, F1, Matthews correlation, for one or several labels a row."""
+"""Accuracy, F1 and Matthews correlation, for one or several labels per row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# What the authors of each GLUE task report; accuracy for every other data set.
+# What the authors of each GLUE task report; accuracy for every other dataset.
 GLUE_METRICS: dict[str, tuple[str, ...]] = {
     "cola": ("matthews_correlation", "accuracy"),
     "mrpc": ("accuracy", "f1"),
@@ -27,7 +27,7 @@ def compute_single_label(
     num_labels: int,
     metrics: Sequence[str] = DEFAULT_METRICS,
 ) -> dict[str, float]:
-    """The named metrics; F1 is of class 1 where there are two classes, else the classes' mean."""
+    """The named metrics; F1 is that of class 1 for two classes, otherwise the mean over classes."""
     import torch
     from torchmetrics.functional import classification
 
@@ -54,7 +54,7 @@ def compute_single_label(
 def compute_multi_label(
     predictions: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """F1 over all decisions and as the labels' mean; accuracy counts rows that are wholly right."""
+    """Micro and macro F1; accuracy counts the rows in which every label is right."""
     import torch
     from torchmetrics.functional import classification
 

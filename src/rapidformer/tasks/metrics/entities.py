@@ -1,8 +1,8 @@
-"""Entity F1: an entity counts when its borders and its type are both right.
+"""Entity F1: an entity counts if both its boundaries and its type are right.
 
-The rules are those of CoNLL's evaluation script, which seqeval's default mode follows: a tag may
-stand where a strict reading would not allow it (an I- after O begins an entity). IOB1, IOB2 and
-IOBES are read alike.
+The rules are those of CoNLL's evaluation script, which seqeval's default mode follows: tags are
+accepted where a strict reading would forbid them (an I- after O begins an entity). IOB1, IOB2 and
+IOBES all work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _split(tag: str) -> tuple[str, str]:
 
 
 def has_entity_tags(names: Iterable[str]) -> bool:
-    """Whether tags mark the borders of entities (B-PER, I-PER, O), unlike parts of speech."""
+    """Whether tags mark entity boundaries (B-PER, I-PER, O), unlike part-of-speech tags."""
     return all(name == "O" or name[:2] in {"B-", "I-", "E-", "S-", "L-", "U-"} for name in names)
 
 
@@ -67,7 +67,7 @@ def compute_entities(
 def compute_tag_accuracy(
     predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
 ) -> float:
-    """The share of tags that are right, over all sentences."""
+    """The fraction of tags that are right, over all sentences."""
     hits = total = 0
     for predicted, expected in zip(predictions, labels, strict=True):
         hits += sum(p == e for p, e in zip(predicted, expected, strict=True))

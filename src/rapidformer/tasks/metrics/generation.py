@@ -8,7 +8,7 @@ _ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
 
 
 def compute_generation(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Corpus BLEU (sacreBLEU's 13a tokens) and the mean F of ROUGE-1, ROUGE-2 and ROUGE-L."""
+    """Corpus BLEU (sacreBLEU's 13a tokenizer) and the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
     from torchmetrics.functional.text import rouge_score, sacre_bleu_score
 
     texts = [text.strip() for text in predictions]

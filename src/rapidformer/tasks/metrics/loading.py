@@ -1,11 +1,11 @@
-"""``load_metric``: metrics by the names that ``datasets.load_metric`` had, before it was removed.
+"""``load_metric``: metrics by name, as ``datasets.load_metric`` offered before it was removed.
 
     metric = load_metric("glue", "mrpc")
     metric.add_batch(predictions=predictions, references=batch["labels"])
     metric.compute()
 
-Results have the names and scales of the originals, over the tasks' own metrics. Examples are kept
-in this process: on several, gather predictions first (``engine.gather``).
+Results have the names and scales of the originals, computed by the tasks' own metrics. Examples are
+kept in this process: in a distributed run, gather predictions first (``engine.gather``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Metric:
         predictions, references = _to_plain(predictions), _to_plain(references)
         if len(predictions) != len(references):
             raise DataError(
-                f"{self.name}: {len(predictions)} predictions and {len(references)} references "
-                "do not belong together."
+                f"{self.name}: {len(predictions)} predictions but {len(references)} references; "
+                "their numbers must match."
             )
         self._predictions += predictions
         self._references += references
@@ -54,7 +54,7 @@ class Metric:
     def compute(
         self, *, predictions: Any = None, references: Any = None, **settings: Any
     ) -> _Scores:
-        """The scores of everything added so far, which is then forgotten."""
+        """The scores of everything added so far; clears it."""
         if predictions is not None:
             self.add_batch(predictions=predictions, references=references)
         if not self._predictions:
@@ -83,7 +83,7 @@ def _find_glue(task: str | None) -> _Compute:
         raise ConfigurationError(
             f"glue has no task {task!r}: use one of {', '.join([*GLUE_METRICS, 'stsb'])}."
         )
-    # The originals report the correlation alone for cola.
+    # For cola, the original reports only the correlation.
     names = GLUE_METRICS[task][:1] if task == "cola" else GLUE_METRICS[task]
     return lambda p, r: compute_single_label(p, r, _count_classes(p, r), names)
 
@@ -149,7 +149,7 @@ def _score_rouge(predictions: list[str], references: list[str], **settings: Any)
 
 
 def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
-    """References are texts or lists of texts; sacreBLEU's score in percent."""
+    """sacreBLEU's score in percent; references are strings or lists of strings."""
     from torchmetrics.functional.text import sacre_bleu_score
 
     rows = [each if isinstance(each, list) else [each] for each in references]
@@ -182,7 +182,7 @@ _METRICS: Mapping[str, _Compute] = {
 
 
 def _to_plain(values: Any) -> Any:
-    """Tensors and arrays as lists and numbers."""
+    """Convert tensors and arrays to lists and numbers."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
     return values.tolist() if hasattr(values, "tolist") else values

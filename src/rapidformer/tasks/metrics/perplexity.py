@@ -1,4 +1,4 @@
-"""How surprised a language model is, per token."""
+"""Perplexity per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def compute_perplexity(mean_loss: float) -> float:
-    """exp of the mean loss per token; a loss too large for that is told as infinity."""
+    """exp of the mean loss per token; infinity if that overflows."""
     try:
         return math.exp(mean_loss)
     except OverflowError:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def compute_regression(predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
     """Pearson and Spearman correlation, mean squared and mean absolute error.
 
-    A correlation with a constant is not defined; it is told as 0, so that a model that has not
-    begun to learn does not put NaN into the results.
+    The correlation with a constant is undefined; it is reported as 0, so that an untrained model
+    does not put NaN into the results.
     """
     import torch
     from torchmetrics.functional import regression

@@ -9,11 +9,11 @@ from typing import Any
 def compute_squad(
     predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Scores over all questions; an empty answer is right where a question has no answer."""
+    """Scores over all questions; an empty answer is right if the question has no answer."""
     from torchmetrics.functional.text import squad
 
     answers = [{"id": str(i), "prediction_text": text} for i, text in enumerate(predictions)]
-    # A question without an answer is one whose answer is the empty text.
+    # An unanswerable question is scored as if its answer were the empty string.
     wanted: list[Any] = [
         {"id": str(i), "answers": {"text": list(texts) or [""], "answer_start": [0]}}
         for i, texts in enumerate(references)

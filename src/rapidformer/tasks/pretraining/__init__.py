@@ -1,1 +1,1 @@
-"""``--task pretraining``: a corpus in Megatron's files, an objective by the kind of model."""
+"""``--task pretraining``: a corpus in Megatron's file format, an objective chosen by model type."""

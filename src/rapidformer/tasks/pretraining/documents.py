@@ -1,8 +1,8 @@
-"""Whether a model keeps the documents of a row apart, where the flags ask for it.
+"""Check that a model keeps the documents of a row apart if the flags ask for it.
 
-What a reader would get wrong: that a model takes a mask does not mean that it heeds it. Recurrent
-layers carry text past any mask, and some models have no positions to number anew. So no list of
-families decides: the model itself is run once on two documents, and refused if they meet.
+A model that accepts a mask does not necessarily obey it: recurrent layers carry state past any
+mask, and some models have no position ids to restart. Instead of keeping a list of model families,
+we run the model once on two documents and refuse it if one affects the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from rapidformer.tasks.pretraining.objectives import NextToken
 
 _LENGTH = 14
-# Of what one document does to the next without a mask. Where they are apart it does nothing, but
-# in a mixture of experts other tokens take other experts, and round-off changes.
+# Relative to the effect that one document has on the next without a mask. If they are separate, it
+# is zero, except in a mixture of experts: other tokens go to other experts, which changes the
+# round-off.
 _LARGEST_EFFECT = 1e-3
 _LARGEST_DIFFERENCE = 1e-3
-"""Between a document in a row and alone, of the largest loss."""
+"""Between a document in a row and the same document alone, relative to the largest loss."""
 
 
 def check_documents(objective: NextToken, model: Any) -> None:
@@ -40,18 +41,18 @@ def check_documents(objective: NextToken, model: Any) -> None:
         return
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if args.reset_position_ids and not takes_positions:
-        raise _refuse("--reset-position-ids", model, "takes no position_ids")
+        raise _refuse("--reset-position-ids", model, "does not accept position_ids")
 
 
 def _check_window(model: Any, seq_length: int) -> None:
-    """A mask that is handed over replaces the model's own, with its sliding window."""
+    """Our mask would replace the model's own, and with it the sliding window."""
     window = getattr(model.config, "sliding_window", None)
     if isinstance(window, int) and 0 < window < seq_length:
         raise _refuse(
             "--reset-attention-mask",
             model,
-            f"looks {window} tokens back, fewer than --seq-length {seq_length}, and would forget "
-            "that",
+            f"has a sliding window of {window} tokens, shorter than --seq-length {seq_length}, "
+            "which the mask would replace",
         )
 
 
@@ -77,18 +78,20 @@ def _try_two_documents(objective: NextToken, model: Any) -> None:
         apart = run(rows[:1], is_apart=True)
         effect = (apart - run(rows[1:], is_apart=True)).abs().max()
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        reason = f"takes no mask of rows x columns ({error})"
+        reason = f"does not accept a query-by-key attention mask ({error})"
         raise _refuse("--reset-attention-mask", model, reason) from error
     if effect > _LARGEST_EFFECT * joined.abs().max():
-        share = float(effect / joined.abs().max())
-        reason = f"lets a document see the one before it all the same (by {share:.0%})"
+        fraction = float(effect / joined.abs().max())
+        reason = f"lets a document see the one before it despite the mask (by {fraction:.0%})"
         raise _refuse("--reset-attention-mask", model, reason)
-    is_numbered_anew = (apart - alone).abs().max() <= _LARGEST_DIFFERENCE * alone.max()
-    if objective.args.reset_position_ids and not is_numbered_anew:
-        raise _refuse("--reset-position-ids", model, "does not number each document anew")
+    restarts_positions = (apart - alone).abs().max() <= _LARGEST_DIFFERENCE * alone.max()
+    if objective.args.reset_position_ids and not restarts_positions:
+        raise _refuse(
+            "--reset-position-ids", model, "does not restart the positions in each document"
+        )
 
 
 def _refuse(flag: str, model: Any, reason: str) -> ModelError:
     return ModelError(
-        f"{flag}: {type(model).__name__} {reason}. Leave the flag out, or choose another model."
+        f"{flag}: {type(model).__name__} {reason}. Omit the flag, or choose another model."
     )

@@ -1,4 +1,4 @@
-"""Which objective suits a model, and the model itself with a vocabulary that fits the tokenizer."""
+"""Choose a model's objective, and build the model with a vocabulary that fits the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _GPT_NAMES = ("gpt", "rapidformer_gpt")
 _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer")
-# Arguments of models whose head tells whether two pieces of text were swapped.
+# Arguments of models with a head that predicts whether two segments were swapped.
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 
 
 def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
-    """By the kind of model: decoder, encoder with or without an order head, encoder-decoder."""
+    """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
     config = load_config(args)
@@ -65,7 +65,7 @@ def _choose_class(config: Any) -> type[Objective]:
 
 
 def build_model(objective: Objective) -> nn.Module:
-    """The model in fp32: pretrained weights, or fresh ones with room for every token."""
+    """The model in fp32: pretrained, or new with a vocabulary that fits the tokenizer."""
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
         return _build_gpt(args, tokenizer)
@@ -89,7 +89,7 @@ def _build_hugging_face(objective: Objective) -> nn.Module:
 
 
 def count_usable_tokens(objective: Objective) -> int:
-    """How many tokens both tokenizer and model have; what an objective puts in must be there."""
+    """The number of tokens that both tokenizer and model have; objectives insert only these."""
     args, tokenizer = objective.args, objective.tokenizer
     if is_from_scratch(args):
         return tokenizer.vocab_size
@@ -97,8 +97,9 @@ def count_usable_tokens(objective: Objective) -> int:
     needed = objective.count_added_tokens()
     if room < needed:
         raise ModelError(
-            f"{get_model_location(args)} has room for {room} tokens, the tokenizer "
-            f"{tokenizer.name} has {needed}: give the model's own tokenizer, or --from-scratch."
+            f"{get_model_location(args)} has {room} token embeddings, but the tokenizer "
+            f"{tokenizer.name} has {needed} tokens: use the model's own tokenizer, or "
+            "--from-scratch."
         )
     return min(room, tokenizer.vocab_size)
 
@@ -122,9 +123,9 @@ def _pad_vocabulary(args: Settings, tokenizer: Tokenizer) -> int:
 
 
 def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
-    """transformers' form of the tokenizer, to be saved beside the model; None where it has none.
+    """The transformers version of the tokenizer, saved with the model; None if there is none.
 
-    Tokens that Megatron's form adds at the end (T5's sentinels, for one) are in it too.
+    It includes the tokens that Megatron's version adds at the end, such as T5's sentinels.
     """
     if args.tokenizer_type in _WITHOUT_PROCESSOR:
         return None
@@ -141,7 +142,7 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     ]
     processor.add_tokens(added, special_tokens=True)
     for role in ("bos", "eos"):
-        # Megatron's form gives BERT's vocabulary an end, which T5 needs.
+        # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
             setattr(processor, f"{role}_token", own[getattr(tokenizer, role)])
     return processor

@@ -1,8 +1,8 @@
-"""What a model learns from raw text, and how its loss is made of the model's outputs.
+"""Pre-training objectives: what a model learns from raw text, and how its loss is computed.
 
-A decoder guesses the next token (gpt), an encoder the hidden tokens and whether two pieces were
-swapped (bert), an encoder-decoder the hidden spans (t5). What a reader would get wrong: losses are
-taken from the logits here, not from the model, so that each term can be weighted and shown alone.
+A decoder predicts the next token (gpt), an encoder the masked tokens and whether two segments were
+swapped (bert), an encoder-decoder the masked spans (t5). Losses are computed here from the logits,
+not by the model, so that each term can be weighted and reported separately.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 Part = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
 Loss = tuple[torch.Tensor, float | torch.Tensor | None, dict[str, Part]]
-"""A mean, what it was taken over (None: the labels), and what it is made of, each with a count of
-its own if it is a mean over something else."""
+"""A mean, what it was taken over (None: the labels), and its parts, each with its own count if it
+is a mean over something else.
+"""
 
 
 class Objective(ABC):
     """One way to learn from text."""
 
     name: str
-    """Which samples: gpt, bert or t5."""
+    """The kind of samples: gpt, bert or t5."""
     auto_class: str
     """Name of the Auto class in transformers that builds the model."""
     has_order_head = False
-    """Whether the model also tells if two pieces of text were swapped."""
+    """Whether the model also predicts if two segments were swapped."""
     counts_ahead = False
     """Whether ``compute_loss`` needs the counts of the whole update, as ``update_counts``."""
 
@@ -49,22 +50,24 @@ class Objective(ABC):
         """The loss of a micro-batch."""
 
     def combine_means(self, means: dict[str, float]) -> dict[str, float]:
-        """An evaluation's loss and its parts, from the means over all the data."""
+        """The loss and its parts for an evaluation, from the means over all the data."""
         return means
 
     def count_added_tokens(self) -> int:
-        """Ids below this may be put into the text: a pretrained model must have room for them."""
+        """The objective inserts only ids below this; a pretrained model needs an embedding for
+        each.
+        """
         return 0
 
     def get_token_ids(self) -> dict[str, int]:
-        """The configuration's special tokens, for a model that is built from sizes alone."""
+        """The special tokens of the configuration, for a model that is built from sizes alone."""
         names = {"pad_token_id": "pad", "bos_token_id": "bos", "eos_token_id": "eos"}
         has = self.tokenizer.has_special
         return {key: getattr(self.tokenizer, name) for key, name in names.items() if has(name)}
 
 
 class NextToken(Objective):
-    """Guess each token from those before it."""
+    """Predict each token from those before it."""
 
     name = "gpt"
     auto_class = "AutoModelForCausalLM"
@@ -75,12 +78,12 @@ class NextToken(Objective):
         hidden, positions, counted = self.get_masks(tokens)
         losses, extra = self.get_token_losses(model, tokens, labels, hidden, positions)
         if counted is None:
-            # Every row has as many tokens as any other.
+            # Every row has the same number of tokens.
             weight: float | torch.Tensor = len(text)
             mean = losses.mean()
         else:
             weight = counted.sum()
-            # A micro-batch of nothing but ends weighs nothing, and must not divide by it.
+            # A micro-batch of only end tokens has no weight; avoid dividing by zero.
             mean = (losses * counted).sum() / weight.clamp(min=1)
         if not extra:
             return mean, weight, {}
@@ -91,10 +94,10 @@ class NextToken(Objective):
     def get_masks(
         self, tokens: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Which positions are hidden, how they are numbered, which count: None as usual."""
+        """The attention mask, position ids and loss mask; None means the default."""
         args = self.args
         if not (args.reset_attention_mask or args.reset_position_ids or args.eod_mask_loss):
-            # Plain causal attention has a fast path, and needs no mask of rows x columns.
+            # Plain causal attention has a fast path and needs no explicit mask.
             return None, None, None
         hidden, counted, positions = get_ltor_masks_and_position_ids(
             tokens,
@@ -126,7 +129,7 @@ class NextToken(Objective):
 
 
 class NextTokenInMegatronsForm(NextToken):
-    """The same for ``GPTModel``, which is called as Megatron's models are."""
+    """The same for ``GPTModel``, which is called the way Megatron's models are."""
 
     def get_token_losses(
         self,
@@ -143,7 +146,7 @@ class NextTokenInMegatronsForm(NextToken):
 
 
 class HiddenTokens(Objective):
-    """Guess the tokens that were hidden."""
+    """Predict the masked tokens."""
 
     name = "bert"
     auto_class = "AutoModelForMaskedLM"
@@ -157,7 +160,7 @@ class HiddenTokens(Objective):
 
 
 class HiddenTokensAndOrder(HiddenTokens):
-    """Guess the tokens that were hidden, and whether two pieces of text were swapped."""
+    """Predict the masked tokens, and whether two segments were swapped."""
 
     auto_class = "AutoModelForPreTraining"
     has_order_head = True
@@ -170,9 +173,9 @@ class HiddenTokensAndOrder(HiddenTokens):
             order_logits = outputs.sop_logits
         words = _get_losses(outputs.prediction_logits, batch["labels"]).sum()
         order = functional.cross_entropy(order_logits.float(), batch["next_sentence_label"])
-        # One is a mean over hidden tokens, the other over rows, and rows differ in hidden tokens:
-        # some have none. So that both are means over the whole update, whatever the micro-batches,
-        # the first is brought to the weight of the second.
+        # The first loss is a mean over masked tokens, the second over rows, and rows differ in how
+        # many tokens are masked: some have none. Rescale the first to the weight of the second, so
+        # that both are means over the whole update, however it is cut into micro-batches.
         rows, labels = len(order_logits), _count(batch["labels"])
         all_rows, all_labels = batch.get(UPDATE_COUNTS, (rows, labels))
         per_row = words / rows * (all_rows / all_labels.clamp(min=1))
@@ -187,7 +190,7 @@ class HiddenTokensAndOrder(HiddenTokens):
 
 
 class HiddenSpans(Objective):
-    """Write the spans of text that were hidden."""
+    """Predict the masked spans of text."""
 
     name = "t5"
     auto_class = "AutoModelForSeq2SeqLM"
@@ -198,7 +201,8 @@ class HiddenSpans(Objective):
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
             inputs["decoder_input_ids"] = shifted
         else:
-            # It shifts them in its forward alone, and computes a loss that nobody needs.
+            # The model shifts the labels only in its forward, where it also computes a loss nobody
+            # needs.
             inputs["labels"] = labels
         return _get_mean(model(**inputs, use_cache=False).logits, labels), None, {}
 
@@ -216,7 +220,7 @@ def _get_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(labels: torch.Tensor) -> torch.Tensor:
-    """Labels that the loss averages over; stays on the device."""
+    """The number of labels that the loss averages over, left on the device."""
     return (labels != IGNORED_LABEL).sum()
 
 
@@ -237,6 +241,6 @@ def _get_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _to_additive(hidden: torch.Tensor) -> torch.Tensor:
-    """Megatron's mask (True = hidden) as a number to add: every attention of transformers knows."""
+    """Megatron's mask (True = hidden) as an additive mask, which all attention kernels accept."""
     mask = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     return mask.masked_fill(hidden, torch.finfo(torch.float32).min)

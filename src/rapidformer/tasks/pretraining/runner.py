@@ -1,4 +1,6 @@
-"""Pre-training as a black box: everything from the settings, on the same PreTrainer as scripts."""
+"""Pre-training as a black box: everything comes from the settings, with the PreTrainer that scripts
+use.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _SPLITS = {"train": 0, "validation": 1, "valid": 1, "test": 2}
 
 
 class TaskPreTrainer(PreTrainer):
-    """A PreTrainer whose hooks are an objective's."""
+    """A PreTrainer whose hooks come from an objective."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         super().__init__(engine)
@@ -57,11 +59,13 @@ class TaskPreTrainer(PreTrainer):
 
 
 def pretrain(engine: RapidformerEngine) -> Metrics:
-    """Pre-train what the settings describe."""
+    """Pre-train the model that the settings describe."""
     args = engine.args
     problems = []
     if args.train_iters is None and args.train_samples is None:
-        problems.append("how long to train? Give --train-iters, --train-samples or --train-tokens.")
+        problems.append(
+            "give the length of training: --train-iters, --train-samples or --train-tokens."
+        )
     if args.lr is None:
         problems.append("--task pretraining needs --lr, the peak learning rate.")
     if problems:
@@ -72,7 +76,8 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
 def evaluate_pretraining(engine: RapidformerEngine) -> Metrics:
     """Loss and perplexity of a model on ``--eval-split`` of the corpus.
 
-    With the length and the intervals of a run, the samples are those that the run itself takes.
+    Given the same length and intervals as a training run, it evaluates the same samples as that
+    run.
     """
     args = engine.args
     split = _SPLITS.get(args.eval_split)
