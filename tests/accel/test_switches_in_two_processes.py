@@ -12,6 +12,8 @@ from tests.processes import run_in_processes
 
 from .models import make, make_batch
 
+pytestmark = pytest.mark.slow
+
 
 def train(flags: list[str], dtype: torch.dtype) -> tuple[list[str], dict[str, np.ndarray]]:
     """Two updates over two rows, one row a process; the dtypes and the whole weights."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.tasks.pretraining.corpus import BERT_SPECIAL, LENGTH, SIZES, get_losses, read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 def start(command: Any, corpus: list[object], *words: object) -> Any:
     return command("--task", "pretraining", *SIZES, *LENGTH, *corpus, *words)
