@@ -1,9 +1,9 @@
-"""Everything that a user may set, in small sections.
+"""Every setting a user can give, in small sections.
 
-One source: a field and the docstring under it make the flag, the help text, the YAML key and the
-table in the docs. A bool is a switch (``--mixed-precision``, ``--no-mixed-precision``). Names
-follow the documented Rapidformer/Megatron flags; other systems' names stand in ``dialects.py``
-alone. ``None`` means "not said": ``derive.py`` fills in what follows from the rest.
+A single source: a field and the docstring under it define the flag, the help text, the YAML key and
+the row in the docs. A bool is a switch (``--deterministic``, ``--no-deterministic``). Names follow
+the documented Rapidformer/Megatron flags; other systems' names are in ``dialects.py`` only.
+``None`` means "not given": ``derive.py`` fills in what follows from the rest.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class RunArguments:
     """What to run"""
 
     task: str | None = None
-    """black-box task, such as sequence_classification; `rapidformer tasks` lists them"""
+    """task to run without a script, such as sequence_classification (see `rapidformer tasks`)"""
     user_script: str | None = None
-    """Python file with a PreTrainer or Finetuner (white box), run in every process"""
+    """Python file with a PreTrainer or Finetuner, run on every rank"""
     config: str | None = None
-    """YAML file with settings; a flag on the command line wins over it"""
+    """YAML file with settings; flags on the command line override it"""
     seed: int = 1234
-    """seed of every random choice: weights, dropout, order of the data"""
+    """seed for everything random: initial weights, dropout, data order"""
     deterministic: bool = False
-    """same numbers bit for bit on the same GPU, at some cost in speed (a CPU always gives them)"""
+    """bitwise reproducible results on the same GPU, somewhat slower (a CPU always reproduces)"""
     input: list[str] | None = None
     """`rapidformer predict`: texts to predict on, or JSON objects with the task's columns"""
     output: str | None = None
     """`rapidformer predict`: file for the predictions (default: the terminal)"""
     local_rank: int | None = None
-    """set by launchers; the environment variable LOCAL_RANK wins"""
+    """set by launchers; the environment variable LOCAL_RANK overrides it"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -39,73 +39,73 @@ class ModelArguments:
     """Model"""
 
     pretrained_model_name_or_path: str | None = None
-    """Hugging Face model: a name on the Hub or a local folder"""
+    """Hugging Face model: a Hub name or a local folder"""
     from_scratch: bool = False
-    """take the model's configuration only and start from fresh weights"""
+    """use only the model's configuration and start from newly initialised weights"""
     allow_untrained: bool = False
     """`rapidformer evaluate` and `predict`: accept a model that was never trained for the task"""
     model_type: str | None = None
-    """architecture for a model built from size flags alone, such as bert, gpt2, t5 or vit"""
+    """architecture of a model built from size flags, such as bert, gpt2, t5 or vit"""
     num_layers: int | None = None
     """number of transformer layers"""
     hidden_size: int | None = None
     """width of the hidden states"""
     ffn_hidden_size: int | None = None
-    """width inside the feed-forward layers (default: 4 x hidden size)"""
+    """width of the feed-forward layers (default: 4 x hidden size)"""
     num_attention_heads: int | None = None
     """number of attention heads"""
     max_position_embeddings: int | None = None
-    """longest sequence that the position embeddings can number"""
+    """longest sequence the position embeddings support"""
     vocab_size: int | None = None
-    """size of the vocabulary of a model built from scratch (default: the tokenizer's)"""
+    """vocabulary size of a model built from scratch (default: the tokenizer's)"""
     image_size: int | None = None
-    """height and width in pixels of the images of a vision model built from scratch"""
+    """image height and width, in pixels, of a vision model built from scratch"""
     patch_size: int | None = None
-    """pixels per patch of a vision model built from scratch"""
+    """patch height and width, in pixels, of a vision model built from scratch"""
     num_labels: int | None = None
     """number of classes (default: found in the data)"""
     problem_type: (
         Literal["regression", "single_label_classification", "multi_label_classification"] | None
     ) = None
-    """what kind of labels a classifier learns (default: found in the data)"""
+    """kind of labels a classifier learns (default: found in the data)"""
     hidden_dropout: float | None = None
     """dropout on hidden states (default: the model's own)"""
     attention_dropout: float | None = None
     """dropout on attention weights (default: the model's own)"""
     init_method_std: float | None = None
-    """standard deviation of fresh weights (default: the model's own)"""
+    """standard deviation of newly initialised weights (default: the model's own)"""
     make_vocab_size_divisible_by: int = 128
-    """GPTModel, and pre-training from scratch: the vocabulary is padded to a multiple of this"""
+    """GPTModel and pre-training from scratch: pad the vocabulary to a multiple of this"""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """GPTModel: how positions are told"""
+    """GPTModel: kind of position embeddings"""
     rotary_base: float = 10000.0
-    """GPTModel: base of rotary positions"""
+    """GPTModel: base of the rotary position embeddings"""
     rotary_percent: float = 1.0
-    """GPTModel: share of each head that rotary positions turn"""
+    """GPTModel: fraction of each head that is rotated"""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """GPTModel: kind of normalisation"""
     layernorm_epsilon: float = 1e-5
     """GPTModel: epsilon of the normalisation"""
     swiglu: bool = False
-    """GPTModel: gated feed-forward layers (SwiGLU) instead of GELU"""
+    """GPTModel: SwiGLU feed-forward layers instead of GELU"""
     num_query_groups: int | None = None
-    """GPTModel: key/value heads that the attention heads share (default: one for each head)"""
+    """GPTModel: number of key/value heads, for grouped-query attention (default: one per head)"""
     add_bias_linear: bool = True
     """GPTModel: biases in linear layers"""
     untie_embeddings_and_output_weights: bool = False
-    """GPTModel: an output layer of its own instead of the embedding's weights"""
+    """GPTModel: a separate output layer instead of the embedding's weights"""
     num_experts: list[int] | None = None
-    """GPTModel: experts per mixture-of-experts layer, one number for all or one for each"""
+    """GPTModel: experts per mixture-of-experts layer, one number for all layers or one for each"""
     moe_layer_freq: int = 1
     """GPTModel: every n-th layer is a mixture of experts"""
     moe_router_topk: int = 2
-    """GPTModel: experts that each token goes to"""
+    """GPTModel: experts each token is routed to"""
     moe_loss_coeff: float = 0.01
-    """GPTModel: weight of the loss that keeps experts evenly loaded"""
+    """GPTModel: weight of the load-balancing loss"""
     moe_z_loss_coeff: float = 0.0
-    """GPTModel: weight of the loss that keeps the router's logits small"""
+    """GPTModel: weight of the z-loss, which keeps the router's logits small"""
     trust_remote_code: bool = False
-    """run Python code that comes with a model or data set from the Hub"""
+    """run Python code shipped with a model or data set on the Hub"""
     cache_dir: str | None = None
     """folder for downloaded models and data (default: Hugging Face's own)"""
 
@@ -115,23 +115,23 @@ class DataArguments:
     """Data"""
 
     data_path: str | list[str] | None = None
-    """data: a Hub name, a file, a folder, or for pre-training one or more (weight and) prefix"""
+    """Hub name, file or folder; for pre-training one or more prefixes, with weights if several"""
     data_name: str | None = None
     """name of the data set inside --data-path, such as mrpc in glue"""
     data_dir: str | None = None
-    """folder with fine-tuning data (another way to say --data-path)"""
+    """folder with fine-tuning data (same as --data-path)"""
     train_data: list[str] | None = None
-    """files of the training split, where names do not tell the split"""
+    """files of the training split, if their names do not show it"""
     valid_data: list[str] | None = None
     """files of the validation split"""
     test_data: list[str] | None = None
     """files of the test split"""
     validation_split: float | None = None
-    """share of the training rows to hold out, where the data has no validation split"""
+    """fraction of the training rows to hold out if the data has no validation split"""
     seq_length: int | None = None
-    """longest input in tokens (default: what the model takes, at most 512)"""
+    """longest input in tokens (default: the model's maximum, up to 512)"""
     decoder_seq_length: int | None = None
-    """longest target in tokens of encoder-decoder models (default: 128)"""
+    """longest target of encoder-decoder models, in tokens (default: 128)"""
     text_column: str | None = None
     """column with the text (default: found by name)"""
     text_pair_column: str | None = None
@@ -151,19 +151,19 @@ class DataArguments:
     image_column: str | None = None
     """column with the image (default: found by name)"""
     source_prefix: str | None = None
-    """text put before every source of seq2seq_lm, such as "summarize: " """
+    """seq2seq_lm: text to put before every source, such as "summarize: " """
     label_all_tokens: bool = False
     """token_classification: label every piece of a word, not only its first"""
     group_texts: bool = True
-    """masked_lm, causal_lm: join texts and cut them into full rows of --seq-length"""
+    """masked_lm, causal_lm: concatenate texts and cut them into full rows of --seq-length"""
     doc_stride: int = 128
-    """question_answering: tokens that neighbouring windows of a long context share"""
+    """question_answering: overlap in tokens between the windows of a long context"""
     max_answer_length: int = 30
     """question_answering: longest answer in tokens"""
     n_best: int = 20
-    """question_answering: candidates looked at per window"""
+    """question_answering: candidate answers considered per window"""
     num_beams: int = 1
-    """beams when generating text"""
+    """number of beams when generating text"""
     max_new_tokens: int | None = None
     """longest generated text in tokens (default: --decoder-seq-length)"""
     max_train_samples: int | None = None
@@ -173,19 +173,19 @@ class DataArguments:
     max_predict_samples: int | None = None
     """predict only the first N examples"""
     num_workers: int | None = None
-    """data loading processes (default: 2 with a GPU, none without)"""
+    """data-loading processes (default: 2 with a GPU, none without)"""
     preprocessing_workers: int | None = None
-    """processes that tokenize (default: 1)"""
+    """tokenizing processes (default: 1)"""
     keep_last: bool = True
     """train on the last, smaller batch of an epoch too"""
     group_by_length: bool = False
-    """batches of samples of similar length: less padding, in an order that is still random"""
+    """batch samples of similar length together: less padding; the order stays random"""
     length_column: str = "length"
-    """column with the lengths for --group-by-length (default: the tokens are counted)"""
+    """column with the lengths for --group-by-length (if the data has none, tokens are counted)"""
     data_seed: int | None = None
-    """seed of the order of the data (default: --seed)"""
+    """seed for the data order (default: --seed)"""
     dataloader_type: Literal["single", "cyclic"] | None = None
-    """order of training samples: single = as the data set gives them, cyclic = shuffled each epoch
+    """order of training samples: single = in the data set's order, cyclic = shuffled each epoch
     (default: cyclic for fine-tuning, single for pre-training)"""
     tokenizer_type: (
         Literal[
@@ -199,7 +199,7 @@ class DataArguments:
         ]
         | None
     ) = None
-    """tokenizer made from --vocab-file (and --merge-file), --tokenizer-model or --vocab-size"""
+    """tokenizer built from --vocab-file (and --merge-file), --tokenizer-model or --vocab-size"""
     vocab_file: str | None = None
     """vocabulary file of --tokenizer-type"""
     merge_file: str | None = None
@@ -207,48 +207,48 @@ class DataArguments:
     tokenizer_model: str | None = None
     """SentencePiece model file"""
     tokenizer_name_or_path: str | None = None
-    """Hugging Face tokenizer: a folder or a name on the Hub (default: the model's own)"""
+    """Hugging Face tokenizer: a Hub name or a local folder (default: the model's own)"""
     vocab_extra_ids: int = 0
     """T5 sentinels (<extra_id_0>, ...) to add to the vocabulary"""
     train_data_path: list[str] | None = None
-    """pre-training prefixes (with weights, if several) of the training data alone, unsplit"""
+    """pre-training prefixes (with weights, if several) used for training only, not split"""
     valid_data_path: list[str] | None = None
-    """pre-training prefixes of the validation data alone"""
+    """pre-training prefixes used for validation only"""
     test_data_path: list[str] | None = None
-    """pre-training prefixes of the test data alone"""
+    """pre-training prefixes used for testing only"""
     data_cache_path: str | None = None
-    """folder for the index maps of pre-training data (default: index-cache beside the data)"""
+    """folder for the index maps of pre-training data (default: index-cache next to the data)"""
     data_impl: Literal["mmap", "lazy", "cached", "infer"] = "infer"
-    """kind of pre-training data files"""
+    """format of the pre-training data files"""
     split: str = "969, 30, 1"
     """proportions of training, validation and test data in one pre-training corpus"""
     mask_prob: float = 0.15
-    """share of tokens that masked language modelling hides"""
+    """fraction of tokens masked for masked language modelling"""
     short_seq_prob: float = 0.1
-    """share of deliberately short BERT pre-training rows"""
+    """fraction of BERT pre-training samples that are deliberately short"""
     mmap_warmup: bool = False
-    """read the pre-training files once before training"""
+    """read the pre-training files once before training, to warm the page cache"""
     reset_position_ids: bool = False
-    """GPT: start positions anew after each end of document"""
+    """GPT: restart positions after each end of document"""
     reset_attention_mask: bool = False
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
-    """GPT: leave end-of-document tokens out of the loss"""
+    """GPT: exclude end-of-document tokens from the loss"""
     messages_column: str | None = None
     """causal_lm: column with the turns of a conversation (default: found by name)"""
     prompt_column: str | None = None
     """causal_lm: column with the prompt (default: found by name)"""
     response_column: str | None = None
-    """causal_lm: column with the answer to the prompt (default: found by name)"""
+    """causal_lm: column with the response to the prompt (default: found by name)"""
     system_column: str | None = None
     """causal_lm: column with the system message of a prompt (default: found by name)"""
     chat_template: str | None = None
-    """causal_lm: Jinja file (or template) that writes conversations as text, saved with the
-    tokenizer; none = prompt and answer as they are (default: the tokenizer's own)"""
+    """causal_lm: Jinja file (or template) that formats conversations, saved with the tokenizer;
+    none = join prompt and response unchanged (default: the tokenizer's own)"""
     train_on_prompts: bool = False
-    """causal_lm: put the loss on whole conversations, not on the answers alone"""
+    """causal_lm: compute the loss on whole conversations, not only on the responses"""
     packing: bool = False
-    """causal_lm: several examples in a row of --seq-length, attention kept inside each"""
+    """causal_lm: pack several examples into a row of --seq-length; each attends only to itself"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -256,56 +256,57 @@ class TrainingLengthArguments:
     """Training"""
 
     micro_batch_size: int | None = None
-    """samples per process and forward pass (default: 8 for the black box)"""
+    """samples per forward pass of a rank (default: 8 with --task)"""
     global_batch_size: int | None = None
-    """samples per update over all processes; more than micro x processes accumulates gradients"""
+    """samples per optimizer step over all ranks; if larger than micro-batch x ranks, gradients are
+    accumulated"""
     gradient_accumulation_steps: int | None = None
-    """forward passes per update and process (follows from the batch sizes)"""
+    """micro-batches per optimizer step and rank (default: follows from the batch sizes)"""
     eval_micro_batch_size: int | None = None
-    """samples per process and forward pass in evaluation (default: --micro-batch-size)"""
+    """samples per forward pass of a rank in evaluation (default: --micro-batch-size)"""
     epochs: int | float | None = None
     """passes over the training data; may be a fraction"""
     train_iters: int | None = None
-    """updates to do in all; wins over --epochs where both are given"""
+    """total number of optimizer steps; overrides --epochs"""
     train_samples: int | None = None
-    """samples to train on in all, instead of --train-iters"""
+    """total number of samples to train on, instead of --train-iters"""
     train_tokens: int | None = None
-    """tokens to train on in all (samples x --seq-length), instead of --train-iters"""
+    """total number of tokens to train on (samples x --seq-length), instead of --train-iters"""
     rampup_batch_size: list[int] | None = None
     """start, increment, samples: grow the global batch from start to --global-batch-size in steps
-    of increment over the first so many samples"""
+    of increment over this many samples"""
     eval_interval: int | float | None = None
-    """updates between evaluations, or a share of the run below 1 (default: fine-tuning evaluates
-    after each epoch)"""
+    """optimizer steps between evaluations; below 1, a fraction of the run (default: fine-tuning
+    evaluates after each epoch)"""
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
-    """when to evaluate: never, every --eval-interval updates or after each epoch (default: steps
-    where an interval is given)"""
+    """when to evaluate: never, every --eval-interval steps or after each epoch (default: steps if
+    an interval is given)"""
     eval_on_start: bool = False
-    """evaluate before the first update as well"""
+    """also evaluate before the first optimizer step"""
     eval_delay: float = 0.0
-    """no evaluation before so many updates (or epochs, with --eval-strategy epoch)"""
+    """no evaluation before this many steps (or epochs, with --eval-strategy epoch)"""
     eval_iters: int = 100
     """global batches per evaluation in pre-training"""
     eval_split: str = "validation"
-    """split that `rapidformer evaluate` looks at"""
+    """split that `rapidformer evaluate` uses"""
     exit_interval: int | None = None
-    """save and stop when the update count is a multiple of this"""
+    """save and stop when the step number is a multiple of this"""
     exit_duration_in_mins: float | None = None
     """save and stop after this many minutes"""
     metric_for_best_model: str | None = None
-    """metric that decides which model is kept as the best (default: the task's own)"""
+    """metric that selects the best model (default: the task's own)"""
     greater_is_better: bool | None = None
-    """whether more of that metric is better (default: by its name; less of a loss is better)"""
+    """whether a higher --metric-for-best-model is better (default: known from the metric)"""
     load_best_model_at_end: bool = False
-    """end with the weights of the best evaluation instead of the last ones"""
+    """end with the weights of the best evaluation instead of the last step's"""
     early_stopping_patience: int | None = None
-    """stop after so many evaluations in a row without a better one"""
+    """stop after this many evaluations in a row without an improvement"""
     early_stopping_threshold: float = 0.0
-    """by how much a metric must be better to count for --early-stopping-patience"""
+    """smallest improvement that counts for --early-stopping-patience"""
     label_smoothing: float = 0.0
-    """share of each label that is spread over all classes"""
+    """fraction of each label's probability that is spread over all classes"""
     neftune_noise_alpha: float | None = None
-    """NEFTune: noise on the input embeddings in training, such as 5"""
+    """NEFTune: strength of the noise on the input embeddings in training, such as 5"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -315,29 +316,29 @@ class OptimizerArguments:
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "muon"] = "adam"
     """adam and adamw both mean AdamW with decoupled weight decay"""
     lr: float | None = None
-    """peak learning rate (default: 5e-5 for the black box)"""
+    """peak learning rate (default: 5e-5 with --task)"""
     min_lr: float = 0.0
-    """learning rate at the end of the decay, and after it"""
+    """final learning rate of the decay"""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
     """shape of the decay"""
     lr_decay_iters: int | None = None
-    """updates until --min-lr is reached (default: the whole run)"""
+    """optimizer steps until --min-lr is reached (default: the whole run)"""
     lr_decay_samples: int | None = None
     """samples until --min-lr is reached"""
     lr_warmup_iters: int = 0
-    """updates over which the learning rate rises from 0"""
+    """optimizer steps over which the learning rate warms up from 0"""
     lr_warmup_fraction: float | None = None
-    """share of the decay over which the learning rate rises from 0"""
+    """fraction of the decay over which the learning rate warms up from 0"""
     lr_warmup_samples: int = 0
-    """samples over which the learning rate rises from 0"""
+    """samples over which the learning rate warms up from 0"""
     weight_decay: float = 0.01
-    """decoupled weight decay; biases and norms are left out"""
+    """decoupled weight decay; not applied to biases and norms"""
     clip_grad: float = 1.0
-    """largest norm of the gradient of an update; 0 switches clipping off"""
+    """clip gradients to this norm; 0 turns clipping off"""
     adam_beta1: float = 0.9
-    """Adam's decay rate of the mean"""
+    """Adam's decay rate for the mean of the gradients"""
     adam_beta2: float = 0.999
-    """Adam's decay rate of the square"""
+    """Adam's decay rate for the mean of their squares"""
     adam_eps: float = 1e-8
     """Adam's epsilon"""
     sgd_momentum: float = 0.9
@@ -349,50 +350,50 @@ class AccelerationArguments:
     """Acceleration switches"""
 
     mixed_precision: Literal["auto", "bf16", "fp16"] | None = None
-    """16-bit arithmetic over fp32 weights: bf16 where the device has it, fp16 otherwise; a
-    processor that has neither in hardware stays in fp32"""
+    """16-bit arithmetic on fp32 weights: bf16 if the device supports it, else fp16; a CPU with
+    hardware support for neither stays in fp32"""
     fp16: bool = False
     """mixed precision in fp16, with dynamic loss scaling"""
     bf16: bool = False
     """mixed precision in bf16"""
     initial_loss_scale: float = 2.0**16
-    """fp16: first loss scale"""
+    """fp16: initial loss scale"""
     loss_scale: float | None = None
     """fp16: fixed loss scale (default: dynamic)"""
     min_loss_scale: float = 1.0
-    """fp16: the scale never falls below this"""
+    """fp16: lower limit of the loss scale"""
     loss_scale_window: int = 1000
-    """fp16: clean updates after which the scale doubles"""
+    """fp16: optimizer steps without an overflow after which the scale doubles"""
     hysteresis: int = 2
-    """fp16: overflows that are waited for before the scale halves"""
+    """fp16: overflows tolerated before the scale halves"""
     checkpoint_activations: bool = False
-    """recompute activations in the backward pass instead of keeping them"""
+    """recompute activations in the backward pass instead of storing them"""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """full: recompute whole blocks; selective: keep matrix products and attention"""
+    """full: recompute whole blocks; selective: store matrix products and attention outputs"""
     recompute_interval: int = 1
     """recompute every n-th block only"""
     activation_offload: bool = False
-    """keep what the backward pass needs of each block in pinned host memory"""
+    """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False
     """compile each transformer block with torch.compile"""
     onnx_runtime_training: bool = False
-    """graph optimisation; ONNX Runtime's training package has ended, so this means --compile"""
+    """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "inductor"
     """backend of torch.compile"""
     zero_1_memory_optimization: bool = False
-    """ZeRO-1: each process keeps its share of the optimizer state"""
+    """ZeRO-1: shard the optimizer state over the data-parallel ranks"""
     zero_2_memory_optimization: bool = False
-    """ZeRO-2: and of the gradients"""
+    """ZeRO-2: shard the gradients too"""
     zero_3_memory_optimization: bool = False
-    """ZeRO-3: and of the weights"""
+    """ZeRO-3: shard the weights too"""
     fsdp_memory_optimization: bool = False
-    """the same as --zero-3-memory-optimization"""
+    """same as --zero-3-memory-optimization"""
     hybrid_sharding_size: int | None = None
-    """processes that split the state between them; each such group has a copy (default: all)"""
+    """ranks to shard the state over; each group of this size has a complete copy (default: all)"""
     cpu_offload: bool = False
-    """with ZeRO: keep weights, gradients and optimizer state in the host's memory"""
+    """with ZeRO: keep weights, gradients and optimizer state in host memory"""
     deepspeed: str | None = None
-    """train by DeepSpeed, with this JSON file of settings"""
+    """train with DeepSpeed, configured by this JSON file"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -400,21 +401,21 @@ class ParallelArguments:
     """Parallelism"""
 
     data_parallel: int | None = None
-    """processes that see other samples: follows from the sizes below, and is checked if given"""
+    """number of data-parallel ranks: follows from the sizes below, and is checked if given"""
     tensor_model_parallel_size: int = 1
-    """processes that share each layer"""
+    """ranks to split each layer over"""
     sequence_parallel: bool = False
-    """with tensor parallelism: split the tokens too, where layers would otherwise be whole"""
+    """with tensor parallelism: split the tokens between the split layers (norms, dropout) too"""
     pipeline_model_parallel_size: int = 1
-    """processes that share the stack of layers"""
+    """stages to split the stack of layers into"""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
-    """order of micro-batches in a pipeline (default: 1f1b, interleaved with virtual stages)"""
+    """order of micro-batches in a pipeline (default: 1f1b; with virtual stages interleaved)"""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """layers of a virtual stage: each process then has several, in turn with the others"""
+    """layers per virtual stage: each rank then has several stages, interleaved with the others'"""
     context_parallel_size: int = 1
-    """processes that share each sequence, for long ones (Ulysses)"""
+    """ranks to split each sequence over, for long sequences (Ulysses)"""
     expert_model_parallel_size: int = 1
-    """processes that share the experts of a mixture"""
+    """ranks to distribute the experts of a mixture over"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -422,20 +423,20 @@ class CheckpointArguments:
     """Checkpoints"""
 
     save: str | None = None
-    """folder of the run: checkpoints, metrics.jsonl, the best and the last model; none keeps
-    nothing (default: runs/TASK-MODEL-DATE, or the run that --load resumes)"""
+    """folder of the run: checkpoints, metrics.jsonl, best and last model; none saves nothing
+    (default: runs/TASK-MODEL-DATE, or the run that --load resumes)"""
     save_interval: int | float | None = None
-    """updates between checkpoints, or a share of the run below 1 (default: fine-tuning saves after
-    each epoch)"""
+    """optimizer steps between checkpoints; below 1, a fraction of the run (default: fine-tuning
+    saves after each epoch)"""
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = None
-    """when to save a checkpoint: never, every --save-interval updates, after each epoch, or after
-    each best evaluation (default: steps where an interval is given)"""
+    """when to save a checkpoint: never, every --save-interval steps, after each epoch, or after
+    each new best evaluation (default: steps if an interval is given)"""
     save_total_limit: int | None = None
     """keep only the newest N checkpoints (default: all)"""
     save_optim: bool = True
-    """put the optimizer state into checkpoints"""
+    """save the optimizer state in checkpoints"""
     save_rng: bool = True
-    """put the random states into checkpoints"""
+    """save the random states in checkpoints"""
     load: str | None = None
     """run to resume, one of its checkpoints, or a model folder to start from"""
     load_optim: bool = True
@@ -445,7 +446,7 @@ class CheckpointArguments:
     finetune: bool = False
     """take only the weights from --load and start at step 0"""
     overwrite: bool = False
-    """let --save replace the run that is already in that folder"""
+    """let --save replace a run that is already in that folder"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -453,17 +454,17 @@ class LoggingArguments:
     """Logging"""
 
     log_interval: int | float = 10
-    """updates between log lines, or a share of the run below 1"""
+    """optimizer steps between log lines; below 1, a fraction of the run"""
     log_strategy: Literal["no", "steps", "epoch"] = "steps"
-    """when to log: never, every --log-interval updates or after each epoch"""
+    """when to log: never, every --log-interval steps or after each epoch"""
     log_first_step: bool = True
-    """log the first update as well"""
+    """also log the first step"""
     progress: bool | None = None
-    """progress bar instead of log lines (default: on a terminal)"""
+    """progress bar instead of log lines (default: if the output is a terminal)"""
     tensorboard_dir: str | None = None
     """folder for TensorBoard (default: tensorboard inside --save)"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least important messages that are shown"""
+    """lowest level of messages to show"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -475,29 +476,29 @@ class LaunchArguments:
     nnodes: int | None = None
     """number of nodes (default: the environment variable NNODES, or 1)"""
     node_rank: int | None = None
-    """number of this node (default: the environment variable NODE_RANK, or 0)"""
+    """rank of this node (default: the environment variable NODE_RANK, or 0)"""
     master_addr: str | None = None
     """address of node 0 (default: the environment variable MASTER_ADDR, or this machine)"""
     master_port: int | None = None
     """port of node 0 (default: the environment variable MASTER_PORT, or a free one)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute"""
+    """device to train on"""
     hostfile: str | None = None
-    """start the nodes of this file (lines `host slots=N`) over ssh; the first one is node 0"""
+    """start the nodes listed in this file (lines `host slots=N`) over ssh; the first is node 0"""
     ssh_port: int | None = None
-    """port of the hosts' ssh (default: what ssh itself takes)"""
+    """ssh port of the hosts (default: ssh's own)"""
     ssh_user: str | None = None
-    """user on the hosts (default: what ssh itself takes)"""
+    """user on the hosts (default: ssh's own)"""
     ssh_command: str = "ssh"
-    """what to call in place of ssh, with flags of its own if need be"""
+    """command to use instead of ssh, with its own flags if needed"""
     max_restarts: int = 0
-    """how often a run that broke is started again, from its last checkpoint in --save"""
+    """how often to restart a failed run from its last checkpoint in --save"""
     log_dir: str | None = None
-    """folder for each rank's output (default: SAVE/logs; without --save the terminal alone)"""
+    """folder for each rank's output (default: SAVE/logs; without --save only the terminal)"""
     stall_timeout_minutes: float = 5.0
-    """tell which rank is missing when no rank has moved for so long; 0: never"""
+    """report which rank is missing when no rank has made progress for this long; 0: never"""
     distributed_timeout_minutes: float = 10.0
-    """how long processes wait for each other before the run fails"""
+    """how long ranks wait for each other before the run fails"""
 
 
 SECTIONS: tuple[type, ...] = (
