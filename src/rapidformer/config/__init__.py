@@ -1,6 +1,6 @@
 """Settings: sections of typed fields, read from flags, YAML and code in four dialects.
 
-Nothing in this room imports torch, so that ``rapidformer --help`` answers at once.
+Nothing in this room imports torch, so ``rapidformer --help`` answers at once.
 """
 
 from rapidformer.config.derive import resolve

@@ -1,8 +1,8 @@
-"""How many samples an update takes: constant, or growing over the first part of the run.
+"""How many samples each update takes: a constant, or growing during the first part of the run.
 
-``--rampup-batch-size 32 32 10000`` with ``--global-batch-size 128`` takes 32 samples an update at
-first, and 32 more after each third of the first 10,000 samples. Counted in samples, as everything
-that must mean the same for any number of processes.
+``--rampup-batch-size 32 32 10000`` with ``--global-batch-size 128`` starts with 32 samples per
+update and adds 32 after each third of the first 10,000 samples. The ramp is counted in samples, so
+it means the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class BatchSchedule:
         return self.start == self.final
 
     def get_size(self, consumed: int) -> int:
-        """Samples of the update that begins after so many samples."""
+        """Samples in the update that begins after this many samples."""
         if self.is_constant or consumed >= self.ramp_samples:
             return self.final
         steps = consumed * self._num_increments // self.ramp_samples
         return self.start + steps * self.increment
 
     def count_samples(self, updates: int) -> int:
-        """Samples that the first so many updates take."""
+        """Samples taken by the first `updates` updates."""
         consumed = 0
         for size, length in self._iterate_stages():
             taken = updates if length is None else min(updates, length)
@@ -45,7 +45,7 @@ class BatchSchedule:
         return consumed
 
     def count_updates(self, samples: int) -> int:
-        """The fewest updates that take so many samples."""
+        """The fewest updates that take this many samples."""
         done = 0
         for size, length in self._iterate_stages():
             needed = -(-samples // size)
@@ -60,11 +60,11 @@ class BatchSchedule:
         return (self.final - self.start) // self.increment
 
     def _iterate_stages(self) -> Iterator[tuple[int, int | None]]:
-        """Sizes in order, each with the number of updates that have it; the last goes on."""
+        """Sizes in order, each with its number of updates; the last has no end."""
         consumed = 0
         while (size := self.get_size(consumed)) != self.final:
             stage = (size - self.start) // self.increment
-            # The first whole number of samples at which `get_size` goes beyond this stage.
+            # The first whole number of samples at which `get_size` moves past this stage.
             end = -(-self.ramp_samples * (stage + 1) // self._num_increments)
             length = -(-(end - consumed) // size)
             yield size, length
@@ -73,7 +73,7 @@ class BatchSchedule:
 
 
 def get_batch_schedule(args: Settings) -> BatchSchedule:
-    """The schedule that checked settings describe."""
+    """The schedule described by checked settings."""
     final = args.global_batch_size or 1
     if args.rampup_batch_size is None:
         return BatchSchedule(final=final, start=final)

@@ -1,8 +1,8 @@
-"""A DeepSpeed JSON file beside our own settings: one run, one value of each.
+"""Merge a DeepSpeed JSON file with our own settings, so that a run has one value of each.
 
-What stands in both places must agree; what stands in one is used; ``"auto"`` (Hugging Face's habit)
-is filled from ours. The one thing a reader would get wrong: a value of the file becomes an ordinary
-setting of the run, with the file as its origin, so that batches, schedule and reports know it.
+Values in both places must agree; a value in one place is used; ``"auto"`` (a Hugging Face
+convention) is filled from ours. A value from the file becomes an ordinary setting of the run, with
+the file as its origin, so batches, schedule and reports see it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rapidformer.config.settings import Settings
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 
-# Where the file says what a setting of ours says.
+# Keys of the file that mean the same as a setting of ours.
 _PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("train_batch_size", "global_batch_size", int),
     ("train_micro_batch_size_per_gpu", "micro_batch_size", int),
@@ -42,11 +42,11 @@ _FP16_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("fp16.hysteresis", "hysteresis", int),
     ("fp16.min_loss_scale", "min_loss_scale", float),
 )
-# Settings of a schedule that the file's scheduler has no word for.
+# Schedule settings that the file's scheduler has no key for.
 _SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_samples")
-# DeepSpeed's own defaults, where they are not ours.
+# DeepSpeed's own defaults that differ from ours.
 _OPTIMIZER_DEFAULTS = {"weight_decay": 0.0, "sgd_momentum": 0.0}
-# What changes the result, or needs another way of running: each with the reason.
+# Sections that change the result or need another way of running, each with the reason.
 _REFUSED = {
     "amp": "apex has ended: use fp16, bf16 or --mixed-precision",
     "autotuning": "run DeepSpeed's own tuner, then bring its result",
@@ -63,7 +63,7 @@ _REFUSED = {
 
 
 def merge_deepspeed(args: Settings) -> tuple[Settings, list[str]]:
-    """The settings with the file's values among them, and every disagreement."""
+    """The settings with the file's values merged in, and every disagreement."""
     if args.deepspeed is None:
         return args, []
     try:
@@ -76,7 +76,7 @@ def merge_deepspeed(args: Settings) -> tuple[Settings, list[str]]:
 
 
 class _Merge:
-    """The settings on their way, and what was found wrong meanwhile."""
+    """The settings merged so far, and the problems found on the way."""
 
     def __init__(self, args: Settings, content: Section) -> None:
         self.args = args
@@ -140,7 +140,7 @@ class _Merge:
                 self.args = self.args.replace(source, **{name: value})
 
     def _take_rates(self) -> None:
-        """The rate of the scheduler wins over that of the optimizer, as it does in DeepSpeed."""
+        """The scheduler's rate overrides the optimizer's, as in DeepSpeed."""
         peak = "scheduler.params.warmup_max_lr"
         key = peak if find_value(self.content, peak) is not None else "optimizer.params.lr"
         self._take(key, "lr", float)
@@ -183,7 +183,7 @@ class _Merge:
             self._disagree("cpu_offload", "zero_optimization.offload_optimizer.device none")
 
     def _compare_batches(self) -> None:
-        """Said here with the file's words; what only our own flags get wrong is said later."""
+        """Reported here in the file's terms; mistakes in our own flags alone are reported later."""
         keys = [find_value(self.content, key) for key, *_ in _PAIRS[:3]]
         total, micro = self.args.global_batch_size, self.args.micro_batch_size
         steps = self.args.gradient_accumulation_steps
@@ -256,7 +256,7 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
 
 
 def _describe(args: Settings, name: str) -> str:
-    """A setting as its user has said it."""
+    """A setting the way the user gave it."""
     source, value = args.sources.get(name, "default"), getattr(args, name)
     flag = "--" + name.replace("_", "-")
     if source == "command line":

@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON file: read, and written anew as what DeepSpeed is handed.
+"""Read a DeepSpeed JSON file, and build the configuration that DeepSpeed gets.
 
-What a reader would get wrong: the engine keeps schedule, loss scale, autocast and (where it is one
-of ours) the optimizer, so those sections never reach DeepSpeed; and clipping is always said, since
-DeepSpeed clips at 1.0 where its file is silent.
+The engine keeps the schedule, the loss scale, autocast and (if it is one of ours) the optimizer, so
+those sections never reach DeepSpeed. Clipping is always set, since DeepSpeed clips at 1.0 by
+default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AUTO = "auto"
 Section = dict[str, Any]
 
 OUR_OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
-# Parameters of those that ours have as well; any other leaves the optimizer to DeepSpeed.
+# Parameters that our optimizers have too; any other leaves the optimizer to DeepSpeed.
 _OUR_PARAMETERS = {
     "adam": {"lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode", "bias_correction"},
     "sgd": {"lr", "weight_decay", "momentum"},
@@ -38,7 +38,7 @@ _NUMBERS = (
 
 
 def load_deepspeed_file(path: str) -> Section:
-    """The file's content; every way in which it cannot be read is a ConfigurationError."""
+    """The file's content; anything that prevents reading it is a ConfigurationError."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
@@ -61,7 +61,7 @@ def load_deepspeed_file(path: str) -> Section:
 
 
 def find_value(section: Section, key: str) -> Any:
-    """What stands under a dotted key; None where nothing does, or ``"auto"``."""
+    """The value under a dotted key; None if it is missing or ``"auto"``."""
     value: Any = section
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -69,16 +69,16 @@ def find_value(section: Section, key: str) -> Any:
 
 
 def get_zero_stage(args: Settings, content: Section) -> int:
-    """The file's stage, or that of our flags where the file leaves it open."""
+    """The file's stage, or that of our flags if the file does not set one."""
     section = content.get("zero_optimization")
     if isinstance(section, bool):
-        return int(section)  # how DeepSpeed spelled stage 1 at first
+        return int(section)  # an early spelling of stage 1
     stage = find_value(content, "zero_optimization.stage")
     return args.zero_stage if stage is None else int(stage)
 
 
 def uses_our_optimizer(content: Section) -> bool:
-    """Whether the file's optimizer is one of ours (or none is named): then torch's is used."""
+    """Whether the file's optimizer is one of ours (or none is given), so torch's is used."""
     section = content.get("optimizer")
     if not isinstance(section, dict) or section.get("type") in (None, AUTO):
         return True
@@ -89,22 +89,22 @@ def uses_our_optimizer(content: Section) -> bool:
 
 
 def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
-    """Whether DeepSpeed keeps the weights in 16 bits: the file has a section for that kind."""
+    """Whether DeepSpeed keeps the weights in 16 bits: the file has a section for that precision."""
     section = modernize(content).get(mixed_precision or "")
     return isinstance(section, dict) and section.get("enabled") in (True, AUTO)
 
 
 def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Section:
-    """What DeepSpeed is handed: the file, with the settings of the run in the places of its own.
+    """The configuration for DeepSpeed: the file, completed with the run's settings.
 
-    Schedule, loss scale and autocast are the engine's; so is an optimizer of ours.
+    Schedule, loss scale and autocast stay with the engine; so does an optimizer of ours.
     """
     assert args.deepspeed is not None
     content = modernize(load_deepspeed_file(args.deepspeed))
     stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
     is_half = has_own_precision(content, mixed_precision)
     zero = content.setdefault("zero_optimization", {})
-    # The same numbers as without ZeRO, whose optimizers do not know AutoTP's split gradients.
+    # Stage 0's optimizers cannot handle AutoTP's split gradients; stage 1 gives the same numbers.
     needs_zero = is_half or args.tensor_model_parallel_size > 1
     zero["stage"] = max(stage, 1) if needs_zero else stage
     if args.cpu_offload and stage:
@@ -126,11 +126,11 @@ def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Secti
         if args.lr is not None:
             content["optimizer"]["params"]["lr"] = args.lr
     content["zero_force_ds_cpu_optimizer"] = False
-    # Left out, DeepSpeed would clip at 1.0 by itself.
+    # Without it, DeepSpeed would clip at 1.0.
     content["gradient_clipping"] = args.clip_grad
     content["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     content["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    # It reckons this one itself, and takes processes that share layers for replicas.
+    # DeepSpeed computes it, and would count tensor-parallel ranks as replicas.
     content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
     if args.tensor_model_parallel_size > 1:
@@ -141,7 +141,7 @@ def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Secti
 
 
 def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Section] | None:
-    """The file's scheduler and its parameters for a run of this many updates; None without one."""
+    """The file's scheduler and its parameters for a run of this many updates, if it has one."""
     if args.deepspeed is None:
         return None
     content = load_deepspeed_file(args.deepspeed)
@@ -164,7 +164,7 @@ def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Sec
     }
     for name in ("warmup_num_steps", "total_num_steps"):
         if isinstance(parameters.get(name), float):
-            parameters[name] = int(parameters[name])  # 1e3 is a number with a point to JSON
+            parameters[name] = int(parameters[name])  # JSON reads 1e3 as a float
     if parameters.get("total_num_steps", 0) is None:
         raise ConfigurationError(
             f"scheduler.params.total_num_steps in {args.deepspeed} is auto, and the length of the "
@@ -174,14 +174,14 @@ def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Sec
 
 
 def _without_autos(value: Any) -> Any:
-    """What is still open is left to DeepSpeed's own defaults."""
+    """Drop the remaining "auto" values, so DeepSpeed uses its defaults."""
     if not isinstance(value, dict):
         return value
     return {key: _without_autos(inner) for key, inner in value.items() if inner != AUTO}
 
 
 def modernize(content: Section) -> Section:
-    """A copy with old spellings written in the new way."""
+    """A copy with old spellings replaced by the current ones."""
     content = copy.deepcopy(content)
     if "bfloat16" in content:
         content.setdefault("bf16", content.pop("bfloat16"))

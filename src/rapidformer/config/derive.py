@@ -1,6 +1,6 @@
-"""What follows from what the user said: a new ``Settings``, never a changed one.
+"""Fill in what follows from the user's settings, as a new ``Settings``.
 
-``resolve`` is the one door: it checks, derives and raises all problems together.
+``resolve`` is the only entry point: it checks, derives and raises all problems together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLACK_BOX_EPOCHS = 3
 
 
 def resolve(args: Settings, *, world_size: int = 1, rank: int = 0) -> Settings:
-    """Check the settings for this many processes and fill in what follows from them."""
+    """Check the settings for this many ranks and fill in what follows from them."""
     args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
     args, disagreements = merge_deepspeed(args)
     problems = [*disagreements, *find_problems(args)]
@@ -41,7 +41,7 @@ def _derive_names(args: Settings) -> Settings:
             "derived: the launcher's LOCAL_RANK", local_rank=int(os.environ.get("LOCAL_RANK", "0"))
         )
     if args.data_path is None and args.data_dir is None and args.data_name is not None:
-        # The documents' prose says `--dataset-name glue` with nothing beside it.
+        # The documentation also shows `--dataset-name glue` on its own.
         args = args.replace(
             "derived: --data-name stands alone", data_path=args.data_name, data_name=None
         )
@@ -63,7 +63,7 @@ def _derive_names(args: Settings) -> Settings:
 def _derive_black_box_defaults(args: Settings) -> Settings:
     reason = "derived: the black box's default"
     if args.task == "pretraining":
-        # The corpus decides how long and how fast; only the user knows it.
+        # Length and learning rate depend on the corpus, which only the user knows.
         return args
     if args.lr is None:
         args = args.replace(reason, lr=_BLACK_BOX_LEARNING_RATE)
@@ -91,7 +91,7 @@ def _follows(implication: Implication, args: Settings) -> bool:
 
 
 def _derive_batches(args: Settings, problems: list[str]) -> Settings:
-    """Global batch = micro batch x data-parallel processes x accumulation: two give the third."""
+    """Global batch = micro-batch x data-parallel ranks x accumulation: two give the third."""
     replicas = args.data_parallel_size
     micro, total = args.micro_batch_size, args.global_batch_size
     steps = args.gradient_accumulation_steps

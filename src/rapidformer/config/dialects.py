@@ -1,13 +1,13 @@
 """Other systems' names for our settings: one table, and no dialect code anywhere else.
 
-A name on the left may stand wherever one of ours may: as a flag (with dashes), as a YAML key and as
-an attribute of the arguments.
+A name on the left works wherever one of ours does: as a flag (with dashes), as a YAML key and as an
+attribute of the arguments.
 """
 
 from __future__ import annotations
 
 ALIASES: dict[str, str] = {
-    # Rapidformer's own wobble
+    # Spellings found in Rapidformer's own documentation
     "dataset_path": "data_path",
     "dataset_name": "data_name",
     # Megatron
@@ -72,22 +72,22 @@ ALIASES: dict[str, str] = {
     "context_parallel": "context_parallel_size",
 }
 
-# Words for a value, by the name of the setting; None says that there is to be none.
+# Other words for a value, by setting; None unsets it.
 VALUES: dict[str, dict[str, bool | str | None]] = {
     "cpu_offload": {"cpu": True, "none": False},  # --remote-device cpu
     # Hugging Face
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
     "lr_decay_style": {"constant_with_warmup": "constant"},
     "train_iters": {"-1": None},
-    "save": {"none": None},  # keep nothing: without it, a run has a folder by itself
+    "save": {"none": None},  # save nothing; without --save, a run gets a default folder
 }
 
-# Switches that another system's scripts put bare beside the flag that has the value.
+# Switches that another system's scripts give bare, next to the flag with the value.
 BARE_BESIDE: dict[str, str] = {
     "--deepspeed": "--deepspeed-config",  # DeepSpeed's launcher
 }
 
-# Accepted so that existing scripts run, said once to have no effect, and why.
+# Accepted so that existing scripts run; a warning says once that they have no effect, and why.
 WITHOUT_EFFECT: dict[str, str] = {
     "DDP_impl": "gradients are always reduced by torch.distributed",
     "no_contiguous_buffers_in_local_ddp": "gradients are always reduced by torch.distributed",

@@ -1,7 +1,7 @@
-"""What becomes of a name that another system's users write: one row each.
+"""What happens to a name of another system: one row each.
 
-The tables (``hugging_face_names.py``, ``flagai_names.py``) are the only place that knows a
-system's names. The trainers translate by them, and ``docs/coming_from.md`` is made from them.
+The tables (``hugging_face_names.py``, ``flagai_names.py``) are the only place that knows a system's
+names. The trainers use them to translate, and ``docs/coming_from.md`` is generated from them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class ForeignName:
 
     outcome: Outcome
     setting: str = ""
-    """Our name for it; empty where several settings, or none, stand for it."""
+    """Our name for it; empty if it stands for several settings or none."""
     note: str = ""
     """One sentence for the user: the difference, or the reason."""
 
 
 def mapped(setting: str, note: str = "") -> ForeignName:
-    """The value is handed to this setting of ours as it is."""
+    """The value is passed to this setting of ours unchanged."""
     return ForeignName("mapped", setting, note)
 
 
 def honoured(note: str, setting: str = "") -> ForeignName:
-    """It means what it means there; the trainer sees to it."""
+    """It means the same as there; the trainer implements it."""
     return ForeignName("honoured", setting, note)
 
 
 def ignored(reason: str) -> ForeignName:
-    """Accepted without effect; said once where a value other than the default is given."""
+    """Accepted without effect; reported once if a non-default value is given."""
     return ForeignName("ignored", "", reason)
 
 
 def refused(reason: str) -> ForeignName:
-    """An error where a value other than the default is given."""
+    """An error if a non-default value is given."""
     return ForeignName("refused", "", reason)

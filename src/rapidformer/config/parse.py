@@ -1,7 +1,7 @@
 """From a command line, a YAML file and defaults to ``Settings``.
 
 Precedence: code or flag, then ``--config``, then defaults. Values are read as text and converted
-here, not by argparse, so that every problem of a command line is told at once.
+here, not by argparse, so that every problem of a command line is reported at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rapidformer.nearest import find_nearest
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 COMMAND_LINE = "command line"
-# Flags that stand before those of any command line, which win. `rapidformer launch` hands its own
-# flags to a script's engine in this way: the script's command line is not ours to change.
+# Flags put before those of any command line, which override them. `rapidformer launch` passes its
+# own flags to a script's engine this way, since it cannot change the script's command line.
 FLAGS_VARIABLE = "RAPIDFORMER_FLAGS"
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(
     extra_args_provider: ExtraArgumentsProvider | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser with every setting, other systems' names, and the user's own flags."""
+    """A parser for every setting, other systems' names, and the user's own flags."""
     parser: argparse.ArgumentParser = _Parser(
         prog="rapidformer", add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )
@@ -62,7 +62,7 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: lis
         negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
         parser.add_argument(*negations, action="store_const", const="false", **options)
     elif "auto" in setting.choices and setting.default is None:
-        # A switch that may also name a kind: `--mixed-precision` or `--mixed-precision fp16`.
+        # A switch that can also take a value: `--mixed-precision` or `--mixed-precision fp16`.
         parser.add_argument(setting.flag, *aliases, nargs="?", const="auto", **options)
         negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
         parser.add_argument(*negations, action="store_const", const=None, **options)
@@ -75,7 +75,7 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: lis
 def parse_arguments(
     argv: Sequence[str], extra_args_provider: ExtraArgumentsProvider | None = None
 ) -> Settings:
-    """Read a command line; every problem of it is in the one ConfigurationError."""
+    """Read a command line; a single ConfigurationError lists all of its problems."""
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
     words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
@@ -104,7 +104,7 @@ def parse_arguments(
 
 
 def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> Settings:
-    """Settings given by name in any of the dialects, checked as flags are."""
+    """Settings given by name in any of the dialects, checked like flags."""
     problems: list[str] = []
     canonical = _canonical_names(values, source, problems)
     extras = {k: canonical.pop(k) for k in list(canonical) if k in WITHOUT_EFFECT}
@@ -117,7 +117,7 @@ def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> S
 def _collect(
     layers: list[tuple[str, Mapping[str, Any]]], problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Convert the layers of values; a later layer wins."""
+    """Convert the layers of values; a later layer overrides an earlier one."""
     settings = get_settings()
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _collect(
         for name, raw in layer.items():
             setting = settings[name]
             if raw is None and (setting.default is not None or source != COMMAND_LINE):
-                continue  # `seed:` with nothing behind it: the default
+                continue  # `seed:` without a value means the default
             label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
             try:
                 values[name] = setting.convert(VALUES.get(name, {}).get(str(raw).lower(), raw))
@@ -137,7 +137,7 @@ def _collect(
 
 
 def drop_unknown_flags(words: Sequence[str]) -> list[str]:
-    """The settings among a script's flags, by their place: a value may stand there twice."""
+    """The settings among a script's flags, by position: a value may occur twice."""
     known = build_parser()._option_string_actions
     kept: list[str] = []
     is_known = True
@@ -150,7 +150,7 @@ def drop_unknown_flags(words: Sequence[str]) -> list[str]:
 
 
 def _normalize(word: str, known: Mapping[str, Any]) -> str:
-    """``--micro_batch_size`` means ``--micro-batch-size``, unless the user has made such a flag."""
+    """``--micro_batch_size`` means ``--micro-batch-size``, unless the user defined such a flag."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -170,7 +170,7 @@ def _join_negative_numbers(words: list[str], known: Mapping[str, Any]) -> list[s
 
 
 def _drop_bare_switches(words: list[str]) -> list[str]:
-    """``--deepspeed --deepspeed-config FILE`` says one thing: the file."""
+    """``--deepspeed --deepspeed-config FILE`` means just the file."""
     names = [word.partition("=")[0] for word in words]
     return [
         word

@@ -10,7 +10,7 @@ from typing import Any
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 
-# What follows from the number of processes, or from the rest: on another launch it follows anew.
+# Derived from the number of ranks or from other settings, so derived again on the next launch.
 _PER_LAUNCH = frozenset(
     {
         "eval_micro_batch_size",
@@ -25,7 +25,7 @@ _PER_LAUNCH = frozenset(
 
 
 def render_arguments(args: Settings) -> Iterator[str]:
-    """One line a setting, in the order of the sections."""
+    """One line per setting, in the order of the sections."""
     for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
         yield f"# {section}"
         for setting in settings:
@@ -39,7 +39,7 @@ def render_arguments(args: Settings) -> Iterator[str]:
 
 
 def _render(value: Any) -> str:
-    """On one line, whatever stands in a text: JSON's lists and strings are YAML too."""
+    """On one line, even for multi-line text: JSON's lists and strings are valid YAML."""
     import yaml
 
     if isinstance(value, list) or (isinstance(value, str) and "\n" in value):

@@ -1,6 +1,7 @@
-"""The settings as data: what each field of the sections is called, holds and means.
+"""The settings as data: each field's name, type and meaning.
 
-Flags, YAML keys, help texts and the docs table are all made from here, so none of them can drift.
+Flags, YAML keys, help texts and the docs table are all generated from here, so they cannot drift
+apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FALSE = {"false", "no", "off", "0"}
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One thing that a user may set."""
+    """One setting that a user can give."""
 
     name: str
     section: str
@@ -33,7 +34,7 @@ class Setting:
     is_list: bool = False
     is_one_or_many: bool = False
     takes_fraction: bool = False
-    """Whether a number that is usually whole may be a fraction as well."""
+    """Whether a fraction is accepted where a whole number is usual."""
 
     @property
     def flag(self) -> str:
@@ -44,9 +45,9 @@ class Setting:
         return self.kind is bool
 
     def convert(self, value: Any) -> Any:
-        """Turn what stands on the command line or in a YAML file into this setting's type.
+        """Convert a value from the command line or a YAML file to this setting's type.
 
-        Raises ValueError with the reason; the caller puts the flag's name in front.
+        Raises ValueError with the reason; the caller prepends the flag's name.
         """
         if value is None:
             return None
@@ -73,7 +74,7 @@ class Setting:
         return str(value)
 
     def _to_choice(self, value: Any) -> str | None:
-        # A switch with a choice of kinds (`--mixed-precision`) may also be said as true or false.
+        # A switch with a choice of values (`--mixed-precision`) can also be given as true or false.
         if isinstance(value, bool) and "auto" in self.choices:
             return "auto" if value else None
         text = str(value)
@@ -113,7 +114,7 @@ def _to_int(value: Any) -> int:
 
 
 def _to_number(value: Any) -> int | float:
-    """Whole numbers stay whole: scripts write ``range(args.epochs)``."""
+    """Whole numbers stay integers: scripts write ``range(args.epochs)``."""
     number = _to_float(value)
     return _to_int(value) if number.is_integer() else number
 
@@ -175,7 +176,7 @@ def _flatten_union(hint: Any) -> tuple[Any, ...]:
 
 
 def _read_field_docstrings() -> dict[tuple[str, str], str]:
-    """The string under each field: Python does not keep it, so it is read from the source."""
+    """The string under each field: Python discards it, so it is read from the source."""
     texts: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sections)).body:
         if not isinstance(node, ast.ClassDef):

@@ -1,7 +1,7 @@
-"""``Settings``: all sections joined, flat for the user, frozen for everybody.
+"""``Settings``: all sections joined, flat and frozen.
 
-A function that needs one section takes that section's type; the joined object is one of each.
-Nothing changes an instance: deriving makes a new one with ``replace``.
+A function that needs one section takes that section's type; the joined object is an instance of
+each. Instances never change: deriving creates a new one with ``replace``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Settings(
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Built directly, an instance would not know what its user has said."""
+        """An instance built directly, not parsed: whatever differs from the default came from code."""
         if not self.sources:
             given = {f.name: "code" for f in dataclasses.fields(self) if _is_changed(self, f)}
             object.__setattr__(self, "sources", given)
@@ -63,27 +63,27 @@ class Settings(
 
     @property
     def zero_stage(self) -> int:
-        """0 to 3: how much of the training state is split over the data-parallel processes."""
+        """0 to 3: how much of the training state is sharded over the data-parallel ranks."""
         if self.zero_3_memory_optimization or self.fsdp_memory_optimization:
             return 3
         return 2 if self.zero_2_memory_optimization else int(self.zero_1_memory_optimization)
 
     def is_given(self, name: str) -> bool:
-        """Whether the user said it, in whatever place."""
+        """Whether the user gave it, by flag, file or code."""
         source = self.sources.get(name, "default")
         return source != "default" and not source.startswith("derived")
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether the run is to have no folder: ``--save none``."""
+        """Whether the run has no folder: ``--save none``."""
         return self.save is None and self.is_given("save")
 
     def keep_nothing(self, source: str) -> Settings:
-        """A copy whose run has no folder."""
+        """A copy without a run folder."""
         return dataclasses.replace(self, save=None, sources={**self.sources, "save": source})
 
     def replace(self, source: str, **values: Any) -> Settings:
-        """A copy with other values, whose origin is told by ``--print-config``."""
+        """A copy with other values; ``--print-config`` shows ``source`` as their origin."""
         changed = {name: value for name, value in values.items() if getattr(self, name) != value}
         sources = {**self.sources, **dict.fromkeys(changed, source)}
         return dataclasses.replace(self, sources=sources, **changed)

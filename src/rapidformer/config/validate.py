@@ -35,21 +35,21 @@ _SHARES = (
     "label_smoothing", "validation_split",
 )  # fmt: skip
 
-# Processes along these axes work on the same samples.
+# Ranks along these axes work on the same samples.
 _SHARED_BY = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 
 
 def _list_switch_numbers(kind: type) -> list[str]:
-    """The numbers that switches take, none of which makes sense at 0 or below."""
+    """The switches' numeric settings, all of which must be above 0."""
     settings = get_settings()
     names = [name for switch in SWITCHES for name in switch.settings]
     return [name for name in names if settings[name].kind is kind]
 
 
 def find_problems(args: Settings) -> list[str]:
-    """Every rule that the settings break, in the user's own words (flags)."""
+    """Every rule that the settings break, in terms of the user's flags."""
     return [
         *_check_ranges(args),
         *_check_learning_rate(args),
@@ -63,7 +63,7 @@ def find_problems(args: Settings) -> list[str]:
     ]
 
 
-# Settings that mean something only beside another one; those of switches say so in their rows.
+# Settings that only matter together with another one; a switch's are listed in its row.
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "save": ("overwrite",),
     "load": ("finetune",),
@@ -94,7 +94,7 @@ def find_idle_settings(args: Settings) -> list[str]:
 
 
 def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
-    """Options of a switch that is off, and a switch that lacks what it needs."""
+    """Options of a switch that is off, and a switch without what it needs."""
     names = [name for name in switch.options if args.is_given(name)]
     if not switch.has_what_it_needs(args):
         names += switch.list_given(args, switch.turned_on_by)
@@ -108,7 +108,7 @@ def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
 
 
 def has_sound_batches(args: Settings) -> bool:
-    """Whether the batch sizes can be reckoned with at all."""
+    """Whether the batch sizes are valid enough to compute with."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
     shares = [getattr(args, name) for name in _SHARED_BY]
     is_divided = all(share > 0 for share in shares) and args.world_size % math.prod(shares) == 0
@@ -194,7 +194,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
 
 
 def _check_switches(args: Settings) -> Iterator[str]:
-    """What the rows say about each other."""
+    """Contradictions, exclusions and requirements, as the switches' rows state them."""
     for switch in SWITCHES:
         contradiction = switch.find_contradiction(args)
         if contradiction:
@@ -216,7 +216,7 @@ def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
 
 
 def _check_processes(args: Settings) -> Iterator[str]:
-    """Tensor, pipeline and context sizes divide the processes; experts divide what is left."""
+    """Tensor, pipeline and context sizes divide the ranks; the expert size divides the rest."""
     sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
     share = math.prod(sizes.values())
     if args.world_size % share:
@@ -247,7 +247,9 @@ def _check_processes(args: Settings) -> Iterator[str]:
 
 
 def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
-    """Groups that each have the whole state must be equal, and hold whole sequences."""
+    """Each group has a complete copy of the state, so groups must be equal and hold whole
+    sequences.
+    """
     size, context = args.hybrid_sharding_size, args.context_parallel_size
     if size is None or size < 1:
         return
