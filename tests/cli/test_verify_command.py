@@ -124,7 +124,7 @@ def test_a_script_whose_switches_change_nothing(verify: Any, tmp_path: Path) -> 
         assert " pass" in table[quantity]
     assert out.strip().endswith("equal: these switches change nothing.")
     assert "data parallelism over 2" in err
-    assert "left out --bf16: a choice of precision changes numbers by design" in err
+    assert "left out --bf16: precision changes the numbers by design" in err
     assert "Model, 261 parameters, fp32 on cpu; 3 updates of 8 rows" in err
     assert verify.kinds == ["switched", "whole"]
     assert not (tmp_path / "run").exists(), "nothing is left behind"

@@ -57,7 +57,7 @@ def test_a_run_without_a_ramp_is_constant() -> None:
         (["0", "8", "100"], "every number must be at least 1"),
         (["8", "16", "100"], "must grow to --global-batch-size 32 in whole steps of 16"),
         (["40", "8", "100"], "must grow to --global-batch-size 32 in whole steps of 8"),
-        (["2", "6", "100"], "multiples of --micro-batch-size 4 x 1 data-parallel processes = 4"),
+        (["2", "6", "100"], "multiples of --micro-batch-size 4 x 1 data-parallel ranks = 4"),
     ],
 )
 def test_bad_ramps_are_explained(ramp: list[str], message: str) -> None:
@@ -68,7 +68,7 @@ def test_bad_ramps_are_explained(ramp: list[str], message: str) -> None:
 
 def test_a_ramp_needs_a_length_in_samples() -> None:
     words = ["--global-batch-size", "32", "--micro-batch-size", "4", "--epochs", "2"]
-    with pytest.raises(ConfigurationError, match="needs the length in --train-samples"):
+    with pytest.raises(ConfigurationError, match="100 needs --train-samples"):
         resolve(parse_arguments([*words, "--rampup-batch-size", "8", "8", "100"]))
 
 
@@ -83,11 +83,11 @@ def test_tokens_are_samples_of_a_length() -> None:
         (["--train-tokens", "100"], "--train-tokens 100 needs --seq-length"),
         (
             ["--train-tokens", "100", "--seq-length", "5", "--train-iters", "3"],
-            "--train-iters and --train-tokens say the same thing twice",
+            "--train-iters and --train-tokens set the same thing",
         ),
         (
             ["--train-samples", "100", "--train-iters", "3"],
-            "--train-iters and --train-samples say the same thing twice",
+            "--train-iters and --train-samples set the same thing",
         ),
     ],
 )

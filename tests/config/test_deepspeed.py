@@ -140,13 +140,13 @@ def test_clipping_is_told_where_the_file_is_silent(tmp_path: Path) -> None:
          "--lr-warmup-iters 5",
          "--lr-warmup-iters 5 and scheduler.params.warmup_num_steps 10 in ds.json disagree"),
         ({"scheduler": {"type": "WarmupLR"}}, "--lr-decay-style cosine",
-         "--lr-decay-style cosine and scheduler WarmupLR in ds.json both say"),
+         "--lr-decay-style cosine and scheduler WarmupLR in ds.json both set"),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "",
          "--global-batch-size 10 is not a multiple of --micro-batch-size 4 x 2"),
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
          "--global-batch-size 32",
          "--gradient-accumulation-steps 2 (ds.json: gradient_accumulation_steps) disagree: "
-         "4 x 2 data-parallel processes x 2 = 16"),
+         "4 x 2 data-parallel ranks x 2 = 16"),
     ],
 )  # fmt: skip
 def test_what_is_said_in_two_places_must_agree(
@@ -221,7 +221,7 @@ def test_auto_is_filled_from_the_settings(tmp_path: Path) -> None:
 
 def test_a_schedule_of_unknown_length_asks_for_it(tmp_path: Path) -> None:
     content = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
-    with pytest.raises(ConfigurationError, match="give --train-iters, or --epochs"):
+    with pytest.raises(ConfigurationError, match="give --train-iters or --epochs"):
         get_file_schedule(read(tmp_path, content), train_iters=None)
 
 
@@ -251,7 +251,7 @@ def test_our_flags_fill_what_the_file_leaves_open(tmp_path: Path) -> None:
 
 
 def test_16_bit_weights_and_autotp_have_zero(tmp_path: Path) -> None:
-    """Stage 1 stands in for none: the same numbers, and one kind of optimizer."""
+    """Stage 1 replaces none: the same numbers, and one kind of optimizer."""
     half = build_deepspeed_config(read(tmp_path, {"bf16": {"enabled": True}}), "bf16")
     assert half["zero_optimization"]["stage"] == 1
     split = read(tmp_path, {"tensor_parallel": {"autotp_size": 2}}, world_size=4)
@@ -280,19 +280,19 @@ def test_a_missing_file_says_so() -> None:
 @pytest.mark.parametrize(
     ("content", "words", "nearest"),
     [
-        ({}, "--pipeline-model-parallel-size 2", "goes with --zero-1-memory-optimization"),
+        ({}, "--pipeline-model-parallel-size 2", "with --zero-1-memory-optimization"),
         ({}, "--context-parallel-size 2", "--zero-3-memory-optimization"),
         ({}, "--hybrid-sharding-size 2", "zero_hpz_partition_size"),
         ({"zero_optimization": {"stage": 1}}, "--optimizer muon --lr 1", "use adam or sgd"),
-        ({"zero_optimization": {"stage": 3}}, "--tensor-model-parallel-size 2", "stage 1 or 2"),
+        ({"zero_optimization": {"stage": 3}}, "--tensor-model-parallel-size 2", "stages 1 and 2"),
         ({"zero_optimization": {"stage": 3}}, "--compile", "Use stage 2"),
         ({"zero_optimization": {"stage": 4}}, "", "must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "", "use cpu"),
-        ({}, "--cpu-offload", "needs a stage of ZeRO"),
+        ({}, "--cpu-offload", "needs a ZeRO stage"),
         ({"optimizer": {"type": "OneBitAdam"}}, "", "use AdamW"),
         ({"elasticity": {"enabled": True}}, "", "--max-restarts"),
         ({"amp": {"enabled": True}}, "", "--mixed-precision"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", "keep one"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", "keep only one"),
         ({"gradient_clipping": "much"}, "", "must be a number, got 'much'"),
         ({"gradient_allreduce_op": "sum"}, "", "must be mean"),
     ],

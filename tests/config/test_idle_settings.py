@@ -17,7 +17,7 @@ from rapidformer.config.validate import find_idle_settings
         ("--overwrite", "without --save"),
         ("--hysteresis 3 --bf16", "without --mixed-precision fp16"),
         ("--min-lr 1e-6 --lr 1e-3 --lr-decay-style constant", "--lr-decay-style constant"),
-        ("--epochs 3 --train-iters 10", "--train-iters 10 wins"),
+        ("--epochs 3 --train-iters 10", "--train-iters 10 overrides it"),
         ("--sequence-parallel", "no effect without --tensor-model-parallel-size"),
     ],
 )

@@ -191,7 +191,7 @@ def test_empty_yaml_value_never_becomes_none_where_a_value_is_needed(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("- a\n- b\n", "must hold `name: value` lines"),
+        ("- a\n- b\n", "must contain `name: value` lines"),
         ("lr: [1\n", "is not valid YAML"),
         ("lr: [1, 2]\n", "takes one value, got 2"),
     ],
@@ -262,7 +262,7 @@ def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:
 def test_unknown_name_in_code_and_as_attribute() -> None:
     with pytest.raises(ConfigurationError, match="unknown setting epoch in code: did you mean epo"):
         arguments_from_mapping({"epoch": 3})
-    with pytest.raises(AttributeError, match="no setting 'epoch'; the nearest is 'epochs'"):
+    with pytest.raises(AttributeError, match="no setting 'epoch'; did you mean 'epochs'"):
         _ = parse_arguments([]).epoch
 
 

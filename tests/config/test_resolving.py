@@ -65,7 +65,7 @@ def test_batch_that_does_not_divide_says_its_numbers() -> None:
     (problem,) = problems_of("--micro-batch-size", "16", "--global-batch-size", "100", world_size=4)
     assert problem == (
         "--global-batch-size 100 is not a multiple of --micro-batch-size 16 x 4 data-parallel "
-        "processes = 64: use 64 or 128."
+        "ranks = 64: use 64 or 128."
     )
 
 
@@ -160,16 +160,15 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lr 1e-5 --min-lr 1e-4", "--min-lr 0.0001 is above --lr 1e-05."),
         (
             "--lr-warmup-iters 5 --lr-warmup-fraction .1",
-            "--lr-warmup-iters and --lr-warmup-fraction say the same thing twice: "
-            "give one of them.",
+            "--lr-warmup-iters and --lr-warmup-fraction set the same thing: give only one of them.",
         ),
         (
             "--train-iters 5 --train-samples 10",
-            "--train-iters and --train-samples say the same thing twice: give one of them.",
+            "--train-iters and --train-samples set the same thing: give only one of them.",
         ),
         (
             "--lr-decay-iters 5 --lr-decay-samples 10",
-            "--lr-decay-iters and --lr-decay-samples say the same thing twice: give one of them.",
+            "--lr-decay-iters and --lr-decay-samples set the same thing: give only one of them.",
         ),
         (
             "--lr-decay-iters 5 --lr-warmup-iters 5",
@@ -179,10 +178,10 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
             "--seq-length 512 --max-position-embeddings 128",
             "--seq-length 512 is above --max-position-embeddings 128.",
         ),
-        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: give one of them."),
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: give only one of them."),
         (
             "--fp16 --mixed-precision bf16",
-            "--mixed-precision bf16 and --fp16 exclude each other: give one of them.",
+            "--mixed-precision bf16 and --fp16 exclude each other: give only one of them.",
         ),
         (
             "--hidden-size 10 --num-attention-heads 4",
@@ -190,7 +189,7 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("--user-script nowhere.py", "--user-script nowhere.py is not a file."),
         ("--vocab-file nowhere.txt", "--vocab-file nowhere.txt is not a file."),
-        ("--load ./nowhere", "--load ./nowhere: there is no such folder."),
+        ("--load ./nowhere", "--load ./nowhere: no such folder."),
     ],
 )
 def test_broken_rule(words: str, text: str) -> None:
@@ -207,13 +206,13 @@ def test_shares_of_every_axis_must_fit_the_processes() -> None:
     (problem,) = problems_of(*words, world_size=6)
     assert problem.startswith(
         "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 does not divide the "
-        "6 processes of this run"
+        "6 ranks of this run"
     )
     layout = ["--model-parallel", "2", "--pipeline-parallel", "2", "--data-parallel", "2"]
     (problem,) = problems_of(*layout, world_size=4)
-    assert problem.endswith("--data-parallel 1 does, or start 8 (--nproc-per-node).")
+    assert problem.endswith("use --data-parallel 1, or start 8 ranks (--nproc-per-node).")
     (problem,) = problems_of("--expert-model-parallel-size", "3", world_size=4)
-    assert problem.endswith("the 4 processes that see other tokens: use 1 or 2 or 4.")
+    assert problem.endswith("the 4 ranks with different tokens: use 1 or 2 or 4.")
 
 
 def test_processes_that_share_layers_see_the_same_rows() -> None:
@@ -227,8 +226,8 @@ def test_processes_that_share_layers_see_the_same_rows() -> None:
 def test_a_tensor_parallel_size_that_does_not_fit_is_refused() -> None:
     (problem,) = problems_of("--tensor-model-parallel-size", "4", world_size=6)
     assert problem == (
-        "--tensor-model-parallel-size 4 does not divide the 6 processes of this run: use 1 or 2 or "
-        "3 or 6, or start a multiple of 4 (--nproc-per-node)."
+        "--tensor-model-parallel-size 4 does not divide the 6 ranks of this run: use 1 or 2 or "
+        "3 or 6, or start a multiple of 4 ranks (--nproc-per-node)."
     )
     (problem,) = problems_of(
         "--tensor-model-parallel-size", "3", "--num-attention-heads", "16", world_size=3

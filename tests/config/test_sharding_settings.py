@@ -18,17 +18,17 @@ def read(flags: str, world_size: int = 1) -> Settings:
         (
             "--fsdp-memory-optimization --hybrid-sharding-size 3",
             4,
-            "does not cut the 4 data-parallel processes into equal groups: use 1 or 2 or 4.",
+            "does not divide the 4 data-parallel ranks into equal groups: use 1 or 2 or 4.",
         ),
         (
             "--fsdp-memory-optimization --hybrid-sharding-size 4 --tensor-model-parallel-size 4",
             8,
-            "the 2 data-parallel processes into equal groups: use 1 or 2.",
+            "the 2 data-parallel ranks into equal groups: use 1 or 2.",
         ),
         (
             "--fsdp-memory-optimization --hybrid-sharding-size 2 --context-parallel-size 4",
             8,
-            "into equal groups of whole sequences (4 processes each): use 4 or 8.",
+            "into equal groups of whole sequences (4 ranks each): use 4 or 8.",
         ),
         (
             "--hybrid-sharding-size 2",

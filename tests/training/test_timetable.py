@@ -59,15 +59,18 @@ def test_evaluation_may_begin_later() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_interval": 1.5}, "--eval-interval must be a whole number of updates, or a share"),
+        (
+            {"eval_interval": 1.5},
+            "--eval-interval must be a whole number of steps, or below 1 for a",
+        ),
         ({"load_best_model_at_end": True}, "--load-best-model-at-end needs --save"),
         (
             {"early_stopping_patience": 2, "eval_strategy": "no"},
-            "--early-stopping-patience needs evaluations, and --eval-strategy is no.",
+            "--early-stopping-patience needs evaluations, but --eval-strategy is no.",
         ),
         (
             {"label_smoothing": 0.1, "tensor_model_parallel_size": 2},
-            "--label-smoothing needs whole logits, and --tensor-model-parallel-size splits them",
+            "--label-smoothing needs whole logits, but --tensor-model-parallel-size splits them",
         ),
     ],
 )

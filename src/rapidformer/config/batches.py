@@ -105,7 +105,7 @@ def find_ramp_problems(args: Settings) -> Iterator[str]:
         yield (
             f"{given}: the first batch size and the increment must be multiples of "
             f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} "
-            f"data-parallel processes = {share}."
+            f"data-parallel ranks = {share}."
         )
     if args.train_iters is None and args.train_samples is None and args.train_tokens is None:
-        yield f"{given} needs the length in --train-samples, --train-tokens or --train-iters."
+        yield f"{given} needs --train-samples, --train-tokens or --train-iters."

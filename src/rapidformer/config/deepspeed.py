@@ -48,12 +48,12 @@ _SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_sample
 _OPTIMIZER_DEFAULTS = {"weight_decay": 0.0, "sgd_momentum": 0.0}
 # Sections that change the result or need another way of running, each with the reason.
 _REFUSED = {
-    "amp": "apex has ended: use fp16, bf16 or --mixed-precision",
-    "autotuning": "run DeepSpeed's own tuner, then bring its result",
+    "amp": "apex has been discontinued: use fp16, bf16 or --mixed-precision",
+    "autotuning": "run DeepSpeed's own tuner first, then use its result",
     "compression_training": "it changes the model",
     "curriculum_learning": "it changes the data",
     "data_efficiency": "it changes the data",
-    "elasticity": "use --max-restarts; a checkpoint goes on with any number of processes",
+    "elasticity": "use --max-restarts; a checkpoint resumes on any number of ranks",
     "hybrid_engine": "it is for reinforcement learning",
     "pipeline": "use --pipeline-model-parallel-size without --deepspeed",
     "progressive_layer_drop": "it changes the model",
@@ -118,7 +118,7 @@ class _Merge:
     def _disagree(self, name: str, theirs: str) -> None:
         self.problems.append(
             f"{_describe(self.args, name)} and {theirs} in {self.file} disagree: "
-            "make them equal, or leave one of them out."
+            "make them equal, or give only one of them."
         )
 
     def _take_optimizer(self) -> None:
@@ -160,7 +160,7 @@ class _Merge:
             half = str(find_value(self.content, "torch_autocast.dtype") or "bfloat16")
             kinds.append("fp16" if half.endswith("float16") and "b" not in half else "bf16")
         if len(set(kinds)) > 1:
-            self.problems.append(f"{self.file} switches on {' and '.join(kinds)}: keep one.")
+            self.problems.append(f"{self.file} turns on {' and '.join(kinds)}: keep only one.")
             return
         asked = _find_asked_precision(self.args)
         if kinds and asked is None and self.args.is_given("mixed_precision"):
@@ -195,8 +195,8 @@ class _Merge:
             names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
             given = ", ".join(_describe(self.args, name) for name in names)
             self.problems.append(
-                f"{given} disagree: {micro} x {replicas} data-parallel processes x {steps} = "
-                f"{micro * replicas * steps}. Leave one of the three out."
+                f"{given} disagree: {micro} x {replicas} data-parallel ranks x {steps} = "
+                f"{micro * replicas * steps}. Give only two of the three."
             )
 
     def _compare_schedules(self) -> None:
@@ -205,8 +205,8 @@ class _Merge:
         for name in _SCHEDULE:
             if self.args.is_given(name) and not (is_open and name == "lr_warmup_fraction"):
                 self.problems.append(
-                    f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both say "
-                    "what the learning rate does: leave one of them out."
+                    f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both set "
+                    "the learning rate: give only one of them."
                 )
 
 
@@ -223,8 +223,8 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
     if stage == 3 and args.tensor_model_parallel_size > 1:
         yield (
             f"{_describe(args, 'tensor_model_parallel_size')} with zero_optimization.stage 3 in "
-            f"{file}: DeepSpeed's AutoTP goes with stage 1 or 2; --zero-3-memory-optimization "
-            "without --deepspeed goes with both."
+            f"{file}: DeepSpeed's AutoTP supports stages 1 and 2 only. Use one of them, or "
+            "--zero-3-memory-optimization without --deepspeed."
         )
     if stage == 3 and args.compile:
         yield (
@@ -234,13 +234,13 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
         )
     if stage and args.optimizer in ("adafactor", "muon"):
         yield (
-            f"--optimizer {args.optimizer} looks at whole matrices, and DeepSpeed's ZeRO-{stage} "
+            f"--optimizer {args.optimizer} needs whole matrices, but DeepSpeed's ZeRO-{stage} "
             "splits them: use adam or sgd, or stage 0."
         )
     if args.cpu_offload and not stage:
         yield (
-            f"{_describe(args, 'cpu_offload')} needs a stage of ZeRO: set zero_optimization.stage "
-            f"to 1, 2 or 3 in {file}, or leave it open there and add "
+            f"{_describe(args, 'cpu_offload')} needs a ZeRO stage: set zero_optimization.stage "
+            f"to 1, 2 or 3 in {file}, or remove it there and add "
             "--zero-1-memory-optimization, -2- or -3-."
         )
     for part in ("offload_optimizer", "offload_param"):
@@ -252,7 +252,7 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
     if find_value(content, "data_types.grad_accum_dtype") == "fp32" and stage == 1:
         yield f"data_types.grad_accum_dtype fp32 in {file} needs zero_optimization.stage 2 or 3."
     if find_value(content, "gradient_allreduce_op") not in (None, "mean"):
-        yield f"gradient_allreduce_op in {file} must be mean: the engine divides by the true count."
+        yield f"gradient_allreduce_op in {file} must be mean: the engine averages itself."
 
 
 def _describe(args: Settings, name: str) -> str:

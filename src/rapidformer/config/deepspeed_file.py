@@ -49,7 +49,7 @@ def load_deepspeed_file(path: str) -> Section:
     except ValueError as reason:
         raise ConfigurationError(f"--deepspeed {path} is not valid JSON: {reason}.") from None
     if not isinstance(content, dict):
-        raise ConfigurationError(f"--deepspeed {path} must hold a JSON object.")
+        raise ConfigurationError(f"--deepspeed {path} must contain a JSON object.")
     problems = [
         f"--deepspeed {path}: {key} must be a number, got {value!r}."
         for key in _NUMBERS
@@ -167,8 +167,8 @@ def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Sec
             parameters[name] = int(parameters[name])  # JSON reads 1e3 as a float
     if parameters.get("total_num_steps", 0) is None:
         raise ConfigurationError(
-            f"scheduler.params.total_num_steps in {args.deepspeed} is auto, and the length of the "
-            "run is not known: give --train-iters, or --epochs."
+            f"scheduler.params.total_num_steps in {args.deepspeed} is auto, but the length of the "
+            "run is not known: give --train-iters or --epochs."
         )
     return str(kind), parameters
 
@@ -203,5 +203,5 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Section:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice} stands in it twice")
+        raise ValueError(f"{twice} occurs twice")
     return content

@@ -22,7 +22,7 @@ _BLACK_BOX_EPOCHS = 3
 
 def resolve(args: Settings, *, world_size: int = 1, rank: int = 0) -> Settings:
     """Check the settings for this many ranks and fill in what follows from them."""
-    args = args.replace("derived: the processes of this run", world_size=world_size, rank=rank)
+    args = args.replace("derived: the ranks of this run", world_size=world_size, rank=rank)
     args, disagreements = merge_deepspeed(args)
     problems = [*disagreements, *find_problems(args)]
     if not problems:
@@ -43,7 +43,7 @@ def _derive_names(args: Settings) -> Settings:
     if args.data_path is None and args.data_dir is None and args.data_name is not None:
         # The documentation also shows `--dataset-name glue` on its own.
         args = args.replace(
-            "derived: --data-name stands alone", data_path=args.data_name, data_name=None
+            "derived: --data-name without --data-path", data_path=args.data_name, data_name=None
         )
     if args.load is None and args.pretrained_model_name_or_path is not None:
         # Users' scripts call `from_pretrained(args.load)`.
@@ -61,7 +61,7 @@ def _derive_names(args: Settings) -> Settings:
 
 
 def _derive_black_box_defaults(args: Settings) -> Settings:
-    reason = "derived: the black box's default"
+    reason = "derived: the task's default"
     if args.task == "pretraining":
         # Length and learning rate depend on the corpus, which only the user knows.
         return args
@@ -95,11 +95,11 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
     replicas = args.data_parallel_size
     micro, total = args.micro_batch_size, args.global_batch_size
     steps = args.gradient_accumulation_steps
-    reason = "derived: global = micro x processes x accumulation"
+    reason = "derived: global = micro x ranks x accumulation"
     if micro is None and total is not None:
         share = replicas * (steps or 1)
         if total % share:
-            problems.append(_explain_division(total, share, f"{share} micro-batches per update"))
+            problems.append(_explain_division(total, share, f"{share} micro-batches per step"))
             return args
         micro = total // share
     if micro is None:
@@ -108,14 +108,14 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
         total = micro * replicas * (steps or 1)
     share = micro * replicas
     if total % share and steps is None:
-        rule = f"--micro-batch-size {micro} x {replicas} data-parallel processes = {share}"
+        rule = f"--micro-batch-size {micro} x {replicas} data-parallel ranks = {share}"
         problems.append(_explain_division(total, share, rule))
         return args
     if steps is not None and total != share * steps:
         problems.append(
             f"--global-batch-size {total} and --gradient-accumulation-steps {steps} disagree: "
-            f"--micro-batch-size {micro} x {replicas} processes x {steps} = {share * steps}. "
-            "Leave one of them out."
+            f"--micro-batch-size {micro} x {replicas} ranks x {steps} = {share * steps}. "
+            "Give only one of them."
         )
         return args
     args = args.replace(

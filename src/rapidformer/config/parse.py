@@ -84,7 +84,9 @@ def parse_arguments(
     namespace, unknown = parser.parse_known_args(words)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
-        problems = [f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front"]
+        problems = [
+            f"unexpected {' '.join(unknown)!r}: put the setting's --name in front of each value"
+        ]
     given = vars(namespace)
     settings = get_settings()
     file_values = _read_yaml(given.get("config"), problems)
@@ -201,7 +203,7 @@ def _read_yaml(path: str | None, problems: list[str]) -> dict[str, Any]:
         problems.append(f"--config {path} is not valid YAML: {' '.join(str(reason).split())}")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"--config {path} must hold `name: value` lines.")
+        problems.append(f"--config {path} must contain `name: value` lines.")
         return {}
     return _canonical_names(content, path, problems)
 

@@ -48,7 +48,7 @@ class Settings(
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """An instance built directly, not parsed: whatever differs from the default came from code."""
+        """If built directly, not parsed, whatever differs from the default came from code."""
         if not self.sources:
             given = {f.name: "code" for f in dataclasses.fields(self) if _is_changed(self, f)}
             object.__setattr__(self, "sources", given)
@@ -100,8 +100,8 @@ class Settings(
         if name.startswith("no_") and name[3:] in _FIELD_NAMES:
             return not getattr(self, name[3:])
         near = find_nearest(name, [*_FIELD_NAMES, *ALIASES, *extras])
-        hint = f"; the nearest is {near!r}" if near else ""
-        raise AttributeError(f"there is no setting {name!r}{hint}")
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise AttributeError(f"no setting {name!r}{hint}")
 
 
 _OWN = ("rank", "world_size", "extras", "sources")

@@ -1,12 +1,13 @@
-"""Every switch as one row, in the order in which they are applied to a model.
+"""Every switch as one row, in the order of application.
 
-Whatever needs only facts about a switch reads them here: which combinations are refused and what
-has no effect (``validate.py``), what one setting implies (``derive.py``), what is left to
-DeepSpeed, what ``rapidformer verify`` turns off, what ``rapidformer config`` asks, the tables in
-the docs. ``accel/parallelize.py`` walks the same rows and calls ``apply`` of each row's module.
+Everything that needs only facts about a switch reads them here: which combinations are refused and
+which settings have no effect (``validate.py``), what a setting implies (``derive.py``), what
+DeepSpeed does itself, what ``rapidformer verify`` turns off, what ``rapidformer config`` asks, and
+the tables in the docs. ``accel/parallelize.py`` walks the same rows and calls ``apply`` of each
+row's module.
 
-A new switch is a field in ``sections.py`` (its docstring is the switch's sentence in help and
-docs), a row here, a module in ``accel/`` and a parity test. A setting without a row fails a test.
+A new switch is a field in ``sections.py`` (its docstring is the text in help and docs), a row
+here, a module in ``accel/`` and a parity test. A setting without a row fails a test.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 
 Moment = Literal["whole", "placed", "made"]
-"""When a switch is applied. whole: before weights are moved, while the model is as it was built;
-placed: on the device, equal on every process; made: once every parameter is the final one."""
+"""When a switch is applied. whole: to the model as built, before its weights are moved; placed:
+weights are on the device and equal on every rank; made: every parameter is final."""
 
 Verification = Literal["off", "left out", "refused"]
 """What ``rapidformer verify`` does with a switch. off: on in the verified run, off in the reference
@@ -29,7 +30,7 @@ run; left out: off in both, for the reason given; refused: the run cannot be ver
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Another switch, or some values of one of its settings, and why it matters here."""
+    """Another switch, or certain values of one of its settings, and why it matters here."""
 
     switch: str
     setting: str = ""
@@ -37,12 +38,12 @@ class Rule:
     reason: str = ""
 
     def holds(self, args: Settings) -> bool:
-        """Whether that switch is on, with one of the values where there are some."""
+        """Whether that switch is on, with one of the values if any are listed."""
         is_met = not self.setting or getattr(args, self.setting) in self.values
         return is_met and get_switch(self.switch).is_on(args)
 
     def describe(self, args: Settings | None = None) -> str:
-        """The flag to name in a message: the one that was given, or the switch's first."""
+        """The flag to name in a message: the one given, or the switch's first."""
         if self.setting:
             return f"{to_flag(self.setting)} {self.values[0]}"
         return get_switch(self.switch).describe(args)
@@ -50,7 +51,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Implication:
-    """A setting from which another one follows, unless that or one of ``unless`` is set."""
+    """A setting that sets another one, unless that one or one of ``unless`` is set."""
 
     setting: str
     sets: str
@@ -72,42 +73,42 @@ class Switch:
     """One switch: everything about it except the code that applies it."""
 
     name: str
-    """As the start-up lines and the docs call it."""
+    """Its name in start-up lines and docs."""
     turned_on_by: tuple[str, ...] = ()
-    """Any of these settings turns it on. Without any it is on wherever it has what it needs."""
+    """Any of these settings turns it on. If empty, it is on whenever its needs are met."""
     options: tuple[str, ...] = ()
-    """Settings that say how; without effect while it is off."""
+    """Settings that configure it; without effect while it is off."""
     kinds: Mapping[str, Any] = field(default_factory=dict)
-    """What a setting that turns it on stands for; two that differ exclude each other."""
+    """What each setting that turns it on stands for; two different ones exclude each other."""
 
     module: str = ""
-    """Where its ``apply`` is, under ``accel``; empty: another row's module does it too."""
+    """The module with its ``apply``, under ``accel``; empty if another row's module applies it."""
     moment: Moment = "placed"
     done_by_deepspeed: bool = False
-    """Under ``--deepspeed`` it is DeepSpeed's task, and not applied here."""
+    """Under ``--deepspeed``, DeepSpeed does it, and it is not applied here."""
 
     needs: tuple[Rule, ...] = ()
     """One of these must hold, or it has no effect."""
     is_refused_alone: bool = False
-    """Whether missing what it needs is an error rather than a warning."""
+    """Whether unmet needs are an error rather than a warning."""
     excludes: tuple[Rule, ...] = ()
     """Each pair once, on either side."""
     implies: tuple[Implication, ...] = ()
 
     verification: Verification = "off"
     why: str = ""
-    """Why verification does not compare it."""
+    """Why verification cannot compare it."""
     question: Question | None = None
     exact: str = "to 1e-6"
-    """For the docs: how its result compares with a run without it."""
+    """For the docs: how closely its result matches a run without it."""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Everything that a user may set about it."""
+        """All of its settings."""
         return (*self.turned_on_by, *self.options)
 
     def is_on(self, args: Settings) -> bool:
-        """Whether the settings ask for it."""
+        """Whether the settings turn it on."""
         return not self.turned_on_by or bool(self.list_given(args, self.turned_on_by))
 
     def has_what_it_needs(self, args: Settings) -> bool:
@@ -115,7 +116,7 @@ class Switch:
         return not self.needs or any(rule.holds(args) for rule in self.needs)
 
     def list_given(self, args: Settings, names: tuple[str, ...] | None = None) -> list[str]:
-        """Those of its settings that are not what they are by default."""
+        """Those of its settings (or of ``names``) that are not at their defaults."""
         names = self.settings if names is None else names
         return [name for name in names if getattr(args, name) != get_settings()[name].default]
 
@@ -124,12 +125,12 @@ class Switch:
         return {name: get_settings()[name].default for name in self.settings}
 
     def describe(self, args: Settings | None = None) -> str:
-        """Its flag: the one that the settings turn it on by, or its first."""
+        """Its flag: the one that turned it on, or its first."""
         given = self.list_given(args, self.turned_on_by) if args is not None else []
         return to_flag((given or self.turned_on_by)[0])
 
     def find_contradiction(self, args: Settings) -> list[str]:
-        """The flags that turn it on in different ways; empty where they agree."""
+        """The flags that turn it on in different ways; empty if they agree."""
         given = self.list_given(args, self.turned_on_by) if self.kinds else []
         kinds = {name: self.kinds.get(name, getattr(args, name)) for name in given}
         if len(set(kinds.values()) - {"auto"}) < 2:
@@ -141,7 +142,7 @@ class Switch:
 
 
 def to_flag(name: str) -> str:
-    """A setting as it stands on a command line."""
+    """A setting's name as a command-line flag."""
     return "--" + name.replace("_", "-")
 
 
@@ -156,10 +157,10 @@ _ZERO_STAGES = {
     "zero_3_memory_optimization": 3,
     "fsdp_memory_optimization": 3,
 }
-_NEW_DROPOUT = "; dropout keeps its distribution only"
+_NEW_DROPOUT = "; dropout only in distribution"
 
 SWITCHES: tuple[Switch, ...] = (
-    # First of all, so that no process works on blocks that it will not keep.
+    # First, so that no rank processes blocks that it will not keep.
     Switch(
         name="pipeline",
         turned_on_by=("pipeline_model_parallel_size",),
@@ -174,18 +175,21 @@ SWITCHES: tuple[Switch, ...] = (
         module="deepspeed.switch",
         moment="whole",
         excludes=(
-            Rule(switch="pipeline", reason="a pipeline goes with --zero-1-memory-optimization"),
+            Rule(
+                switch="pipeline",
+                reason="use a pipeline with --zero-1-memory-optimization instead of DeepSpeed",
+            ),
             Rule(
                 switch="sequence parallelism",
-                reason="it goes with --tensor-model-parallel-size without DeepSpeed",
+                reason="use it with --tensor-model-parallel-size and without DeepSpeed",
             ),
             Rule(
                 switch="context parallelism",
-                reason="long sequences go with --zero-3-memory-optimization",
+                reason="use --zero-3-memory-optimization instead of DeepSpeed",
             ),
             Rule(
                 switch="expert parallelism",
-                reason="experts go with --zero-1-memory-optimization",
+                reason="use --zero-1-memory-optimization instead of DeepSpeed",
             ),
             Rule(
                 switch="hybrid sharding",
@@ -193,11 +197,11 @@ SWITCHES: tuple[Switch, ...] = (
             ),
         ),
         verification="refused",
-        why="DeepSpeed keeps gradients to itself, where verify cannot look: leave it out, and "
-        "verify the same stage by --zero-1-, --zero-2- or --zero-3-memory-optimization",
-        exact="to 2e-6; 16-bit sections of its file are a choice of precision",
+        why="verify cannot read the gradients that DeepSpeed keeps internally: verify the same "
+        "stage with --zero-1-, --zero-2- or --zero-3-memory-optimization instead",
+        exact="to 2e-6, unless its file asks for 16 bits",
     ),
-    # Everything that follows sees layers as they are split.
+    # Everything below sees the split layers.
     Switch(
         name="tensor parallelism",
         turned_on_by=("tensor_model_parallel_size",),
@@ -241,21 +245,21 @@ SWITCHES: tuple[Switch, ...] = (
                 switch="pipeline",
                 setting="pipeline_schedule",
                 values=("zero-bubble",),
-                reason="use 1f1b or interleaved. (Compiled blocks compute both gradients at once, "
-                "which zero-bubble takes apart.)",
+                reason="use 1f1b or interleaved. (Zero-bubble computes the gradients of inputs and "
+                "weights separately; compiled blocks compute both at once.)",
             ),
         ),
         implies=(Implication(setting="onnx_runtime_training", sets="compile", to=True),),
-        exact="to rounding: fused kernels add in another order",
+        exact="up to rounding: fused kernels sum in a different order",
     ),
-    # Around both: of a recomputed block only the inputs are kept, and sent to the host.
+    # Around both: for a recomputed block, only its inputs are kept and sent to the host.
     Switch(
         name="activation offload",
         turned_on_by=("activation_offload",),
         module="activation_offload",
         exact="yes, dropout included",
     ),
-    # Outside of all these: tokens are cut before the first block and joined after the last.
+    # Outside all of these: tokens are split before the first block and joined after the last.
     Switch(
         name="context parallelism",
         turned_on_by=("context_parallel_size",),
@@ -263,12 +267,12 @@ SWITCHES: tuple[Switch, ...] = (
         excludes=(
             Rule(
                 switch="pipeline",
-                reason="give --zero-3-memory-optimization instead of pipeline stages",
+                reason="use --zero-3-memory-optimization instead of pipeline stages",
             ),
         ),
         exact=f"to 2e-6{_NEW_DROPOUT}",
     ),
-    # Before sharding, which splits what each process holds of the experts.
+    # Before sharding, which shards each rank's experts further.
     Switch(
         name="expert parallelism",
         turned_on_by=("expert_model_parallel_size",),
@@ -276,13 +280,13 @@ SWITCHES: tuple[Switch, ...] = (
         excludes=(
             Rule(
                 switch="tensor parallelism",
-                reason="experts expect different tokens on each process, split layers the same. "
-                "Experts are most of a mixture's weights: give --expert-model-parallel-size, and "
+                reason="experts need different tokens on each rank, split layers the same ones. "
+                "Most of a mixture's weights are experts: use --expert-model-parallel-size, and "
                 "--zero-3-memory-optimization for the rest",
             ),
             Rule(
                 switch="pipeline",
-                reason="give --zero-3-memory-optimization instead of pipeline stages",
+                reason="use --zero-3-memory-optimization instead of pipeline stages",
             ),
         ),
     ),
@@ -295,7 +299,7 @@ SWITCHES: tuple[Switch, ...] = (
         done_by_deepspeed=True,
         question=Question(
             flag="zero",
-            text="Split the training state over the processes? (no, 1, 2, 3: ZeRO's stages)",
+            text="Shard the training state over the ranks? (no, 1, 2, 3: the ZeRO stage)",
             answers={str(stage): {name: True} for name, stage in list(_ZERO_STAGES.items())[:3]},
         ),
     ),
@@ -305,8 +309,7 @@ SWITCHES: tuple[Switch, ...] = (
         needs=(
             Rule(
                 switch="ZeRO",
-                reason="it says how many processes split the state, and without them nothing is "
-                "split",
+                reason="it sets how many ranks shard the state; without ZeRO nothing is sharded",
             ),
             Rule(switch="CPU offload"),
         ),
@@ -317,7 +320,7 @@ SWITCHES: tuple[Switch, ...] = (
         turned_on_by=("cpu_offload",),
         done_by_deepspeed=True,
         implies=(
-            # Weights that live elsewhere must come block by block, as ZeRO-3's do.
+            # Offloaded weights must be fetched block by block, like ZeRO-3's.
             Implication(
                 setting="cpu_offload",
                 sets="zero_3_memory_optimization",
@@ -326,7 +329,7 @@ SWITCHES: tuple[Switch, ...] = (
             ),
         ),
     ),
-    # Its hooks stand on parameters, which must stay the same from here on.
+    # It hooks parameters, which must not be replaced after this.
     Switch(
         name="data parallelism",
         options=("data_parallel",),
@@ -346,13 +349,13 @@ SWITCHES: tuple[Switch, ...] = (
             Implication(setting="bf16", sets="mixed_precision", to="bf16"),
         ),
         verification="left out",
-        why="a choice of precision changes numbers by design; both runs are in fp32",
+        why="precision changes the numbers by design; both runs are in fp32",
         question=Question(
             flag="mixed_precision",
             text="Mixed precision? (no, fp16, bf16)",
             answers={kind: {"mixed_precision": kind} for kind in ("fp16", "bf16")},
         ),
-        exact="no: a choice of precision",
+        exact="no: it trades precision for speed",
     ),
     Switch(
         name="loss scaling",
@@ -366,6 +369,6 @@ SWITCHES: tuple[Switch, ...] = (
         needs=(Rule(switch="precision", setting="mixed_precision", values=("fp16", "auto")),),
         verification="left out",
         why="both runs are in fp32",
-        exact="no: a choice of precision",
+        exact="no: it belongs to fp16",
     ),
 )

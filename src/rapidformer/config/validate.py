@@ -89,7 +89,7 @@ def find_idle_settings(args: Settings) -> list[str]:
     if args.lr_decay_style == "constant" and args.is_given("min_lr"):
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
     if args.train_iters is not None and args.is_given("epochs"):
-        idle.append(f"--epochs has no effect: --train-iters {args.train_iters} wins.")
+        idle.append(f"--epochs has no effect: --train-iters {args.train_iters} overrides it.")
     return idle
 
 
@@ -123,7 +123,7 @@ def _check_ranges(args: Settings) -> Iterator[str]:
     for name in (*_POSITIVE, *_list_switch_numbers(float)):
         value = getattr(args, name)
         if value is not None and not value > 0:
-            yield f"{to_flag(name)} must be above 0, got {value}."
+            yield f"{to_flag(name)} must be positive, got {value}."
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not value >= 0:
@@ -147,9 +147,9 @@ def _check_learning_rate(args: Settings) -> Iterator[str]:
         if getattr(args, name)
     ]
     if len(warmups) > 1:
-        yield f"{' and '.join(warmups)} say the same thing twice: give one of them."
+        yield f"{' and '.join(warmups)} set the same thing: give only one of them."
     if args.lr_decay_iters is not None and args.lr_decay_samples is not None:
-        yield "--lr-decay-iters and --lr-decay-samples say the same thing twice: give one of them."
+        yield "--lr-decay-iters and --lr-decay-samples set the same thing: give only one of them."
     if args.lr_decay_iters and 0 < args.lr_decay_iters <= args.lr_warmup_iters:
         yield (
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below "
@@ -164,9 +164,9 @@ def _check_length(args: Settings) -> Iterator[str]:
         if args.is_given(name) and getattr(args, name) is not None
     ]
     if len(lengths) > 1:
-        yield f"{' and '.join(lengths)} say the same thing twice: give one of them."
+        yield f"{' and '.join(lengths)} set the same thing: give only one of them."
     if args.train_tokens is not None and args.seq_length is None:
-        yield f"--train-tokens {args.train_tokens} needs --seq-length: a sample has that many."
+        yield f"--train-tokens {args.train_tokens} needs --seq-length: the tokens per sample."
     limit = args.max_position_embeddings
     if limit is not None and args.seq_length is not None and args.seq_length > limit:
         yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
@@ -177,19 +177,19 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
         interval = getattr(args, name)
         if interval is not None and interval > 1 and interval % 1:
             yield (
-                f"{to_flag(name)} must be a whole number of updates, or a share of the run below "
-                f"1, got {interval}."
+                f"{to_flag(name)} must be a whole number of steps, or below 1 for a fraction of "
+                f"the run, got {interval}."
             )
     if args.load_best_model_at_end and args.save is None:
-        yield "--load-best-model-at-end needs --save: the best weights are kept there."
+        yield "--load-best-model-at-end needs --save: the best weights are saved there."
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(args, name) and args.eval_strategy == "no":
-            yield f"{to_flag(name)} needs evaluations, and --eval-strategy is no."
+            yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
     split = [name for name in _SHARED_BY if getattr(args, name) > 1]
     if args.label_smoothing and split:
         yield (
-            f"--label-smoothing needs whole logits, and {to_flag(split[0])} splits them: leave one "
-            "of them out."
+            f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
+            "one of them."
         )
 
 
@@ -198,7 +198,7 @@ def _check_switches(args: Settings) -> Iterator[str]:
     for switch in SWITCHES:
         contradiction = switch.find_contradiction(args)
         if contradiction:
-            yield f"{' and '.join(contradiction)} exclude each other: give one of them."
+            yield f"{' and '.join(contradiction)} exclude each other: give only one of them."
         if not switch.is_on(args):
             continue
         for rule in switch.excludes:
@@ -224,24 +224,24 @@ def _check_processes(args: Settings) -> Iterator[str]:
         total = f" = {share}" if len(sizes) > 1 else ""
         fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
         yield (
-            f"{given}{total} does not divide the {args.world_size} processes of this run: "
-            f"use {' or '.join(fitting)}, or start a multiple of {share} (--nproc-per-node)."
+            f"{given}{total} does not divide the {args.world_size} ranks of this run: "
+            f"use {' or '.join(fitting)}, or start a multiple of {share} ranks (--nproc-per-node)."
         )
         return
     if args.data_parallel not in (None, args.world_size // share):
         given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         yield (
-            f"--data-parallel {args.data_parallel} and {given or 'nothing else'} do not make the "
-            f"{args.world_size} processes of this run: --data-parallel {args.world_size // share} "
-            f"does, or start {args.data_parallel * share} (--nproc-per-node)."
+            f"--data-parallel {args.data_parallel}{' x ' if given else ''}{given} is not the "
+            f"{args.world_size} ranks of this run: use --data-parallel {args.world_size // share}, "
+            f"or start {args.data_parallel * share} ranks (--nproc-per-node)."
         )
     replicas = args.world_size // share * args.context_parallel_size
     experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
         fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
         yield (
-            f"--expert-model-parallel-size {experts} does not divide the {replicas} processes that "
-            f"see other tokens: use {' or '.join(fitting)}."
+            f"--expert-model-parallel-size {experts} does not divide the {replicas} ranks with "
+            f"different tokens: use {' or '.join(fitting)}."
         )
     yield from _check_hybrid_sharding(args, replicas)
 
@@ -255,9 +255,9 @@ def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
         return
     if replicas % size or size % context:
         fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
-        whole = f" of whole sequences ({context} processes each)" if context > 1 else ""
+        whole = f" of whole sequences ({context} ranks each)" if context > 1 else ""
         yield (
-            f"--hybrid-sharding-size {size} does not cut the {replicas} data-parallel processes "
+            f"--hybrid-sharding-size {size} does not divide the {replicas} data-parallel ranks "
             f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
 
@@ -289,14 +289,14 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
     if args.task != "pretraining" or args.user_script is not None:
         return
     if args.seq_length is None:
-        yield "--task pretraining needs --seq-length, the tokens of a sample."
+        yield "--task pretraining needs --seq-length, the tokens per sample."
     if args.data_path is None and args.train_data_path is None:
         yield (
             "--task pretraining needs --data-path, the prefix of .bin and .idx files "
-            "(`rapidformer preprocess` makes them), or --train-data-path."
+            "(`rapidformer preprocess` writes them), or --train-data-path."
         )
     if args.data_path is not None and args.train_data_path is not None:
-        yield "--data-path and --train-data-path exclude each other: give one of them."
+        yield "--data-path and --train-data-path exclude each other: give only one of them."
 
 
 def _check_files(args: Settings) -> Iterator[str]:
@@ -307,7 +307,7 @@ def _check_files(args: Settings) -> Iterator[str]:
         is_script = args.user_script is not None or args.task is None
         looks_local = args.load.startswith((".", "/", "~")) or args.load.count("/") > 1
         if (looks_local or not is_script) and not Path(args.load).expanduser().exists():
-            yield f"--load {args.load}: there is no such folder."
+            yield f"--load {args.load}: no such folder."
     if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
         yield f"--output {args.output}: there is no folder {Path(args.output).parent}."
     for name in ("vocab_file", "merge_file", "tokenizer_model"):
