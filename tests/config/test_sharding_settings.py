@@ -33,7 +33,7 @@ def read(flags: str, world_size: int = 1) -> Settings:
         (
             "--hybrid-sharding-size 2",
             4,
-            "needs --zero-1-memory-optimization or --cpu-offload: it says",
+            "needs --zero-1-memory-optimization or --cpu-offload: it sets",
         ),
         ("--hybrid-sharding-size 0", 1, "--hybrid-sharding-size must be at least 1, got 0."),
         ("--remote-device nvme", 1, "--cpu-offload is a switch and takes true or false"),
