@@ -65,6 +65,9 @@ def set_aside(folder: Path) -> None:
     found = [path for path in found if path.exists()]
     if not found:
         return
+    for link in folder.glob("checkpoint-*"):
+        if link.is_symlink():
+            link.unlink()
     shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
     (folder / PREVIOUS).mkdir()
     for path in found:

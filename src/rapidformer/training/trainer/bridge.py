@@ -16,6 +16,7 @@ from rapidformer.training.progress import Progress
 from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.trainer.interface import TrainerInterface
+from rapidformer.training.trainer.loop_events import LoopEvents, forget_requests
 
 
 class TrainerTemplate(Template):
@@ -25,6 +26,7 @@ class TrainerTemplate(Template):
         super().__init__(engine)
         self.trainer = trainer
         self.processor = trainer.processing_class
+        self.callbacks = [LoopEvents(trainer)]
 
     @property
     def is_shuffled(self) -> bool:
@@ -42,10 +44,14 @@ class TrainerTemplate(Template):
             return None
         name, greater = self.choose_best_metric()
         return Evaluation(
-            run=lambda: to_metrics(self.trainer.evaluate_in_training()),
+            run=self._evaluate,
             best_metric=name,
             greater_is_better=greater,
         )
+
+    def _evaluate(self) -> dict[str, float]:
+        forget_requests(self.trainer.control)
+        return to_metrics(self.trainer.evaluate_in_training())
 
     def run_training(self) -> Progress:
         """The order of a run: folder, data, model, evaluation, loop."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rapidformer.training.trainer.arguments import TrainingArguments
     from rapidformer.training.trainer.callbacks import Callback, CallbackList
 
-_STATE_FILE = "trainer_state.json"
+STATE_FILE = "trainer_state.json"
 
 
 class RunRecords:
@@ -82,7 +82,7 @@ class RunRecords:
         if self.is_world_process_zero():
             folder = Path(self.args.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / _STATE_FILE))
+            self.state.save_to_json(str(folder / STATE_FILE))
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics as a table."""
@@ -143,7 +143,15 @@ class RunRecords:
             folder_path=str(folder),
             commit_message=commit_message,
             revision=args.hub_revision,
-            ignore_patterns=["iter_*", "previous/*", "tensorboard/*", "best/*", "last/*", "logs/*"],
+            ignore_patterns=[
+                "iter_*",
+                "previous/*",
+                "checkpoint-*",
+                "tensorboard/*",
+                "best/*",
+                "last/*",
+                "logs/*",
+            ],
             run_as_future=not blocking,
         )
 

@@ -196,12 +196,11 @@ class Trainer(RunRecords):
     def _measure_training(self, progress: Progress, started: float) -> Metrics:
         steps = self.engine.clock.updates
         samples = self.engine.batches.count_samples(steps)
-        losses = [line["loss"] for line in self.state.log_history if "loss" in line]
         metrics: Metrics = speed_metrics(
             "train", started, num_samples=samples, num_steps=self.state.max_steps
         )
         self.state.global_step = steps
-        metrics["train_loss"] = sum(losses) / len(losses) if losses else float("nan")
+        metrics["train_loss"] = _average_losses(self.state.log_history)
         return metrics
 
     def _set_model_flags(self) -> None:
@@ -457,3 +456,13 @@ class Trainer(RunRecords):
         speed = speed_metrics(prefix, started, num_samples=samples, num_steps=-(-samples // batch))
         metrics: Metrics = {**(output.metrics or {}), **speed}
         return metrics
+
+
+def _average_losses(history: list[dict[str, float]]) -> float:
+    """The mean over all updates; each line is a mean over those since the line before."""
+    total, before = 0.0, 0.0
+    for line in history:
+        if "loss" in line:
+            total += line["loss"] * (line["step"] - before)
+            before = line["step"]
+    return total / before if before else float("nan")

@@ -1,0 +1,134 @@
+"""transformers' own callbacks, unchanged, on the loop's hook points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from rapidformer import Trainer
+from tests.trainer.test_trainer import make_trainer, read_losses
+
+
+class Watcher(TrainerCallback):
+    """Notes every event, with the step it came at."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.logs: list[dict[str, float]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith("on_"):
+            return found
+
+        def note(args: Any, state: Any, control: Any, **details: Any) -> Any:
+            assert details["model"] is not None and "optimizer" in details
+            self.events.append((name, state.global_step))
+            if name == "on_log":
+                self.logs.append(details["logs"])
+            return None
+
+        return note
+
+
+def test_events_in_their_order(tmp_path: Path) -> None:
+    watcher = Watcher()
+    make_trainer(
+        tmp_path, callbacks=[watcher], max_steps=2, eval_strategy="steps", eval_steps=2,
+        save_steps=2,
+    ).train()  # fmt: skip
+    names = [name for name, _ in watcher.events if name != "on_prediction_step"]
+    step = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    assert names == [
+        "on_init_end", "on_train_begin", "on_epoch_begin", *step, "on_log", *step, "on_log",
+        "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end", "on_log",
+    ]  # fmt: skip
+    assert ("on_step_end", 1) in watcher.events and ("on_save", 2) in watcher.events
+    assert watcher.logs[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch"}
+    assert {"eval_loss", "eval_accuracy", "eval_runtime"} <= watcher.logs[2].keys()
+    assert {"train_loss", "train_runtime"} <= watcher.logs[3].keys()
+
+
+def test_history_state_and_result(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logging_steps=5, num_train_epochs=1)
+    output = trainer.train()
+    assert output.global_step == trainer.state.global_step == trainer.state.max_steps == 10
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(5, 0.5), (10, 1.0)]
+    assert output.training_loss == pytest.approx(sum(line["loss"] for line in lines) / 2)
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 10
+
+
+def test_a_callback_may_ask_for_anything(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> Any:
+            control.should_evaluate = control.should_save = state.global_step == 3
+            control.should_training_stop = state.global_step == 5
+            return control
+
+    watcher = Watcher()
+    trainer = make_trainer(tmp_path, callbacks=[Asks, watcher])
+    trainer.train()
+    assert ("on_save", 3) in watcher.events and ("on_evaluate", 3) not in watcher.events
+    assert trainer.state.global_step == 5 == len(read_losses(tmp_path))
+
+
+def test_early_stopping_as_transformers_ships_it(tmp_path: Path) -> None:
+    scores = iter([1.0, 0.5, 0.25, 0.125])
+
+    def never_better(prediction: Any) -> dict[str, float]:
+        return {"score": next(scores)}
+
+    trainer = make_trainer(
+        tmp_path, compute_metrics=never_better, eval_strategy="epoch",
+        save_strategy="epoch", num_train_epochs=9, load_best_model_at_end=True,
+        metric_for_best_model="score", callbacks=[EarlyStoppingCallback(2)],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 30  # the first epoch was the best
+    assert trainer.state.best_metric == 1.0 and trainer.state.best_global_step == 10
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-10")
+
+
+def test_callbacks_are_added_and_removed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(PrinterCallback)
+    watcher = Watcher()
+    trainer.add_callback(watcher)
+    assert isinstance(trainer.pop_callback(PrinterCallback), PrinterCallback)
+    trainer.remove_callback(watcher)
+    trainer.train()
+    assert not watcher.events
+
+
+def test_log_of_a_subclass(tmp_path: Path) -> None:
+    class Shouts(Trainer):
+        seen: list[dict[str, float]] = []  # noqa: RUF012
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            self.seen.append(logs)
+            super().log({**logs, "extra": 1.0}, start_time)
+
+    trainer = make_trainer(tmp_path, cls=Shouts, num_train_epochs=0.1)
+    trainer.train()
+    assert "loss" in Shouts.seen[0]
+    assert trainer.state.log_history[0]["extra"] == 1.0
+
+
+def test_scripts_find_the_last_checkpoint_and_its_history(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_steps=5, save_total_limit=2, num_train_epochs=1).train()
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == str(tmp_path / "checkpoint-10")
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-5",
+    ]
+    again = make_trainer(tmp_path, save_steps=5, num_train_epochs=2)
+    again.train(resume_from_checkpoint=last)
+    steps = [line["step"] for line in again.state.log_history if "loss" in line]
+    assert steps == list(range(1, 21))
