@@ -5,13 +5,19 @@ python docs/generate.py
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rapidformer.config import get_settings
 from rapidformer.config.dialects import ALIASES
+from rapidformer.config.flagai_names import FLAGAI
+from rapidformer.config.foreign_names import ForeignName
+from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
+from rapidformer.training.trainer.arguments import TrainingArguments
 
 FOLDER = Path(__file__).parent
 
@@ -115,7 +121,40 @@ def render_exclusions() -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_hugging_face() -> str:
+    """What becomes of every name of transformers' TrainingArguments."""
+    lines = ["| name | default | here | |", "|---|---|---|---|"]
+    for each in dataclasses.fields(TrainingArguments):
+        row = HUGGING_FACE[each.name]
+        make: Any = each.default_factory
+        default = make() if make is not dataclasses.MISSING else each.default
+        lines.append(_render_name(each.name, default, row))
+    return "\n".join(lines) + "\n"
+
+
+def render_flagai() -> str:
+    """What becomes of every argument of FlagAI's Trainer."""
+    lines = ["| name | default | here | |", "|---|---|---|---|"]
+    lines += [_render_name(name, default, row) for name, (default, row) in FLAGAI.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _render_name(name: str, default: Any, row: ForeignName) -> str:
+    ours = f"`--{row.setting.replace('_', '-')}`" if row.setting else row.outcome
+    return f"| `{name}` | `{default!r}` | {ours} | {row.note} |"
+
+
+def render_aliases() -> str:
+    """Every other name of a setting."""
+    lines = ["| name | here |", "|---|---|"]
+    lines += [f"| `{name}` | `--{ours.replace('_', '-')}` |" for name, ours in ALIASES.items()]
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
+    ("coming_from.md", "hugging-face"): render_hugging_face,
+    ("coming_from.md", "flagai"): render_flagai,
+    ("coming_from.md", "aliases"): render_aliases,
     ("switches.md", "switches"): render_switches,
     ("parity.md", "exclusions"): render_exclusions,
 }

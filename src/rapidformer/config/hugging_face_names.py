@@ -109,8 +109,8 @@ HUGGING_FACE: dict[str, ForeignName] = {
         "a resumed run goes on at the very sample where it stopped, without reading what came "
         "before"
     ),
-    "restore_callback_states_from_checkpoint": honoured(
-        "state of callbacks that are ExportableState"
+    "restore_callback_states_from_checkpoint": ignored(
+        "checkpoints hold the state of training; callbacks start anew"
     ),
     # ---- reproducibility, device
     "full_determinism": mapped("deterministic"),
