@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.expert.parallel import shard_experts
+from rapidformer.accel.sharding.steady_depth import require_steady_depth
 from rapidformer.accel.sharding.zero import apply_sharding
 from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
@@ -25,6 +26,8 @@ def apply(assembly: Assembly) -> str | None:
     assembly.synchronizer = apply_sharding(
         model, assembly.plan, mesh, stage, offloads=args.cpu_offload
     )
+    if assembly.pipeline is None:  # a rank with several stages runs them in the schedule's order
+        require_steady_depth(assembly.model, tuple(assembly.plan.blocks))
     return _describe(args, mesh)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.outside_calls import serve_outside_calls
-from rapidformer.accel.sharding.steady_depth import require_steady_depth
 from rapidformer.compat.torch_fsdp import make_root
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
@@ -74,7 +73,6 @@ def apply_sharding(
             module.__dict__["__deepcopy__"] = _refuse_copy
     gradients = ShardedGradients(model, stage)
     serve_outside_calls(model, gradients.gathered_weights)
-    require_steady_depth(model, tuple(plan.blocks))
     if hasattr(model, "generate"):
         weights = gradients.gathered_weights
         extend(model, "sharding", lambda cls: _build_generate(cls, weights, is_synced=stage == 3))
