@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     )
     from rapidformer.dist import mpu
     from rapidformer.engine import RapidformerEngine
+    from rapidformer.engine.accelerator import Accelerator, DistributedType, set_seed
+    from rapidformer.engine.accelerator_settings import DeepSpeedPlugin
     from rapidformer.errors import RapidformerError
     from rapidformer.log import get_logger
     from rapidformer.models.gpt import GPTModel
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from rapidformer.training.trainer.trainer import Trainer
 
 __all__ = [
+    "Accelerator",
+    "DeepSpeedPlugin",
+    "DistributedType",
     "Finetuner",
     "GPTModel",
     "ModelPlan",
@@ -54,11 +59,15 @@ __all__ = [
     "get_tokenizer",
     "load_metric",
     "mpu",
+    "set_seed",
 ]
 
 _PRETRAINING = "rapidformer.data.pretraining"
 # Public name -> (module, name in it; empty for the module itself)
 _WHERE = {
+    "Accelerator": ("rapidformer.engine.accelerator", "Accelerator"),
+    "DeepSpeedPlugin": ("rapidformer.engine.accelerator_settings", "DeepSpeedPlugin"),
+    "DistributedType": ("rapidformer.engine.accelerator", "DistributedType"),
     "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
     "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
     "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
@@ -89,6 +98,7 @@ _WHERE = {
     "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
     "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
     "mpu": ("rapidformer.dist.mpu", ""),
+    "set_seed": ("rapidformer.engine.accelerator", "set_seed"),
 }
 
 

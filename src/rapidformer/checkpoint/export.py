@@ -40,7 +40,7 @@ def export_model(
     if weights is None and topology.pipeline > 1:
         weights, ties = gather_stages(model, topology)
     elif weights is None:
-        weights = _gather_weights(model)
+        weights = gather_weights(model)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)
@@ -52,7 +52,7 @@ def export_model(
     return folder
 
 
-def _gather_weights(model: nn.Module) -> dict[str, Any]:
+def gather_weights(model: nn.Module) -> dict[str, Any]:
     """All weights, whole, in rank 0's memory; the other ranks only contribute theirs."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     weights: dict[str, Any] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rapidformer.config.accelerate_file import is_accelerate_file, translate_file
 from rapidformer.config.dialects import ALIASES, BARE_BESIDE, VALUES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
@@ -205,6 +206,8 @@ def _read_yaml(path: str | None, problems: list[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         problems.append(f"--config {path} must contain `name: value` lines.")
         return {}
+    if is_accelerate_file(content):
+        content = translate_file(content, path, problems)
     return _canonical_names(content, path, problems)
 
 

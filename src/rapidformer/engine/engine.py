@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients
 from rapidformer.accel.tensor.joined_loss import join_loss
-from rapidformer.checkpoint.export import export_model
+from rapidformer.checkpoint.export import export_model, gather_weights
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
@@ -224,6 +224,11 @@ class RapidformerEngine(Run):
             for_training=for_training,
         )
         return switch_on_once(model, self.args, switch_on)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The model's parameters as they are between updates: sharded ones are shards."""
+        return self._parameters
 
     @property
     def parallelized(self) -> Parallelized:
@@ -529,6 +534,14 @@ class RapidformerEngine(Run):
             with_random_states=False,
             with_position=False,
         )
+
+    def gather_weights(self) -> dict[str, Any]:
+        """All weights by name, whole, on rank 0; empty elsewhere. Every rank must call this."""
+        self.parallelized.settle()
+        deepspeed = self.parallelized.deepspeed
+        if deepspeed is not None and deepspeed.state is not None:
+            return deepspeed.state.gather_weights()
+        return gather_weights(self.parallelized.model)
 
     def export(self, folder: str | Path, processor: Any = None) -> Path:
         """Save the model alone, as a folder that ``transformers`` loads."""

@@ -99,6 +99,11 @@ class Run:
         """The mesh of the run; None in a run of one process."""
         return self.topology.mesh
 
+    @property
+    def train_loader(self) -> DistributedLoader | None:
+        """The loader of the training data, once there is one."""
+        return self._train_loader
+
     # ---- data ----------------------------------------------------------------------------------
 
     def build_data_loader(

@@ -122,12 +122,21 @@ def _build_update(
     return {"step": step, "zero_grad": zero_grad}
 
 
-def take_over_scheduler(scheduler: LRScheduler, clock: UpdateClock) -> LRScheduler:
-    """Make ``step`` follow the update, whichever of the two the loop calls first."""
+def take_over_scheduler(
+    scheduler: LRScheduler, clock: UpdateClock, *, moves: int = 1
+) -> LRScheduler:
+    """Make ``step`` follow the update, whichever of the two the loop calls first.
+
+    ``moves`` is how far the schedule goes with each update.
+    """
 
     def build(cls: type[LRScheduler]) -> dict[str, Any]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            clock.advance_schedule(functools.partial(cls.step, self, *args, **kwargs))
+            def move() -> None:
+                for _ in range(moves):
+                    cls.step(self, *args, **kwargs)
+
+            clock.advance_schedule(move)
 
         return {"step": step}
 

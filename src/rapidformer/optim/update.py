@@ -76,6 +76,37 @@ class UpdateClock:
     def is_accumulating(self) -> bool:
         return self._rounds > 0 and not self._is_complete
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether a finished gradient waits for ``optimizer.step()``."""
+        return self._is_complete and self._outcome is None
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update was skipped after an fp16 overflow."""
+        return self._outcome == "skipped"
+
+    def set_aside(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+        """Take away a finished gradient that was not used: the next one starts from nothing."""
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._reset()
+        return gradients
+
+    def add_to_finished(
+        self, parameters: Sequence[nn.Parameter], earlier: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add a gradient that was set aside to the one that has been finished since."""
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad.add_(gradient)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._gradients = [_get_local(g) for g in gradients]
+        self.grad_norm = get_norm(gradients)
+
     def start_micro_batch(self, *, ends_update: bool) -> bool:
         """Count one micro-batch; returns whether it is the last of its update."""
         if self._is_complete:

@@ -1,0 +1,422 @@
+"""``Accelerator``: the engine in Accelerate's words, for a loop that stays the user's own.
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.backward(loss)
+
+Two things a reader would get wrong. Outside ``accumulate(model)`` it is ``optimizer.step()`` that
+ends an update: gradients of several ``backward`` calls add up, as in a plain loop (``loss / n`` is
+the script's to write). And a prepared scheduler moves ``num_processes`` times per update, as in
+Accelerate, where its length was counted before ``prepare`` shortened the loader.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import DataLoader, RandomSampler
+
+from rapidformer.checkpoint.random_states import get_random_states, set_random_states
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.engine.accelerator_settings import build_accelerator_settings
+from rapidformer.engine.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.takeover import take_over_scheduler
+
+_UNSEEDED = 67280421310721
+"""What torch's generator says of its seed in a process that nobody has seeded."""
+
+
+class DistributedType(enum.StrEnum):
+    """How the processes of a run divide the work, in Accelerate's words."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    TPU = "TPU"
+    XLA = "XLA"
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
+    rank = int(os.environ.get("RANK") or 0) if device_specific else 0
+    seed_everything(seed + rank, deterministic=deterministic)
+
+
+class Accelerator:
+    """A ``RapidformerEngine`` that answers Accelerate's verbs."""
+
+    set_seed = staticmethod(set_seed)
+
+    def __init__(self, **arguments: Any) -> None:
+        settings = build_accelerator_settings(arguments)
+        seed = torch.initial_seed()
+        if seed != _UNSEEDED:
+            settings = settings.replace("set_seed()", seed=seed % 2**32)
+        device = torch.device("cpu")
+        states = get_random_states(device)
+        self.engine = RapidformerEngine(args=settings)
+        self.engine.warns_of_unused_settings = False
+        if seed != _UNSEEDED:
+            set_random_states(states, device)  # the script goes on with its own random numbers
+        self.deepspeed_plugin = arguments.get("deepspeed_plugin")
+        # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
+        self._is_counting = self.deepspeed_plugin is not None and (
+            self.gradient_accumulation_steps > 1
+        )
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._has_train_loader = False
+        self._schedulers: list[LRScheduler] = []
+        self._registered: list[Any] = []
+
+    # ---- what this process is ------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def num_processes(self) -> int:
+        return self.engine.args.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.engine.args.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK") or 0)
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.deepspeed_plugin is not None:
+            return DistributedType.DEEPSPEED
+        if self.num_processes == 1:
+            return DistributedType.NO
+        if self.engine.args.zero_stage == 3:
+            return DistributedType.FSDP
+        is_gpu = self.device.type == "cuda"
+        return DistributedType.MULTI_GPU if is_gpu else DistributedType.MULTI_CPU
+
+    @property
+    def mixed_precision(self) -> str:
+        return self.engine.args.mixed_precision or "no"
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.num_processes > 1
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.engine.clock.rounds_per_update
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the last ``backward`` completed an update's gradient."""
+        return not self.engine.clock.is_accumulating
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was skipped because fp16 overflowed."""
+        return self.engine.clock.was_skipped
+
+    # ---- preparing -----------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Switch everything on; returned in the order given, one object by itself.
+
+        The model and the optimizer stay the objects they are, and may come in separate calls.
+        """
+        self._take_seed()
+        training = self._find_training_loader(objects)
+        prepared = [self._prepare_one(each, is_training=each is training) for each in objects]
+        self._compose()
+        for each in objects:
+            if isinstance(each, LRScheduler):
+                self._schedulers.append(each)
+                take_over_scheduler(
+                    each, self.engine.clock, moves=self.engine.args.data_parallel_size
+                )
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        self.prepare(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        self.prepare(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
+        self.prepare(scheduler)
+        return scheduler
+
+    def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
+        return self.prepare(data_loader)
+
+    def _take_seed(self) -> None:
+        """The order of the data and dropout follow the seed that the script has set last."""
+        seed = broadcast_object(torch.initial_seed() % 2**32)
+        self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
+
+    def _find_training_loader(self, objects: tuple[Any, ...]) -> Any:
+        loaders = [each for each in objects if isinstance(each, DataLoader)]
+        if self._has_train_loader or not loaders:
+            return None
+        self._has_train_loader = True
+        shuffled = [each for each in loaders if isinstance(each.sampler, RandomSampler)]
+        return (shuffled or loaders)[0]
+
+    def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
+        if isinstance(each, DataLoader):
+            return self.engine.adopt_loader(each, is_training=is_training)
+        if isinstance(each, nn.Module):
+            if self._model not in (None, each):
+                raise RapidformerError(
+                    "an Accelerator trains one model: put several into one nn.Module, or make an "
+                    "Accelerator for each."
+                )
+            self._model = each.to(self.device) if self._model is None else each
+        elif isinstance(each, Optimizer):
+            if self._optimizer not in (None, each):
+                raise RapidformerError(
+                    "an Accelerator has one optimizer: give it all the parameters, in groups of "
+                    "their own where their settings differ."
+                )
+            self._optimizer = each
+        return each
+
+    def _compose(self) -> None:
+        if self.engine.model is not None or self._model is None or self._optimizer is None:
+            return
+        # The engine's own schedule stands still: a script brings the schedule it wants.
+        still = LambdaLR(self._optimizer, lambda _: 1.0)
+        self.engine.compose(self._model, self._optimizer, lr_scheduler=still)
+
+    # ---- the loop's verbs ----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
+        if self.engine.model is None:
+            raise RapidformerError("backward(): call accelerator.prepare(model, optimizer) first.")
+        if self._is_counting:
+            self.engine.backward(loss)
+            return
+        # Not the model's own list: between forward and backward, sharded weights are whole there.
+        clock, parameters = self.engine.clock, self.engine.parameters
+        if clock.is_unused and clock.keeper is not None:
+            raise RapidformerError(
+                "a DeepSpeed file counts the micro-batches of an update itself: say "
+                "gradient_accumulation_steps in the file, and call optimizer.step() after every "
+                "backward()."
+            )
+        earlier = clock.set_aside(parameters) if clock.is_unused else []
+        steps = self.gradient_accumulation_steps
+        with self.engine.accumulate(is_last=True):
+            self.engine.backward(loss / steps if steps > 1 else loss)
+        if earlier:
+            clock.add_to_finished(parameters, earlier)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Count micro-batches: ``optimizer.step()`` waits until an update is due."""
+        before, self._is_counting = self._is_counting, True
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Nothing to do: gradients are the same whenever processes exchange them."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip the update's gradient; returns its norm before, None while it is not complete."""
+        if norm_type != 2:
+            raise RapidformerError(f"clip_grad_norm_(norm_type={norm_type}): only 2 is supported.")
+        return self.engine.clip_grad_norm(max_norm)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the run, for what is computed outside the model."""
+        return self.engine.precision.autocast(self.device)
+
+    # ---- between processes ---------------------------------------------------------------------
+
+    def gather(self, values: Any) -> Any:
+        """Every process's rows, each example of the data once; also of nested lists and dicts."""
+        if isinstance(values, torch.Tensor):
+            return self.engine.gather(values)
+        if isinstance(values, dict):
+            return {name: self.gather(value) for name, value in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.gather(value) for value in values)
+        raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """The same; a list of anything but tensors is joined as objects."""
+        is_objects = isinstance(values, list) and not any(
+            isinstance(each, torch.Tensor) for each in values
+        )
+        if use_gather_object or is_objects:
+            return self.engine.gather_objects(list(values))
+        return self.gather(values)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean of a tensor over the processes."""
+        if reduction not in ("sum", "mean", "none"):
+            raise RapidformerError(f"reduce(): sum, mean or none, not {reduction!r}.")
+        if reduction == "none":
+            return tensor
+        total = sum_over_rows(tensor.detach().clone(), self.engine.topology) * scale
+        return total / self.engine.args.data_parallel_size if reduction == "mean" else total
+
+    def pad_across_processes(
+        self, tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> torch.Tensor:
+        """The tensor padded along a dimension to the longest of any process."""
+        size = max(gather_from_all(tensor.shape[dim]))
+        missing = list(tensor.shape)
+        missing[dim] = size - tensor.shape[dim]
+        filler = tensor.new_full(missing, pad_index)
+        return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
+
+    def wait_for_everyone(self) -> None:
+        self.engine.wait_for_all()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print`` once per node."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the first process do something before the others, say fill a cache."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
+        yield
+        if self.is_main_process:
+            self.wait_for_everyone()
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The same for the first process of each node."""
+        if not self.is_local_main_process:
+            self.wait_for_everyone()
+        yield
+        if self.is_local_main_process:
+            self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that does nothing on the other processes."""
+
+        @wraps(function)
+        def run(*values: Any, **options: Any) -> Any:
+            return function(*values, **options) if self.is_main_process else None
+
+        return run
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """The model: nothing is ever wrapped."""
+        return model
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The weights whole, on the first process; every process must call this."""
+        return self.engine.gather_weights()
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | Path, *sizes: Any, **options: Any
+    ) -> None:
+        """Write the weights whole, as a folder that ``from_pretrained`` loads."""
+        self.engine.export(save_directory)
+
+    def save(self, content: Any, file: str | Path, **options: Any) -> None:
+        """``torch.save``, once."""
+        if self.is_main_process:
+            torch.save(content, file)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these with the state; their ``state_dict()`` must be plain numbers."""
+        self._registered += objects
+
+    def save_state(self, output_dir: str | Path | None = None, **options: Any) -> str:
+        """Save model, optimizer, prepared schedulers, random states and data position."""
+        if output_dir is None:
+            raise RapidformerError("save_state() needs a folder: save_state(output_dir).")
+        extra = {
+            "rates": [float(group["lr"]) for group in self._get_groups()],
+            "schedulers": [_get_plain_state(each) for each in self._schedulers],
+            "registered": [_get_plain_state(each) for each in self._registered],
+        }
+        return str(self.engine.save_checkpoint(output_dir, extra))
+
+    def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:
+        """Go on from ``save_state``; the loader starts the epoch anew (``skip_first_batches``)."""
+        if input_dir is None:
+            raise RapidformerError("load_state() needs a folder: load_state(input_dir).")
+        extra = self.engine.load_checkpoint(input_dir)
+        for kind, objects in (("schedulers", self._schedulers), ("registered", self._registered)):
+            for each, state in zip(objects, extra.get(kind, []), strict=True):
+                each.load_state_dict(state)
+        for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
+            group["lr"] = rate
+        loader = self.engine.train_loader
+        if loader is not None:
+            loader.load_state_dict({"epoch": loader.epoch, "consumed_samples": 0})
+
+    def _get_groups(self) -> list[dict[str, Any]]:
+        return self.engine.optimizer.param_groups if self.engine.optimizer is not None else []
+
+    def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
+        """The loader, whose next pass begins after so many batches."""
+        consumed = num_batches * dataloader.samples_per_round
+        dataloader.load_state_dict({"epoch": dataloader.epoch, "consumed_samples": consumed})
+        return dataloader
+
+    def end_training(self) -> None:
+        """Leave the other processes; the last call of a script."""
+        self.engine.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator(distributed_type={self.distributed_type}, "
+            f"num_processes={self.num_processes}, process_index={self.process_index}, "
+            f"device={self.device}, mixed_precision={self.mixed_precision})"
+        )
+
+
+def _get_plain_state(each: Any) -> dict[str, Any]:
+    """What an object is to be restored from, without functions, which cannot be saved."""
+    state: dict[str, Any] = each.state_dict()
+    return {name: value for name, value in state.items() if not callable(value)}

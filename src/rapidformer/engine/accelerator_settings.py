@@ -1,0 +1,108 @@
+"""From the arguments of ``Accelerator(...)`` to the ``Settings`` of a run.
+
+Neither the command line nor the environment of Accelerate is read: a script's flags are its own.
+What ``rapidformer launch`` was told holds where the constructor says nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config.accelerate_file import translate_deepspeed, translate_precision
+from rapidformer.config.accelerate_names import ACCELERATOR
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
+
+_SOURCE = "Accelerator"
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Accelerate's words for ZeRO: a stage, or a DeepSpeed file in ``hf_ds_config``."""
+
+    hf_ds_config: str | Path | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int = 2
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+
+
+def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
+    """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
+    problems: list[str] = []
+    _check_names(given, problems)
+    values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
+    values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
+    if given.get("cpu"):
+        values["device"] = "cpu"
+    if given.get("dynamo_backend"):
+        values |= {"compile": True, "compile_backend": str(given["dynamo_backend"]).lower()}
+    if (plugin := given.get("fsdp_plugin")) is not None:
+        values["zero_3_memory_optimization"] = True
+        if getattr(plugin, "cpu_offload", None):
+            values["cpu_offload"] = True
+    if (plugin := given.get("deepspeed_plugin")) is not None:
+        values |= translate_deepspeed(_read_plugin(plugin), "DeepSpeedPlugin", problems)
+    values |= _choose_accumulation(given, values, problems)
+    settings = None
+    try:
+        settings = arguments_from_mapping(values, source=_SOURCE)
+    except ConfigurationError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigurationError(problems)
+    assert settings is not None
+    return _add_launched(settings, set(values) - {"clip_grad"})
+
+
+def _add_launched(settings: Settings, given: set[str]) -> Settings:
+    launched = parse_arguments([])
+    told = {name: getattr(launched, name) for name in launched.sources if name not in given}
+    return settings.replace("command line", **told)
+
+
+def _read_plugin(plugin: Any) -> dict[str, Any]:
+    """The values of a plugin that differ from its defaults; Accelerate's own class may be given."""
+    ours = {field.name: field.default for field in dataclasses.fields(DeepSpeedPlugin)}
+    values = {name: getattr(plugin, name, default) for name, default in ours.items()}
+    changed = {name: value for name, value in values.items() if value != ours[name]}
+    return {"zero_stage": values["zero_stage"], **changed}
+
+
+def _choose_accumulation(
+    given: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """One number, though three places may say it."""
+    plugin = given.get("gradient_accumulation_plugin")
+    said = {
+        "Accelerator(gradient_accumulation_steps=...)": given.get("gradient_accumulation_steps"),
+        "gradient_accumulation_plugin": getattr(plugin, "num_steps", None),
+        "deepspeed_plugin": values.get("gradient_accumulation_steps"),
+    }
+    numbers = {where: int(number) for where, number in said.items() if number not in (None, 1)}
+    if len(set(numbers.values())) > 1:
+        listed = ", ".join(f"{where} says {number}" for where, number in numbers.items())
+        problems.append(f"gradient accumulation: {listed}.")
+    return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
+
+
+def _check_names(given: Mapping[str, Any], problems: list[str]) -> None:
+    for name, value in given.items():
+        row = ACCELERATOR.get(name)
+        if row is None:
+            problems.append(f"Accelerator has no argument {name!r}.")
+        elif value is None or (name == "step_scheduler_with_optimizer" and value):
+            continue
+        elif row.outcome == "refused" and (value or name == "step_scheduler_with_optimizer"):
+            problems.append(f"Accelerator({name}={value!r}) is not supported: {row.note}.")
+        elif row.outcome == "ignored":
+            warn_once(f"Accelerator({name}=...) has no effect: {row.note}.")

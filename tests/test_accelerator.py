@@ -1,0 +1,240 @@
+"""The engine in Accelerate's words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_linear_schedule_with_warmup
+
+from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
+from rapidformer.errors import ConfigurationError, RapidformerError
+from tests.processes import run_in_processes
+
+ROWS = 24
+
+
+def make_parts(batch_size: int = 4, *, shuffle: bool = False, rows: int = ROWS) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs, targets = torch.rand(rows, 3), torch.randint(2, (rows,))
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=batch_size, shuffle=shuffle)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05), loader
+
+
+def get_weights(model: nn.Module) -> list[float]:
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [float(value) for p in whole for value in p.detach().flatten()]
+
+
+def train_by_hand(accelerator: Accelerator | None, steps: int, batch_size: int = 4) -> Any:
+    """The loop of the documents: the scheduler is made after ``prepare`` and never prepared."""
+    model, optimizer, loader = make_parts(batch_size)
+    if accelerator is not None:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 1, 2 * len(loader))
+    rates = []
+    for _ in range(2):
+        for step, (inputs, targets) in enumerate(loader):
+            loss = cross_entropy(model(inputs), targets) / steps
+            accelerator.backward(loss) if accelerator is not None else loss.backward()
+            if step % steps == 0:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                rates.append(scheduler.get_last_lr()[0])
+    return get_weights(model), rates
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_accumulating_by_hand_is_a_plain_loop_to_the_bit(steps: int) -> None:
+    assert train_by_hand(Accelerator(cpu=True), steps) == train_by_hand(None, steps)
+
+
+def _train_by_hand_with(arguments: dict[str, Any]) -> Any:
+    return train_by_hand(Accelerator(cpu=True, **arguments), 3, batch_size=2)
+
+
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_accumulating_by_hand_on_two_processes(stage: int | None) -> None:
+    arguments: dict[str, Any] = {}
+    if stage == 3:
+        arguments["fsdp_plugin"] = object()
+    elif stage is not None:
+        arguments["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=stage)
+    alone, rates = train_by_hand(None, 3)
+    for weights, own_rates in run_in_processes(_train_by_hand_with, 2, arguments):
+        assert weights == pytest.approx(alone, abs=1e-6)
+        assert own_rates == rates
+
+
+def train_counting(accelerator: Accelerator, batch_size: int) -> list[float]:
+    model, optimizer, loader = make_parts(batch_size, rows=22)
+    optimizer, model, loader = accelerator.prepare(optimizer, model, loader)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(inputs), targets))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return get_weights(model)
+
+
+def test_accumulate_counts_although_a_model_is_truthy() -> None:
+    """An update of three batches is the mean over all their rows, the last and smaller one too."""
+    accumulated = train_counting(Accelerator(cpu=True, gradient_accumulation_steps=3), 4)
+    assert accumulated == pytest.approx(train_counting(Accelerator(cpu=True), 12), abs=1e-6)
+    engine_steps = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    train_counting(engine_steps, 4)
+    assert engine_steps.engine.clock.updates == 2
+
+
+def test_a_deepspeed_plugin_counts_without_accumulate() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model, optimizer, loader = accelerator.prepare(*make_parts())
+    for inputs, targets in loader:
+        accelerator.backward(cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.engine.clock.updates == ROWS // 4 // 2
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def test_prepare_returns_the_objects_in_their_order_and_may_be_called_in_parts() -> None:
+    model, optimizer, loader = make_parts()
+    evaluation = DataLoader(loader.dataset, batch_size=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accelerator = Accelerator(cpu=True)
+    first, second, third = accelerator.prepare(evaluation, optimizer, scheduler)
+    assert second is optimizer and third is scheduler and len(next(iter(first))[0]) == 5
+    assert accelerator.prepare(model) is model
+    accelerator.backward(model(torch.rand(2, 3)).sum())
+    optimizer.step()
+    assert accelerator.unwrap_model(model) is model
+
+
+def test_two_models_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(RapidformerError, match="one model"):
+        accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+
+
+def _get_prepared_rates() -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = make_parts(batch_size=2)
+    # Counted before prepare, as Accelerate's examples do: there the prepared one moves faster.
+    scheduler = get_linear_schedule_with_warmup(optimizer, 0, len(loader))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rates = []
+    for inputs, targets in loader:
+        accelerator.backward(cross_entropy(model(inputs), targets))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+def test_a_prepared_scheduler_ends_with_the_epoch_on_any_number_of_processes() -> None:
+    alone, (first, second) = _get_prepared_rates(), run_in_processes(_get_prepared_rates, 2)
+    assert first == second == alone[1::2]
+    assert first[-1] == 0.0
+
+
+def _gather_everything() -> Any:
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.arange(7)), batch_size=2)
+    loader = accelerator.prepare(loader)
+    with torch.no_grad():
+        seen = [accelerator.gather_for_metrics({"x": batch}) for (batch,) in loader]
+    index = accelerator.process_index
+    return (
+        torch.cat([each["x"] for each in seen]).tolist(),
+        accelerator.gather_for_metrics([f"process {index}"]),
+        accelerator.reduce(torch.tensor(float(index)), "mean").item(),
+        accelerator.pad_across_processes(torch.ones(index + 1)).tolist(),
+        accelerator.num_processes,
+        accelerator.is_main_process,
+        accelerator.distributed_type,
+    )
+
+
+def test_verbs_between_processes() -> None:
+    first, second = run_in_processes(_gather_everything, 2)
+    assert first[0] == second[0] == list(range(7))
+    assert first[1] == ["process 0", "process 1"]
+    assert first[2] == 0.5
+    assert first[3] == [1.0, 0.0]
+    assert first[4:] == (2, True, DistributedType.MULTI_CPU)
+    assert second[5] is False
+
+
+def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    def run(folder: Path, *, is_second: bool) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = make_parts(shuffle=True)
+        scheduler = get_linear_schedule_with_warmup(optimizer, 0, len(loader))
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+        skipped = 0
+        if is_second:
+            accelerator.load_state(folder)
+            loader, skipped = accelerator.skip_first_batches(loader, 3), 3
+        for step, (inputs, targets) in enumerate(loader, start=skipped):
+            accelerator.backward(cross_entropy(model(inputs), targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if step == 2:
+                accelerator.save_state(folder)
+        return get_weights(model)
+
+    whole = run(tmp_path, is_second=False)
+    assert run(tmp_path, is_second=True) == whole
+
+
+def test_the_order_of_the_data_follows_the_scripts_seed() -> None:
+    def get_order(seed: int) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        set_seed(seed)
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=20, shuffle=True)
+        return next(iter(accelerator.prepare(loader)))[0].tolist()  # type: ignore[no-any-return]
+
+    assert get_order(1) == get_order(1) != get_order(2)
+
+
+def test_the_scripts_own_flags_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "7", "--run_mode", "train", "--no-such"])
+    assert Accelerator(cpu=True).engine.args.lr is None
+
+
+def test_bad_arguments_are_told_at_once() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Accelerator(fp16=True, mixed_precision="bf16", split_batches=True, colour="red")
+    text = str(error.value)
+    assert "say different things" in text and "num_processes" in text and "'colour'" in text
+
+
+def test_accumulation_that_two_places_say_differently() -> None:
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+    with pytest.raises(ConfigurationError, match="says 2, deepspeed_plugin says 4"):
+        Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+
+
+def test_a_model_is_saved_whole(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = accelerator.prepare(*make_parts())
+    accelerator.save_model(model, tmp_path / "model")
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert saved.keys() == accelerator.get_state_dict(model).keys() == model.state_dict().keys()
