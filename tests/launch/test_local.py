@@ -215,6 +215,8 @@ Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}}
         return
     assert command.wait() == 128 + number
     assert f"stopped by signal {name}" in command.err
+    if name in ("SIGINT", "SIGTERM"):
+        assert "--load RUN goes on from it." in command.err
     assert "Traceback" not in command.err
     wait_until(lambda: not any(map(is_alive, workers + children)))
 
@@ -222,7 +224,10 @@ Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}}
 def test_error_in_the_flags_is_told_before_any_process_is_started(start: Start) -> None:
     command = start("--nproc-per-node", "2", "--task", "masked_lm", "--epochs", "-1")
     assert command.wait() == 1
-    assert command.err == "error: --epochs must not be negative, got -1.\n"
+    assert command.err.startswith(
+        "error: 3 problems:\n  - --epochs must not be negative, got -1.\n"
+    )
+    assert "which model?" in command.err and "which data?" in command.err
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ def launch(
             raise
         except SignalException as caught:
             message, code = f"stopped by signal {caught.sigval.name}.", 128 + caught.sigval
+            if plan.nodes == 1 and caught.sigval in (signal.SIGINT, signal.SIGTERM):
+                message += (
+                    " All processes were ended; what came after the last checkpoint is lost. "
+                    "--load RUN goes on from it."
+                )
             if rounds is not None:
                 who = f"node {plan.node_rank} was " if plan.nodes > 1 else ""
                 rounds.close(who + message, code)
