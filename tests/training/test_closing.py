@@ -32,7 +32,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(
     trainer.train()
     said = capsys.readouterr().err
     assert "last      step 5 of 20" in said
-    assert f"resume    the same command with --load {tmp_path}" in said
+    assert f"resume    run the same command with --load {tmp_path}" in said
 
 
 def test_resuming_a_finished_run_says_that_nothing_is_left(
@@ -44,14 +44,16 @@ def test_resuming_a_finished_run_says_that_nothing_is_left(
     configure_logging("info")
     assert again.train() == first
     said = capsys.readouterr().err
-    assert f"nothing is left to do: {tmp_path} is at step 10, and this run ends at step 10." in said
-    assert "a larger --epochs or --train-iters" in said
+    assert f"nothing left to do: {tmp_path} is at step 10, and this run ends at step 10." in said
+    assert "increase --epochs or --train-iters" in said
     assert read_lines(tmp_path) == lines
     assert (tmp_path / "last").stat().st_mtime_ns == model
 
 
 def test_a_hooks_metric_that_does_not_exist_is_named_and_no_step_is_lost(tmp_path: Path) -> None:
     engine = make_engine(epochs=2, save=str(tmp_path), metric_for_best_model="acuracy")
-    with pytest.raises(RapidformerError, match=r"acuracy: the evaluation gives error, examples"):
+    with pytest.raises(
+        RapidformerError, match=r"acuracy: the evaluation returns only error, examples"
+    ):
         LineFinetuner(engine).train()
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000010"

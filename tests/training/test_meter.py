@@ -58,7 +58,7 @@ def test_weights_may_be_tensors() -> None:
     assert read(meter).losses == pytest.approx([2.0])
 
 
-def test_reading_starts_anew() -> None:
+def test_reading_resets_the_meter() -> None:
     meter = make([[(1.0, 1)]])
     assert meter.has_updates()
     read(meter)

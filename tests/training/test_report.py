@@ -35,7 +35,7 @@ def make(tmp_path: Path | None, *words: str, speaks: bool = True, **options: Any
 def test_log_line() -> None:
     assert format_training_line(LINE, 100) == (
         "step 20/100 | epoch 1.25 | loss 0.1235 | lr 2.00e-05 | grad norm 1.500 | 250 ms/step | "
-        "12.3k tokens/s | 64.0 samples/s | padding 25 % | left 1:02:05"
+        "12.3k tokens/s | 64.0 samples/s | 25 % padding | 1:02:05 left"
     )
 
 
@@ -106,7 +106,7 @@ def test_tensorboard_folder_may_be_chosen(tmp_path: Path) -> None:
     assert list((tmp_path / "board").iterdir())
 
 
-def test_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
+def test_resumed_run_continues_its_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 15}\n')
     make(tmp_path, "--no-progress", resume_step=10).close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10}\n'

@@ -39,12 +39,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="told"):
+    with pytest.raises(KeyboardInterrupt, match="reported"):
         train(tmp_path, signal.SIGINT)
     said = capsys.readouterr().err
-    assert "Ctrl-C: training stops after this update, and a checkpoint is saved." in said
+    assert "Ctrl-C: training finishes this step, saves a checkpoint and stops." in said
     assert "Press Ctrl-C again to stop at once." in said
-    assert f"stopped by Ctrl-C at step 3: go on with the same command and --load {tmp_path}" in said
+    assert (
+        f"stopped by Ctrl-C at step 3: resume with the same command and --load {tmp_path}" in said
+    )
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -310,10 +310,10 @@ def test_the_best_model_of_another_folder_is_not_claimed(tmp_path: Path) -> None
     assert (tmp_path / "b" / "best").is_dir()
 
 
-def test_a_pair_of_loss_and_logits_is_told_apart() -> None:
+def test_a_pair_of_loss_and_logits_is_refused() -> None:
     class WithLogits(LineFinetuner):
         def run_forward_step(self, batch: Any, model: Any) -> Any:
             return model(**batch), torch.rand(4, 2)
 
-    with pytest.raises(RapidformerError, match="second must be"):
+    with pytest.raises(RapidformerError, match="second item must be"):
         WithLogits(make_engine(epochs=1)).train()

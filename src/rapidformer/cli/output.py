@@ -1,4 +1,4 @@
-"""Predictions to a file of the kind that its name says."""
+"""Write predictions to a file, in the format that its name implies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_predictions(rows: list[Row], path: Path) -> None:
 
 
 def format_lines(rows: list[Row]) -> str:
-    """One JSON object a line."""
+    """One JSON object per line."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -41,7 +41,7 @@ def _format_table(rows: list[Row], separator: str) -> str:
 
 
 def _to_cell(value: Any) -> Any:
-    """A table has no lists and objects: JSON stands for them."""
+    """Tables cannot hold lists and objects: write them as JSON."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 

@@ -1,4 +1,4 @@
-"""Keeping the best model of a run, and stopping when it no longer gets better."""
+"""Keep the best model of a run, and stop when it no longer improves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BestModel(Callback):
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         results = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-        # Where nobody has said which: the first one that the metrics hook returns.
+        # By default, the first metric that the metrics hook returns.
         name = self._metric if self._metric is not None else next(iter(results), "")
         _check_metric(loop, name, results)
         if name not in results or not math.isfinite(results[name]):
@@ -36,7 +36,7 @@ class BestModel(Callback):
             self._keep(loop, control, name, results[name])
 
     def _compute_gain(self, loop: RunningLoop, name: str, value: float) -> float:
-        """By how much the value is better than the best one."""
+        """How much better the value is than the best one."""
         greater = loop.args.greater_is_better
         if greater is None:
             has_name = self._metric is not None
@@ -56,36 +56,36 @@ class BestModel(Callback):
 
 
 def is_greater_better(metric: str) -> bool:
-    """By the metric's name: less of a loss is better, more of anything else."""
+    """Judged by the metric's name: a loss should fall, anything else should rise."""
     return not any(word in metric for word in ("loss", "perplexity", "error"))
 
 
 def _count_patience(loop: RunningLoop, control: Control, gain: float) -> None:
-    """Stop where the metric has not been better for too many evaluations."""
+    """Stop if the metric has not improved for too many evaluations."""
     progress, patience = loop.progress, loop.args.early_stopping_patience
     is_better = gain > loop.args.early_stopping_threshold
     progress.evaluations_since_best = 0 if is_better else progress.evaluations_since_best + 1
     if patience is not None and progress.evaluations_since_best >= patience:
         loop.say(
-            f"stopping at step {loop.step}: {patience} evaluations in a row were not better "
-            f"than the best (--early-stopping-patience {patience})."
+            f"stopping early at step {loop.step}: no improvement in {patience} evaluations "
+            f"(--early-stopping-patience {patience})."
         )
         control.should_training_stop = True
 
 
 def _check_metric(loop: RunningLoop, name: str, results: dict[str, float]) -> None:
-    """Only a script's own metrics hook is found out here; tasks know their metrics before."""
+    """Needed only for a script's own metrics hook; the metrics of tasks are known beforehand."""
     args = loop.args
     if name in results or not results or not args.is_given("metric_for_best_model"):
         return
     if args.save:
         loop.save()
     raise RapidformerError(
-        f"--metric-for-best-model {args.metric_for_best_model}: the evaluation gives "
-        f"{', '.join(results)}. A checkpoint of step {loop.step} "
+        f"--metric-for-best-model {args.metric_for_best_model}: the evaluation returns only "
+        f"{', '.join(results)}. "
         + (
-            f"is kept: go on from it with --load {args.save}."
+            f"A checkpoint of step {loop.step} was saved: resume from it with --load {args.save}."
             if args.save
-            else "is not kept, since there is no --save folder."
+            else "No checkpoint was saved, since there is no --save folder."
         )
     )

@@ -1,12 +1,12 @@
 """Hook points of the training loop.
 
-A callback sees the loop at fixed points and may ask it, through the control, to log, evaluate, save
-or stop. The project's own reporting and best-model keeping are callbacks too, and run first. The
-names, their order and the control's flags are those of transformers' ``TrainerCallback``.
+A callback is called at fixed points of the loop and may ask it, through the control, to log,
+evaluate, save or stop. Our own reporting and best-model keeping are callbacks too, and run first.
+The names, their order and the control's flags are those of transformers' ``TrainerCallback``.
 
-Two rules. Callbacks run on every process and must ask for the same things on all of them. And
-nothing in ``on_step_*`` may wait for the device (``.item()``, ``print(loss)``): it would stall
-every step. ``on_log`` has the numbers, read once per log interval.
+Two rules: callbacks run on every rank and must request the same things on all of them; and nothing
+in ``on_step_*`` may wait for the device (``.item()``, ``print(loss)``), which would stall every
+step. ``on_log`` has the numbers, read once per log interval.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class RunningLoop(Protocol):
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Optimizer steps done."""
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with the part of the current one."""
+        """Epochs done, including the fraction of the current one."""
 
     @property
     def live_loss(self) -> float | None:
-        """A running mean of the loss, where it can be had without waiting for the device."""
+        """A running mean of the loss, if it is available without waiting for the device."""
 
     def save(self) -> None:
-        """Save a checkpoint at once; ``control.should_save`` saves after the hook."""
+        """Save a checkpoint now; ``control.should_save`` saves after the hook."""
 
     def say(self, message: str) -> None:
-        """A line for the person at the terminal, on the first process."""
+        """Print a line for the user, on rank 0."""
 
 
 @dataclass
@@ -54,14 +54,14 @@ class Control:
     """What the callbacks ask of the loop; each request is cleared once it is met."""
 
     should_training_stop: bool = False
-    """End the run after this step, with everything that belongs to its end."""
+    """End the run after this step, with the usual final evaluation, checkpoint and export."""
     should_epoch_stop: bool = False
-    """Leave the rest of this epoch's data out."""
+    """Skip the rest of this epoch's data."""
     should_log: bool = False
     should_evaluate: bool = False
-    """Evaluate now; nothing happens in a run without validation data."""
+    """Evaluate now; ignored in a run without validation data."""
     should_save: bool = False
-    """Save a checkpoint now; nothing happens in a run without a folder."""
+    """Save a checkpoint now; ignored in a run without a folder."""
 
 
 class Callback:
@@ -71,13 +71,13 @@ class Callback:
         """Before the first step of this process, resumed or not."""
 
     def on_epoch_begin(self, loop: RunningLoop, control: Control) -> None:
-        """Before the first step of an epoch, or of the rest of one that was resumed."""
+        """Before the first step of an epoch, or of the rest of a resumed one."""
 
     def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
         """Before the forward passes of an update."""
 
     def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
-        """The gradient of the update is complete, not yet clipped."""
+        """The gradient of the update is complete, but not yet clipped."""
 
     def on_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
         """The weights and the learning rate are updated."""
@@ -95,7 +95,7 @@ class Callback:
         """A checkpoint was saved in this folder."""
 
     def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
-        """After the last step of an epoch, also where the run ends within it."""
+        """After the last step of an epoch, even if the run ends within it."""
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
         """Everything is done: the last evaluation, the last checkpoint, the exported model."""

@@ -1,4 +1,4 @@
-"""The last lines of a run: what was kept where, what `best` means, and what to type next."""
+"""The last lines of a run: what was saved where, which model is the best, and what to type next."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rapidformer.training.run_folder import BEST, LAST
 def describe_results(
     args: Settings, *, step: int, total: int, best: tuple[str, float, int] | None
 ) -> Iterator[str]:
-    """One line a subject; ``best`` is the metric, its value and the step it was reached at."""
+    """One line per subject; ``best`` is the metric, its value and its step."""
     if args.save is None:
-        yield "kept      nothing: --save none was given"
+        yield "saved     nothing (--save none)"
         return
     if args.save_strategy == "no":
-        yield f"kept      metrics alone, in {args.save}: --save-strategy no was given"
+        yield f"saved     only metrics, in {args.save} (--save-strategy no)"
         return
     folder = Path(args.save)
     if best is not None:
         name, value, at = best
         yield f"best      {name} {value:.4f} at step {at}: {folder / BEST}"
     elif args.task is not None:
-        yield "best      not kept: nothing was evaluated"
+        yield "best      none: nothing was evaluated"
     yield f"last      step {step} of {total}: {folder / LAST}"
     if step < total:
-        yield f"resume    the same command with --load {shlex.quote(str(folder))}"
+        yield f"resume    run the same command with --load {shlex.quote(str(folder))}"
     yield from _suggest(args, folder, folder / (BEST if best is not None else LAST))
 
 
 def describe_finished(args: Settings, *, step: int, total: int) -> Iterator[str]:
-    """What a resumed run says that has reached its end already."""
+    """The message of a resumed run that is already at its end."""
     folder = Path(args.save or args.load or "")
     yield (
-        f"nothing is left to do: {folder} is at step {step}, and this run ends at step {total}. "
-        "Train longer with a larger --epochs or --train-iters."
+        f"nothing left to do: {folder} is at step {step}, and this run ends at step {total}. "
+        "To train longer, increase --epochs or --train-iters."
     )
     has_best = (folder / BEST).is_dir()
     yield from _suggest(args, folder, folder / (BEST if has_best else LAST))

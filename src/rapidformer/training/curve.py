@@ -1,7 +1,7 @@
-"""The picture of a run: its ``metrics.jsonl`` as a loss curve.
+"""Draw a run's ``metrics.jsonl`` as a loss curve.
 
-matplotlib's figures are used without pyplot: pyplot would choose a backend for the whole process
-and keep every figure, and a library must do neither to its user.
+Uses matplotlib's figures without pyplot: pyplot would choose a backend for the whole process and
+keep every figure, which a library must not do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Points = list[tuple[float, float]]
 
-# The metric of the second panel is the first of these that the run has, or the first of any name.
+# The second panel shows the first of these metrics that the run has, otherwise its first metric.
 METRICS = (
     "accuracy", "matthews_correlation", "f1", "pearson", "rougeL", "rouge_l", "bleu",
     "exact_match", "perplexity",
@@ -32,7 +32,7 @@ INK, FAINT = "#333333", "#d9d9d9"
 
 
 def plot_run(metrics_file: Path, picture: Path) -> Path:
-    """Draw the losses and the main metric of a run; the suffix says which kind of picture."""
+    """Draw the losses and the main metric of a run; the suffix selects the image format."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -43,7 +43,9 @@ def plot_run(metrics_file: Path, picture: Path) -> Path:
     eval_losses = _get_points(lines, "eval_loss")
     metric = _find_metric(lines)
     if not losses and not eval_losses and metric is None:
-        raise DataError(f"{metrics_file} has no losses yet: let the run reach a log interval.")
+        raise DataError(
+            f"{metrics_file} has no losses yet: wait until the run reaches a log interval."
+        )
     panels = 2 if metric is not None else 1
     figure = Figure(figsize=(8, 6 if panels == 2 else 4.5), layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])
@@ -61,7 +63,7 @@ def plot_run(metrics_file: Path, picture: Path) -> Path:
 
 
 def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
-    """The whole lines; the last one may be half written while the run goes on."""
+    """The complete lines; the last one may be incomplete while the run is writing."""
     if not metrics_file.is_file():
         raise DataError(f"{metrics_file} does not exist: a run with --save writes it.")
     lines = []
@@ -76,7 +78,7 @@ def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
 
 
 def _get_points(lines: list[dict[str, Any]], key: str) -> Points:
-    """(step, value) of the lines that have the key; a value that is not a number is left out."""
+    """(step, value) of the lines that have the key, without values that are not numbers."""
     return sorted(
         (float(line["step"]), float(line[key])) for line in lines if _is_number(line.get(key))
     )
@@ -127,7 +129,7 @@ def _draw_metric(axes: Axes, metric: str, points: Points, rises: bool) -> None:
               markeredgecolor="white")  # fmt: skip
     best = (max if rises else min)(points, key=lambda point: point[1])
     axes.plot(*best, "o", color=GREEN, markersize=13, markerfacecolor="none", markeredgewidth=1.5)
-    # Above a lone or late best point there may be no room: the margin makes it.
+    # The margin makes room for the label above a single or late best point.
     axes.margins(x=0.05, y=0.3)
     axes.annotate(
         f"best {best[1]:.4g}", best, xytext=(0, 10 if rises else -18), textcoords="offset points",
@@ -145,10 +147,10 @@ def _dress(axes: Axes, name: str) -> None:
 
 
 def _smooth(points: Points) -> Points:
-    """The mean of each point's neighbourhood; empty where there are too few points for one.
+    """A centred moving average; empty if there are too few points.
 
-    Centred, because a running mean lags behind: the curve would seem to learn later than it did.
-    A line counts for as many steps as it tells of: the last of an epoch may tell of one alone.
+    Centred, because a trailing mean lags behind: the model would seem to learn later than it did. A
+    line is weighted by the number of steps it covers: the last of an epoch may cover only one.
     """
     if len(points) < FEWEST_TO_SMOOTH:
         return []
@@ -157,7 +159,7 @@ def _smooth(points: Points) -> Points:
     reach = max(1, len(points) // 20)
     smoothed = []
     for place, step in enumerate(steps):
-        # Narrower towards the ends, so that the two sides weigh about the same.
+        # Narrower towards the ends, so that both sides have about the same weight.
         near = max(min(reach, place, len(points) - 1 - place), reach // 2)
         part = slice(max(0, place - near), place + near + 1)
         total = sum(w * v for w, v in zip(weights[part], values[part], strict=True))
@@ -176,7 +178,7 @@ def _describe(metrics_file: Path, losses: Points) -> str:
 
 def _save(figure: Figure, picture: Path) -> Path:
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise DataError(f"{picture} has no suffix of a picture: use .png, .svg or .pdf.")
+        raise DataError(f"{picture}: the name of an image must end in .png, .svg or .pdf.")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150, facecolor="white")
     return picture

@@ -1,7 +1,7 @@
 """Every run has a folder: without ``--save`` it is ``runs/<task>-<model>-<date>``.
 
-The first process chooses, and all others take its word. A run that the launcher starts again finds
-the folder that its first attempt has claimed; a resumed run goes on where it was.
+Rank 0 chooses it for all ranks. A run that the launcher restarts finds the folder that its first
+attempt claimed; a resumed run continues in its old folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import BEST, LAST
 
-# Where runs without --save are kept; a folder named runs in the current one, if it is not set.
+# Where runs without --save are kept (default: a folder named runs in the current folder).
 RUNS_VARIABLE = "RAPIDFORMER_RUNS"
 _SOURCE = "derived: every run has a folder"
 
 
 def choose_folder(args: Settings) -> Settings:
-    """The settings with a folder in ``save``: for the first process only, since it makes one."""
+    """The settings with a folder in ``save``; only for rank 0, since it creates one."""
     resumed = _find_resumed_run(args)
     if resumed is not None:
         return args.replace(_SOURCE, save=str(resumed))
@@ -47,13 +47,13 @@ def choose_folder(args: Settings) -> Settings:
 
 @contextmanager
 def dropped_if_unused(folder: str | None) -> Iterator[None]:
-    """Leave no empty folder behind where a run failed before it had written anything."""
+    """Remove the empty folder of a run that failed before it wrote anything."""
     try:
         yield
     except BaseException:
         if folder is not None:
             path = Path(folder)
-            with suppress(OSError):  # it holds something, or was never made
+            with suppress(OSError):  # it is not empty, or was never created
                 if [child.name for child in path.iterdir()] == [OWNER_FILE]:
                     (path / OWNER_FILE).unlink()
                 path.rmdir()
@@ -62,7 +62,7 @@ def dropped_if_unused(folder: str | None) -> Iterator[None]:
 
 
 def _find_resumed_run(args: Settings) -> Path | None:
-    """The run that ``--load`` goes on with, whose folder stays its folder."""
+    """The run that ``--load`` resumes, whose folder is kept."""
     if args.load is None or args.finetune:
         return None
     source = Path(args.load).expanduser()
@@ -79,11 +79,11 @@ def _make_folder(root: Path, name: str) -> Path:
             continue
         except OSError as reason:
             raise CheckpointError(
-                f"the run's folder {folder} cannot be made ({reason.strerror}): choose one with "
-                "--save FOLDER."
+                f"the run's folder {folder} cannot be created ({reason.strerror}): choose one "
+                "with --save FOLDER."
             ) from None
         return folder
-    raise CheckpointError(f"{root} is full of runs named {name}: choose a folder with --save.")
+    raise CheckpointError(f"{root} already has 999 runs named {name}: choose a folder with --save.")
 
 
 def _describe_run(args: Settings) -> list[str]:

@@ -1,4 +1,4 @@
-"""``Finetuner``: four hooks, and a model is fine-tuned and evaluated after each epoch.
+"""``Finetuner``: four hooks fine-tune a model and evaluate it after each epoch.
 
 class MyFinetuner(Finetuner):
     def train_valid_test_datasets_provider(self): ...
@@ -42,7 +42,7 @@ class Finetuner(Template):
         return self.train()
 
     def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
-        """A loader that gives every example once, in order; None without data."""
+        """A loader that yields every example once, in order; None without data."""
         if dataset is None:
             return None
         return self.engine.build_data_loader(
@@ -62,7 +62,7 @@ class Finetuner(Template):
             )
         train_data, valid_data, test_data, collate = (*provided, None)[:4]
         if train_data is None:
-            raise RapidformerError("train_valid_test_datasets_provider gave no training data.")
+            raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
         return train_data, valid_data, test_data, collate
 
     def make_evaluation(
@@ -80,7 +80,7 @@ class Finetuner(Template):
 
 
 def to_metrics(returned: Any) -> dict[str, float]:
-    """What a metrics hook returned, as numbers by name."""
+    """The result of a metrics hook, as numbers by name."""
     if returned is None:
         return {}
     if isinstance(returned, Mapping):

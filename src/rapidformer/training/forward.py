@@ -1,11 +1,11 @@
-"""What users' ``run_forward_step`` may return, brought to one form: a mean loss and its weight.
+"""Read what ``run_forward_step`` returns as a mean loss and its weight.
 
 - a scalar loss: the weight is the number of labels in the batch, which the engine knows;
 - ``(loss, n)``: the user says what the mean was taken over;
-- ``(loss, n, {name: value})``: and of what the loss is made; names in ``_loss`` are shown beside
-  it, all go to metrics.jsonl; one that is a mean over something else comes as ``(value, n)``;
-- ``(output, loss_function)``: Megatron's form, ``loss_function(output) -> (loss, {name: value})``;
-- a dict with ``loss``: FlagAI's form.
+- ``(loss, n, {name: value})``: also the parts of the loss; names ending in ``_loss`` are printed
+  next to it, all go to metrics.jsonl; a mean over something else is given as ``(value, n)``;
+- ``(output, loss_function)``: as in Megatron, ``loss_function(output) -> (loss, {name: value})``;
+- a dict with ``loss``: as in FlagAI.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rapidformer.errors import RapidformerError
 from rapidformer.training.loop import ForwardResult
 
 Weight = float | torch.Tensor | None
-"""None: nobody has said what the mean was taken over, so the batch's labels are counted."""
+"""None: the user did not say what the mean was taken over, so the batch's labels are counted."""
 
 
 def interpret_forward(returned: Any) -> ForwardResult:
-    """The loss and its weight, or an error that says what is expected."""
+    """The loss and its weight; the error says what is expected."""
     weight: Weight = None
     parts: Any = {}
     if isinstance(returned, Mapping):
@@ -51,7 +51,7 @@ def interpret_forward(returned: Any) -> ForwardResult:
 
 
 def _read_parts(parts: Any, weight: Weight) -> dict[str, tuple[torch.Tensor, Weight]]:
-    """The numbers that Megatron's loss functions give by name, such as ``lm loss``."""
+    """The numbers that Megatron's loss functions return by name, such as ``lm loss``."""
     if not isinstance(parts, Mapping):
         return {}
     read: dict[str, tuple[torch.Tensor, Weight]] = {}
@@ -71,14 +71,14 @@ def _check_weight(weight: Any) -> Weight:
     )
     if not is_number:
         raise RapidformerError(
-            "run_forward_step returned a pair: the second must be what the loss is a mean over (a "
-            f"number) or Megatron's loss function, got {type(weight).__name__}."
+            "run_forward_step returned a pair: its second item must be what the loss is a mean "
+            f"over (a number) or a loss function as in Megatron, got {type(weight).__name__}."
         )
     return weight.reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
 
 class SingleBatch(Iterator[Any]):
-    """The data iterator of a pre-training step: it has exactly the one micro-batch."""
+    """The data iterator of a pre-training step, with exactly one micro-batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -87,8 +87,8 @@ class SingleBatch(Iterator[Any]):
     def __next__(self) -> Any:
         if self._is_taken:
             raise RapidformerError(
-                "run_forward_step took a second batch from its iterator: a step has one "
-                "micro-batch, and is called once for each."
+                "run_forward_step took a second batch from its iterator: it is called once for "
+                "each micro-batch."
             )
         self._is_taken = True
         return self._batch

@@ -7,11 +7,11 @@ import math
 import torch
 
 _DECAY = 0.9
-"""Weight of the past: the mean looks back over about ten updates."""
+"""Weight of the past: the mean covers about ten updates."""
 
 
 class LiveLoss:
-    """A running mean of this process's losses."""
+    """A running mean of this rank's losses."""
 
     def __init__(self, device: torch.device) -> None:
         self._mean = self._weight = 0.0
@@ -27,7 +27,7 @@ class LiveLoss:
         return self._mean / self._weight if self._weight else None
 
     def add(self, loss: torch.Tensor) -> None:
-        """Count an update's loss; on a GPU it arrives one update later, or is left out."""
+        """Add an update's loss; on a GPU it arrives one update later, or is skipped."""
         if not self._is_async:
             self._take(float(loss))
         elif not self._is_copying or self._copied.query():
@@ -38,7 +38,7 @@ class LiveLoss:
             self._is_copying = True
 
     def _take(self, loss: float) -> None:
-        # A loss that is not a number ends the run when the meter is read; the bar need not show it.
+        # A NaN loss ends the run when the meter is read; the bar need not show it.
         if math.isfinite(loss):
             self._mean = _DECAY * self._mean + (1 - _DECAY) * loss
             self._weight = _DECAY * self._weight + (1 - _DECAY)

@@ -1,7 +1,7 @@
-"""The one training loop. PreTrainer, Finetuner, Trainer and the command all end here.
+"""The training loop, which PreTrainer, Finetuner, Trainer and the command all use.
 
-It owns time: updates, epochs, when to log, evaluate, save and stop. What a forward pass is, and how
-a model is evaluated, it is told.
+It decides when to update, log, evaluate, save and stop. Callers supply the forward pass and the
+evaluation.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Metrics = dict[str, float]
 
 
 class ForwardResult(NamedTuple):
-    """What a forward step returned, in one form; a weight of None is counted by the engine."""
+    """The result of a forward step; the engine counts a weight of None."""
 
     loss: torch.Tensor
     weight: float | torch.Tensor | None
     parts: Mapping[str, tuple[torch.Tensor, float | torch.Tensor | None]] = MappingProxyType({})
-    """What the loss is made of, by name, each a mean over a weight of its own: only to be shown."""
+    """The parts of the loss by name, each a mean over its own weight; only for display."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class Evaluation:
 
     run: Callable[[], dict[str, float]]
     interval: int | None = None
-    """Updates between evaluations where the settings do not say; None: after each epoch."""
+    """Updates between evaluations if the settings do not say; None: after each epoch."""
     best_metric: str | None = None
     greater_is_better: bool = True
 
@@ -121,24 +121,24 @@ class TrainingLoop:
 
     @property
     def live_loss(self) -> float | None:
-        """The running mean that the progress bar shows; None where there is no bar."""
+        """The running mean that the progress bar shows; None without a bar."""
         live = self.meter.live_loss
         return live.value if live else None
 
     def say(self, message: str) -> None:
-        """A line for the person at the terminal."""
+        """Print a line for the user."""
         self.reporter.say(message)
 
     @property
     def is_finished(self) -> bool:
-        """Whether a restored run has done all of its updates already."""
+        """Whether a restored run has already done all of its updates."""
         return self._attempts >= self.train_iters
 
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
         try:
-            self._tell("on_train_begin")
+            self._notify("on_train_begin")
             if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
                 self._evaluate()
             with self._signals:
@@ -147,7 +147,7 @@ class TrainingLoop:
             if self._signals.caught is not None:
                 self._stop()
             self._finish()
-            self._tell("on_train_end")
+            self._notify("on_train_end")
         finally:
             self.reporter.close()
         return self.progress
@@ -157,18 +157,18 @@ class TrainingLoop:
         where = "nothing was saved"
         if self.args.save and self.step > 0:
             self.save()
-            where = f"go on with the same command and --load {self.args.save}"
+            where = f"resume with the same command and --load {self.args.save}"
         self.reporter.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
         self._signals.leave()
 
-    def _tell(self, hook: str, *facts: Any) -> None:
+    def _notify(self, hook: str, *facts: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(self, self.control, *facts)
 
     def _run_epoch(self) -> None:
         attempts = self._attempts
         self.control.should_epoch_stop = False
-        self._tell("on_epoch_begin")
+        self._notify("on_epoch_begin")
         for update in self.engine.iterate_updates(self.loader):
             self._run_update(update)
             if self._is_over() or self.control.should_epoch_stop:
@@ -176,31 +176,31 @@ class TrainingLoop:
         else:
             self._plan_end_of_epoch()
         if attempts == self._attempts:
-            raise RapidformerError("the training data gave no batch: is the stream empty?")
-        self._tell("on_epoch_end")
+            raise RapidformerError("the training data yielded no batch: is the stream empty?")
+        self._notify("on_epoch_end")
         self._act()
 
     def _run_update(self, update: Update) -> None:
-        self._tell("on_step_begin")
+        self._notify("on_step_begin")
         results = self.engine.run_update(self.forward, update)
         for each, result in zip(update, results, strict=True):
             self.meter.add_micro_batch(result.means, each.info)
         self.lr = self.engine.get_learning_rate()
-        self._tell("on_pre_optimizer_step")
+        self._notify("on_pre_optimizer_step")
         self.engine.step()
-        self._tell("on_optimizer_step")
+        self._notify("on_optimizer_step")
         self._attempts += 1
         self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
         self._plan_end_of_step()
-        self._tell("on_step_end")
+        self._notify("on_step_end")
         self._act()
 
     def _plan_end_of_step(self) -> None:
-        """Ask for what the settings say is due at this step."""
+        """Request what is due at this step according to the settings."""
         control, timetable = self.control, self.timetable
         control.should_log |= timetable.is_log_due(self._attempts, self.step)
         if self.step == self._step_before:
-            return  # an update that fp16 has skipped: nothing else is due
+            return  # fp16 skipped this update: nothing else is due
         self._step_before = self.step
         control.should_evaluate |= timetable.is_evaluation_due(self.step)
         control.should_save |= timetable.is_save_due(self.step)
@@ -213,7 +213,7 @@ class TrainingLoop:
         control.should_save |= timetable.is_save_due_after_epoch()
 
     def _act(self) -> None:
-        """Do what the settings and the callbacks have asked for."""
+        """Do what the settings and the callbacks have requested."""
         control = self.control
         if control.should_log:
             self._log()
@@ -221,18 +221,18 @@ class TrainingLoop:
             self._evaluate()
         if control.should_save and self.args.save:
             self.save()
-        # What a run without a folder or validation data cannot do is not asked for again.
+        # Clear requests that a run without a folder or validation data cannot meet.
         control.should_evaluate = control.should_save = False
 
     def _finish(self) -> None:
         if self.evaluation is not None and self.progress.evaluated_at != self.step:
             self._evaluate()
         if self.test is not None and self._attempts >= self.train_iters:
-            self._log()  # before, so that measuring is not taken for training time
+            self._log()  # log first, so that the evaluation does not count as training time
             results = broadcast_object(evaluate_model(self.engine, self.test))
             line = {f"test_{key}": value for key, value in results.items()}
             self.progress.evaluations |= line
-            self._tell("on_log", self._locate() | line)
+            self._notify("on_log", self._locate() | line)
         if self.timetable.saves:
             assert self.args.save is not None
             if self.step > 0:
@@ -250,7 +250,7 @@ class TrainingLoop:
     def _load_best(self) -> None:
         if self._best_folder is not None and self.progress.best_step != self.step:
             self.engine.load_weights(self._best_folder)
-            self.reporter.say(f"loaded   the best weights, of step {self.progress.best_step}")
+            self.reporter.say(f"loaded    the best weights, from step {self.progress.best_step}")
 
     @property
     def _best_folder(self) -> Path | None:
@@ -261,7 +261,7 @@ class TrainingLoop:
         return Path(save) / f"iter_{step:07d}"
 
     def _is_over(self) -> bool:
-        # Attempts, not updates: fp16 overflows use up data without an update.
+        # Attempts, not updates: fp16 overflows consume data without an update.
         return self.control.should_training_stop or self._attempts >= self.train_iters
 
     def _check_exit(self) -> None:
@@ -285,7 +285,7 @@ class TrainingLoop:
         measured = self.meter.read(
             self._attempts, tolerates_infinity=self.engine.scaler is not None
         )
-        self._tell("on_log", self._describe(measured))
+        self._notify("on_log", self._describe(measured))
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
         updates = len(measured.losses)
@@ -315,7 +315,7 @@ class TrainingLoop:
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with the part of the current one."""
+        """Epochs done, including the fraction of the current one."""
         state = self.loader.state_dict()
         if self.loader.is_stream:
             return float(state["epoch"])
@@ -326,23 +326,24 @@ class TrainingLoop:
         self.control.should_evaluate = False
         self._log()
         paused_at = self.meter.pause()
-        # The first process's word: were they to differ, one alone would go and save the best.
+        # Rank 0 decides: if results differed, a single rank might start saving the best model
+        # alone.
         results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
         self.progress.evaluations = results
         self.progress.evaluated_at = self.step
         metrics = {f"eval_{key}": value for key, value in results.items()}
-        self._tell("on_log", self._locate() | metrics)
-        self._tell("on_evaluate", metrics)
+        self._notify("on_log", self._locate() | metrics)
+        self._notify("on_evaluate", metrics)
         self.meter.resume(paused_at)
         if self.control.should_save and self.args.save:
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint, unless this step has one."""
+        """Save a checkpoint, unless this step already has one."""
         self.control.should_save = False
         if self._saved_at == self.step:
             return
-        # Reading the meter raises where a loss is not a number: such a state is never saved.
+        # Reading the meter raises an error if a loss is NaN: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
         progress = dataclasses.asdict(self.progress)
@@ -350,15 +351,15 @@ class TrainingLoop:
             extra={"progress": progress, "attempts": self._attempts}, protected=self._best_folder
         )
         self._saved_at = self.step
-        self._tell("on_save", folder)
+        self._notify("on_save", folder)
         self.meter.resume(paused_at)
 
     def restore(self, extra: dict[str, Any]) -> None:
-        """Take over what an earlier run's checkpoint knows beyond the engine's state."""
+        """Restore what a checkpoint holds beyond the engine's state."""
         self.progress = Progress(**extra.get("progress", {}))
         save = self.args.save
         if save is not None and not broadcast_object((Path(save) / BEST).is_dir()):
-            # Another folder than that run's: its best model is not here.
+            # This is not that run's folder: its best model is not here.
             self.progress.best_value = self.progress.best_step = None
         self._attempts = extra.get("attempts", self.step)
         self._step_before = self._saved_at = self.step
@@ -367,7 +368,7 @@ class TrainingLoop:
 def evaluate_model(
     engine: RapidformerEngine, run: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """Evaluate without gradients and dropout, and bring the model back to training."""
+    """Evaluate without gradients and dropout, then restore training mode."""
     model = engine.parallelized.model
     was_training = model.training
     model.eval()

@@ -1,8 +1,8 @@
 """What the loop measures between two log lines, without ever waiting for the device.
 
 Losses and norms stay on the device as one small tensor per update; at a log interval they are
-reduced over the processes together and read once. So a loss that is no longer a number is still
-found with its exact step, though nobody looked when it happened.
+reduced over the ranks together and read once. So a NaN loss is reported with its exact step,
+although nobody looked when it happened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Measurement:
 
     losses: list[float]
     parts: dict[str, float]
-    """What the loss was made of, by name, as means over the interval."""
+    """The parts of the loss by name, as means over the interval."""
     grad_norm: float
     seconds: float
     tokens: int
@@ -42,7 +42,7 @@ class Measurement:
 
 
 class WeightedSums:
-    """Sums of means x their weights, by name, that become means over everything."""
+    """Sums of means times their weights, by name, which become means over everything."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.sums: dict[str, torch.Tensor] = {}
@@ -51,10 +51,10 @@ class WeightedSums:
 
     def add(self, means: Mapping[str, Mean]) -> None:
         for name, (mean, weight) in means.items():
-            # A mean over no labels is not a number, and has no part in the whole either.
+            # A mean over no labels is NaN, and must not enter the total.
             counts = isinstance(weight, torch.Tensor) or bool(weight)
             value = mean.detach().to(self._dtype or mean.dtype)
-            # Zero where it does not count: every process must have every name.
+            # Zero if it does not count: every rank must have every name.
             part = value * weight if counts else torch.zeros_like(value)
             if isinstance(weight, torch.Tensor):
                 part = torch.where(weight == 0, torch.zeros_like(part), part)
@@ -62,7 +62,7 @@ class WeightedSums:
             self.weights[name] = self.weights.get(name, 0.0) + (weight if counts else 0.0)
 
     def read_means(self, topology: Topology) -> dict[str, float]:
-        """The means over all processes."""
+        """The means over all ranks."""
         pairs = [(self.sums[name], self.weights[name]) for name in self.sums]
         totals = _sum_pairs(pairs, topology)
         return {
@@ -72,7 +72,7 @@ class WeightedSums:
 
 
 class Meter:
-    """Collects micro-batches and updates until somebody reads."""
+    """Collects micro-batches and updates until they are read."""
 
     def __init__(self, device: torch.device, topology: Topology, *, live: bool = False) -> None:
         self._device = device
@@ -89,7 +89,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def add_micro_batch(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
-        """Add the ``loss``, and what it is made of."""
+        """Add the ``loss`` and its parts."""
         self._update.add(means)
         self._rows += info.rows
         self._tokens += info.tokens
@@ -109,7 +109,7 @@ class Meter:
         self._update = WeightedSums()
 
     def pause(self) -> float:
-        """The time of now, for ``resume``: what lies between is not training."""
+        """The current time, for ``resume``: the time in between does not count as training."""
         return time.perf_counter()
 
     def resume(self, paused_at: float) -> None:
@@ -119,14 +119,14 @@ class Meter:
         return bool(self._losses)
 
     def read(self, step: int, *, tolerates_infinity: bool) -> Measurement:
-        """Reduce, read and start anew; raises where a loss or a norm is not a number."""
+        """Reduce, read and reset; raises an error if a loss or a norm is not finite."""
         updates = len(self._losses)
         losses = torch.stack(self._losses)
         counts = torch.tensor(
             [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
         )
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
-        # Processes that share sequences have each counted the same rows.
+        # Ranks with slices of the same sequences have each counted the same rows.
         counts /= self._topology.context
         packed = sum_over_replicas(torch.cat([losses.double(), counts]), self._topology)
         values: list[float] = packed.tolist()
@@ -145,7 +145,7 @@ class Meter:
         return measurement
 
     def _read_parts(self) -> dict[str, float]:
-        """Means over the updates that have something to count; every process comes here."""
+        """Means over the updates that have something to count; every rank must call this."""
         flat = [pair for pairs in self._parts.values() for pair in pairs]
         totals = iter(_sum_pairs(flat, self._topology))
         parts = {}
@@ -156,7 +156,7 @@ class Meter:
 
 
 def _sum_pairs(pairs: list[Mean], topology: Topology) -> list[tuple[float, float]]:
-    """Sums and their weights, each over all processes, in one message; waits for the device."""
+    """Sums and their weights, each over all ranks, in one message; waits for the device."""
     if not pairs:
         return []
     sums = torch.stack([total for total, _ in pairs]).double()
@@ -170,12 +170,13 @@ def _check_numbers(
 ) -> None:
     first = step - len(losses) + 1
     for offset, (loss, norm) in enumerate(zip(losses, norms, strict=False)):
-        # Under fp16 an overflow of the gradient is ordinary: the scaler skips that update.
+        # Under fp16, gradient overflows are normal: the scaler skips that update.
         is_bad = not math.isfinite(loss) or (not math.isfinite(norm) and not tolerates_infinity)
         if is_bad:
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient is {norm}"
             raise TrainingError(
-                f"{what} at step {first + offset}: training has stopped, nothing was saved since."
-                " Look at the data of that step (empty or broken rows), lower --lr, lengthen the"
-                " warm-up, or set --clip-grad; --mixed-precision fp16 is less robust than bf16."
+                f"{what} at step {first + offset}: training has stopped, and nothing was saved"
+                " after that step. Check the data of that step (empty or broken rows), lower --lr,"
+                " lengthen the warm-up, or set --clip-grad; --mixed-precision fp16 is less robust"
+                " than bf16."
             )

@@ -1,4 +1,4 @@
-"""``PreTrainer``: three hooks, and a model is trained for a number of updates.
+"""``PreTrainer``: three hooks train a model for a number of updates.
 
     class MyPreTrainer(PreTrainer):
         def train_valid_test_datasets_provider(self, train_val_test_num_samples): ...
@@ -7,8 +7,8 @@
 
     MyPreTrainer(engine=RapidformerEngine()).train()
 
-The forward step is handed an iterator, as in Megatron; one whose parameter is called ``batch`` is
-handed the batch.
+As in Megatron, the forward step gets an iterator; if its parameter is called ``batch``, it gets the
+batch.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ class PreTrainer(Template):
         provided = hook(self.count_samples()) if accepts_arguments(hook, 1) else hook()
         if not isinstance(provided, tuple) or len(provided) not in (3, 4):
             raise RapidformerError(
-                "train_valid_test_datasets_provider must return three data sets: training, "
+                "train_valid_test_datasets_provider must return three datasets: training, "
                 "validation, test (each may be None)."
             )
         if provided[0] is None:
-            raise RapidformerError("train_valid_test_datasets_provider gave no training data.")
+            raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
         train_data, valid_data, test_data, collate = (*provided, None)[:4]
         return train_data, valid_data, test_data, collate
 
     def count_samples(self) -> list[int]:
-        """Megatron's numbers of training, validation and test samples."""
+        """The number of training, validation and test samples, as Megatron computes them."""
         args = self.args
         batch = args.global_batch_size or 1
         train_iters = self.engine.get_train_iters()
         if train_iters is None:
             raise ConfigurationError(
-                "how long to train? Give --train-iters, --train-samples or --train-tokens."
+                "give the length of training: --train-iters, --train-samples or --train-tokens."
             )
         interval = count_updates(args.eval_interval or _EVAL_INTERVAL, train_iters)
         evaluations = train_iters // interval + 1
@@ -111,13 +111,13 @@ class PreTrainer(Template):
         return None if loader is None else lambda: self.measure_loss(model, loader)
 
     def combine_means(self, means: Metrics) -> Metrics:
-        """Hook: what was measured over all the data, where the ``loss`` is made of other means."""
+        """Hook: adjust the means over all the data, if the ``loss`` depends on other means."""
         return means
 
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches of the data.
 
-        The same batches every time, so that losses can be compared.
+        The same batches every time, so that losses are comparable.
         """
         forward = self.make_forward(model)
         rounds = self.args.eval_iters * self.engine.clock.rounds_per_update
@@ -127,6 +127,6 @@ class PreTrainer(Template):
             sums.add(self.engine.run_forward(forward, micro_batch).means)
         means = self.combine_means(sums.read_means(self.engine.topology))
         loss = means.pop("loss")
-        # A balancing or sentence-order loss says nothing of how well words are guessed.
+        # A balancing or sentence-order loss says nothing about how well tokens are predicted.
         of_words = means.get("lm_loss", loss)
         return {"loss": loss, **means, "perplexity": math.exp(min(of_words, 700.0))}

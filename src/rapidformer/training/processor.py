@@ -1,7 +1,7 @@
-"""The tokenizer or image processor of a script's model, found where scripts keep it.
+"""Find the tokenizer or image processor of a script's model.
 
-A model that is saved without it cannot be asked anything. Scripts have no hook for it, so it is
-looked for in the template, in the collate function, and where the model itself came from.
+A model saved without it cannot be used for prediction. Scripts have no hook for it, so we look in
+the template, in the collate function, and where the model was loaded from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAMES = ("processor", "processing_class", "tokenizer", "image_processor")
 
 
 def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
-    """Something with ``save_pretrained`` that belongs to the model; None where there is none."""
+    """Something with ``save_pretrained`` that belongs to the model; None if there is none."""
     for owner in (template, collate, getattr(collate, "__self__", None)):
         for name in _NAMES:
             found = getattr(owner, name, None)
@@ -26,7 +26,7 @@ def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
 
 
 def _load_from_source(location: str) -> Any | None:
-    """The tokenizer beside the weights that the model was loaded from."""
+    """The tokenizer stored with the weights that the model was loaded from."""
     if not location:
         return None
     from transformers import AutoTokenizer
@@ -37,4 +37,4 @@ def _load_from_source(location: str) -> Any | None:
         with quiet_transformers(location):
             return AutoTokenizer.from_pretrained(location, local_files_only=True)
     except (ModelError, OSError, ValueError, KeyError, ImportError):
-        return None  # the model has none, and needs none
+        return None  # the model has none and needs none

@@ -1,4 +1,4 @@
-"""Where a run stands, beyond what the engine counts."""
+"""The progress of a run, beyond what the engine counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """Where the run stands, beyond what the engine counts; goes into every checkpoint."""
+    """The progress of a run, beyond what the engine counts; part of every checkpoint."""
 
     best_metric: str | None = None
     best_value: float | None = None

@@ -1,7 +1,7 @@
-"""Label smoothing and NEFTune noise: hooks on the model for as long as it is trained.
+"""Label smoothing and NEFTune noise: hooks on the model during training.
 
-On the model, so that every front end has them: a loss that the model computes itself is the one
-that is smoothed. A loss that a user's own code computes is left alone.
+They are on the model, so that every front end has them: a loss that the model computes itself is
+smoothed, a loss that the user's code computes is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rapidformer.models.plan import shifts_labels
 
 @contextmanager
 def regularize(model: nn.Module, args: Settings) -> Iterator[None]:
-    """Smooth labels and add noise, where the settings ask for it."""
+    """Smooth labels and add noise if the settings ask for it."""
     handles: list[RemovableHandle] = []
     if args.label_smoothing:
         handles.append(_smooth_labels(model, args.label_smoothing))
@@ -38,7 +38,7 @@ def regularize(model: nn.Module, args: Settings) -> Iterator[None]:
 def smooth_loss(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float, *, is_shifted: bool
 ) -> torch.Tensor:
-    """Cross entropy against labels of which a share is spread over all classes."""
+    """Cross entropy against labels of which a fraction is spread over all classes."""
     if is_shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     return cross_entropy(
@@ -70,7 +70,7 @@ def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:
     if find is None:
         raise ConfigurationError(
             f"--neftune-noise-alpha: {type(model).__name__} has no get_input_embeddings(), so "
-            "there is no telling where the noise belongs."
+            "there is nothing to add the noise to."
         )
 
     def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

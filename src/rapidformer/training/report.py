@@ -1,7 +1,7 @@
-"""What a run says while it runs: a progress bar or log lines, metrics.jsonl, TensorBoard.
+"""Report a run while it runs: a progress bar or log lines, metrics.jsonl, TensorBoard.
 
-Only the first process has a reporter that speaks; the others get a silent one. ``metrics.jsonl`` is
-the truth, everything else is a copy of it.
+Only rank 0 reports; the other ranks have a silent reporter. ``metrics.jsonl`` is authoritative,
+everything else is a copy of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rapidformer.training.run_folder import ARGUMENTS_FILE, MetricsFile
 
 
 class Reporter(Callback):
-    """Tells of the run to the terminal and to files."""
+    """Reports the run to the terminal and to files."""
 
     def __init__(
         self, args: Settings, *, total_steps: int, resume_step: int = 0, speaks: bool
@@ -48,7 +48,7 @@ class Reporter(Callback):
         return self._bar is not None
 
     def say(self, message: str) -> None:
-        """A line for the person at the terminal."""
+        """Print a line for the user."""
         if self._speaks:
             get_logger().info(message)
 
@@ -103,7 +103,7 @@ class Reporter(Callback):
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:
-    """The one line per log interval."""
+    """The line for a log interval."""
     parts = [
         f"step {line['step']}/{total_steps}",
         f"epoch {line['epoch']:.2f}",
@@ -118,13 +118,13 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         f"{line['step_time'] * 1000:.0f} ms/step",
         f"{_shorten(line['tokens_per_second'])} tokens/s",
         f"{_shorten(line['samples_per_second'])} samples/s",
-        f"padding {line['padding_share'] * 100:.0f} %",
+        f"{line['padding_share'] * 100:.0f} % padding",
     ]
     if line.get("memory_gib"):
         parts.append(f"{line['memory_gib']:.1f} GiB")
     if line.get("skipped_updates"):
         parts.append(f"{line['skipped_updates']} skipped")
-    parts.append(f"left {timedelta(seconds=round(line['seconds_left']))}")
+    parts.append(f"{timedelta(seconds=round(line['seconds_left']))} left")
     return " | ".join(parts)
 
 
@@ -140,7 +140,7 @@ def _open_board(folder: str, resume_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         warn_once(
-            "TensorBoard is not written: pip install tensorboard. metrics.jsonl has everything."
+            "no TensorBoard logs: run pip install tensorboard. metrics.jsonl has all the numbers."
         )
         return None
     return SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)  # type: ignore[no-untyped-call]
@@ -165,8 +165,8 @@ class _ProgressBar:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
         )

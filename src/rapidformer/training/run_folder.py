@@ -1,7 +1,7 @@
-"""The folder of a run (``--save``): who may write there, and the file that always tells the truth.
+"""The folder of a run (``--save``): who may write to it, and its metrics file.
 
-``metrics.jsonl`` has one JSON object a line. A resumed run goes on in the same file, after the
-lines of steps that it will do again have been taken out.
+``metrics.jsonl`` has one JSON object per line. A resumed run continues the same file, after
+removing the lines of steps that it will repeat.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PREVIOUS = "previous"
 def check_run_folder(
     folder: Path, *, source: Path | None, continues: bool, overwrite: bool
 ) -> None:
-    """Refuse to write over another run; ``--overwrite`` removes what that run has written.
+    """Refuse to overwrite another run; ``--overwrite`` removes what that run wrote.
 
-    ``source`` is what ``--load`` names; a run that ``continues`` may go on in its own folder.
+    ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
     """
     if not (folder / METRICS_FILE).exists() and not find_checkpoints(folder):
         return
@@ -41,7 +41,7 @@ def check_run_folder(
         return
     if is_same:
         raise CheckpointError(
-            f"--finetune starts a new run from {source}, which --save {folder} would write over: "
+            f"--finetune starts a new run from {source}, which --save {folder} would overwrite: "
             "choose another folder."
         )
     if not overwrite:
@@ -56,7 +56,7 @@ def check_run_folder(
 
 
 def set_aside(folder: Path) -> None:
-    """Move an earlier run of the folder into its ``previous``, where only one is kept.
+    """Move the folder's earlier run into its ``previous`` folder, which holds only one run.
 
     For front ends that train into the same folder again without asking.
     """
@@ -72,7 +72,7 @@ def set_aside(folder: Path) -> None:
     (folder / PREVIOUS).mkdir()
     for path in found:
         path.rename(folder / PREVIOUS / path.name)
-    get_logger().info(f"the earlier run in {folder} has moved to {folder / PREVIOUS}")
+    get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")
 
 
 class MetricsFile:
@@ -88,8 +88,8 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            # JSON has no NaN and no Infinity: null.
-            numbers = {k: None if _is_no_number(v) else v for k, v in line.items()}
+            # JSON has neither NaN nor Infinity: write null.
+            numbers = {k: None if _is_not_finite(v) else v for k, v in line.items()}
             file.write(json.dumps(numbers, allow_nan=False) + "\n")
 
     def _drop_after(self, step: int) -> None:
@@ -98,12 +98,12 @@ class MetricsFile:
         replace_text(self.path, "".join(line + "\n" for line in kept))
 
 
-def _is_no_number(value: Any) -> bool:
+def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def _get_step(line: str) -> float:
-    """The step of a line; a line cut off by a crash belongs to no kept step."""
+    """The step of a line; infinity for a line cut off by a crash."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

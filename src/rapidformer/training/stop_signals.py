@@ -1,7 +1,9 @@
-"""Ctrl-C and SIGTERM during training: finish the update, save, and say so. A second one is final.
+"""Ctrl-C and SIGTERM during training: finish the update, save, and exit. A second one exits at
+once.
 
-Only where one process trains. Several must stop at the same update, which a signal that reaches
-them one by one cannot arrange: there the launcher ends all of them, and a checkpoint is the way on.
+Only with a single rank. Several ranks must stop at the same update, which signals that reach them
+one by one cannot ensure: there the launcher stops all of them, and the run resumes from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class StopSignals:
-    """Catches the first signal; ``caught`` is what it was."""
+    """Catches the first signal and stores it in ``caught``."""
 
     def __init__(self, say: Callable[[str], None], *, saves: bool, is_alone: bool) -> None:
         self.caught: signal.Signals | None = None
@@ -44,17 +46,17 @@ class StopSignals:
         return _NAMES[self.caught] if self.caught is not None else ""
 
     def leave(self) -> NoReturn:
-        """End as the signal asked, with the exit status that a shell expects."""
+        """Exit as the signal asked, with the exit status that a shell expects."""
         if self.caught == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt("told")
+        raise KeyboardInterrupt("reported")
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught = signal.Signals(number)
         self._put_back()
-        kept = "a checkpoint is saved" if self._saves else "nothing is saved (no --save folder)"
+        how = "saves a checkpoint" if self._saves else "saves nothing (no --save folder)"
         self._say(
-            f"{self.name}: training stops after this update, and {kept}. "
+            f"{self.name}: training finishes this step, {how} and stops. "
             "Press Ctrl-C again to stop at once."
         )
 

@@ -1,4 +1,4 @@
-"""What is said before step 1: every number that decides how the run goes."""
+"""The lines before step 1: every number that determines how the run goes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def describe_run(
     eval_data: Any = None,
     resumed_from: Path | None = None,
 ) -> list[str]:
-    """One line a subject."""
+    """One line per subject."""
     args, parallelized = engine.args, engine.parallelized
     model = parallelized.model
-    # DeepSpeed's stage 3 leaves nothing in a weight but a note of its size.
+    # Under DeepSpeed's stage 3, a weight holds nothing but its size.
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     trained = sum(size for size, is_trained in sizes if is_trained)
-    if parallelized.pipeline is not None:  # which has let most of them go
+    if parallelized.pipeline is not None:  # which has released most of them
         total = parallelized.pipeline.num_parameters
         trained = parallelized.pipeline.num_trained
     schedule = get_file_schedule(args, train_iters)
@@ -42,7 +42,7 @@ def describe_run(
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {args.global_batch_size} = {loader.batch_size} micro x "
         f"{args.data_parallel_size} data parallel x {engine.clock.rounds_per_update} accumulation",
-        f"length    {train_iters} updates"
+        f"length    {train_iters} steps"
         + (f" = {args.epochs:g} epochs" if args.epochs and not args.train_iters else "")
         + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
         + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
@@ -65,7 +65,8 @@ def _get_version() -> str:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.get_num_threads()} threads each)"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' * (threads > 1)} per process)"
 
 
 def _count(number: int) -> str:

@@ -1,6 +1,6 @@
-"""What PreTrainer and Finetuner share: from hooks to the one loop.
+"""What PreTrainer and Finetuner have in common: from hooks to the training loop.
 
-A template owns nothing of its own but the order: data, loaders, model, compose, resume, loop.
+A template only sets the order: data, loaders, model, compose, resume, loop.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Template(ABC):
     """The common part of the templates; users subclass PreTrainer or Finetuner."""
 
     processor: Any = None
-    """Tokenizer or image processor to save beside the model, if the subclass has one."""
+    """Tokenizer or image processor to save with the model, if the subclass has one."""
     best_metric: str | None = None
     greater_is_better: bool = True
     saves_each_epoch = False
-    """Whether a checkpoint is kept after each epoch where no interval is given."""
+    """Whether a checkpoint is kept after each epoch if no interval is given."""
     counts_ahead = False
     """Whether each batch gets ``update_counts``: rows and labels of its whole update."""
     callbacks: Sequence[Callback] = ()
-    """Called at the loop's hook points, after the project's own."""
+    """Called at the loop's hook points, after our own callbacks."""
     has_shifted_labels: bool | None = None
-    """Whether the model compares each position with the next label; None: found by its class."""
+    """Whether the model compares each position with the next label; None: decided by its class."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
@@ -77,19 +77,19 @@ class Template(ABC):
         *,
         shuffle: bool | None = None,
     ) -> DistributedLoader:
-        """A loader for this process's share of the data, with batches on the device."""
+        """A loader for this rank's part of the data, with batches on the device."""
         return self.engine.build_data_loader(dataset, collate_fn, shuffle=shuffle)
 
     def gather(self, tensor: Any, pad_value: float | None = None) -> Any:
-        """Every process's rows, each example once."""
+        """The rows of all ranks, each example once."""
         return self.engine.gather(tensor, pad_value)
 
-    # ---- what the two templates do differently -------------------------------------------------
+    # ---- where the two templates differ ----------------------------------------------------------
 
     @property
     @abstractmethod
     def is_shuffled(self) -> bool:
-        """Whether training data comes in another order each epoch."""
+        """Whether the training data is reshuffled each epoch."""
 
     @abstractmethod
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
@@ -97,18 +97,18 @@ class Template(ABC):
 
     @abstractmethod
     def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
-        """A loader over the validation data; None where there is none."""
+        """A loader over the validation data; None if there is none."""
 
     @abstractmethod
     def make_evaluation(
         self, model: Any, eval_loader: DistributedLoader | None
     ) -> Evaluation | None:
-        """How and when the model is evaluated; None where it is not."""
+        """How and when the model is evaluated; None if it is not."""
 
     # ---- from hooks to the loop ----------------------------------------------------------------
 
     def train(self) -> dict[str, float]:
-        """Train to the end; returns the last evaluation's numbers."""
+        """Train to the end; returns the numbers of the last evaluation."""
         made = self._choose_folder()
         with dropped_if_unused(made):
             return self._train()
@@ -125,7 +125,7 @@ class Template(ABC):
         )
         eval_loader = self.build_eval_loader(valid_data, collate)
         model = self.compose()
-        if self.processor is None and self.engine.is_main:  # only the first process exports
+        if self.processor is None and self.engine.is_main:  # only rank 0 exports
             self.processor = find_processor(self, collate, model)
         evaluation = self.make_evaluation(model, eval_loader)
         progress = self.run_loop(
@@ -139,13 +139,13 @@ class Template(ABC):
         return progress.evaluations
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
-        """How the finished model is measured on test data; None where it is not."""
+        """How the finished model is evaluated on test data; None if it is not."""
         return None
 
     def _choose_folder(self) -> str | None:
-        """Give the run a folder, unless it has one or is to keep nothing (``--save none``).
+        """Give the run a folder, unless it has one or must not keep anything (``--save none``).
 
-        Returns the folder where this process has made it.
+        Returns the folder if this rank created it.
         """
         args = self.args
         if args.save is not None or args.keeps_nothing:
@@ -168,7 +168,7 @@ class Template(ABC):
         return save if self.engine.is_main else None
 
     def find_resume_folder(self) -> Path | None:
-        """The checkpoint that ``--load`` names, if it names one; checks ``--save`` as well."""
+        """The checkpoint that ``--load`` names, if any; also checks ``--save``."""
         args, resume = self.args, None
         if args.load is not None:
             source = Path(args.load).expanduser()
@@ -184,7 +184,7 @@ class Template(ABC):
         return resume
 
     def _check_run_folder(self, folder: Path, source: Path | None) -> None:
-        """Looked at by the first process; what it finds wrong stops all of them."""
+        """Rank 0 looks; what it finds wrong stops all ranks."""
         problem = None
         if self.engine.is_main:
             try:
@@ -202,9 +202,10 @@ class Template(ABC):
             raise CheckpointError(problem)
 
     def compose(self) -> Any:
-        """Get model, optimizer and schedule from the hook and switch everything on."""
+        """Get model, optimizer and schedule from the hook and apply all switches."""
         hook: Any = self.model_optimizer_lr_scheduler_provider
-        # Megatron's form says which end of a pipeline to build; here the whole model is cut later.
+        # In Megatron, the caller says which end of a pipeline to build; here the whole model is cut
+        # later.
         provided = hook() if accepts_arguments(hook, 0) else hook(True, True)
         if not isinstance(provided, tuple) or len(provided) != 3:
             raise RapidformerError(
@@ -223,13 +224,13 @@ class Template(ABC):
         return composed[0]
 
     def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
-        """The user's forward step as a function of the batch alone."""
+        """The user's forward step as a function of the batch only."""
         if self.has_shifted_labels is not None:
             self.engine.shifts_labels = self.has_shifted_labels
         return lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model))
 
     def wrap_batch(self, batch: Any) -> Any:
-        """What the forward step is handed: the batch itself, unless a template says otherwise."""
+        """The argument of the forward step: the batch itself, unless a template says otherwise."""
         return batch
 
     def run_loop(
@@ -242,10 +243,10 @@ class Template(ABC):
         resume: Path | None,
         test: Callable[[], Metrics] | None = None,
     ) -> Progress:
-        """Resume, say what starts, and run the one loop."""
+        """Resume, print the summary, and run the training loop."""
         train_iters = self.engine.get_train_iters()
         if train_iters is None:
-            raise ConfigurationError("how long to train? Give --epochs or --train-iters.")
+            raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
         step = self.engine.clock.updates
         reporter = Reporter(

@@ -1,6 +1,6 @@
-"""When a run logs, evaluates and saves: strategies and intervals, as updates of this run.
+"""When a run logs, evaluates and saves: strategies and intervals, in updates of this run.
 
-An interval may be a share of the run (``--eval-interval 0.25``), which only becomes a number of
+An interval may be a fraction of the run (``--eval-interval 0.25``), which becomes a number of
 updates once the length of the run is known.
 """
 
@@ -12,7 +12,7 @@ from rapidformer.config import Settings
 
 
 def count_updates(interval: float, train_iters: int) -> int:
-    """An interval in updates: itself, or its share of the run."""
+    """An interval in updates: itself, or its fraction of the run."""
     return math.ceil(interval * train_iters) if interval < 1 else int(interval)
 
 
@@ -27,7 +27,7 @@ class Timetable:
         eval_interval: float | None = None,
         saves_each_epoch: bool = True,
     ) -> None:
-        """``eval_interval`` is the template's, where the user says nothing of evaluation."""
+        """``eval_interval`` is the template's default, if the user sets none."""
         self._logs_each_epoch = args.log_strategy == "epoch"
         self._logs_first = args.log_first_step and args.log_strategy != "no"
         self.log_interval = count_updates(args.log_interval, train_iters)
@@ -53,7 +53,7 @@ class Timetable:
         self._saves_each_epoch = self.saves and saves == "epoch" and (asked or saves_each_epoch)
 
     def is_log_due(self, attempts: int, step: int) -> bool:
-        """Attempts, not updates: fp16's skipped updates are logged too."""
+        """Attempts, not updates: the updates that fp16 skips are logged too."""
         if self._logs_first and step == 1:
             return True
         return self._logs_steps and attempts % self.log_interval == 0
