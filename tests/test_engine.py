@@ -77,7 +77,7 @@ def test_compose_without_a_learning_rate() -> None:
 def test_compose_twice_is_refused() -> None:
     engine = make_engine()
     engine.compose(nn.Linear(1, 1))
-    with pytest.raises(RapidformerError, match="another engine"):
+    with pytest.raises(RapidformerError, match="already composed a model"):
         engine.compose(nn.Linear(1, 1))
 
 

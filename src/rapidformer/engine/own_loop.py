@@ -1,9 +1,8 @@
-"""The thin adapter between a loop of the user's own and the engine.
+"""The thin adapter between the user's own loop and the engine.
 
 ``for batch in loader: ... engine.backward(loss)`` names neither the micro-batch nor its facts. The
-adapter watches what the loaders hand out and remembers the micro-batch that the loop has in hand;
-``backward`` and ``gather`` look it up here. ``run_update`` needs none of this to train: an update
-carries its facts.
+adapter watches what the loaders yield and remembers the current micro-batch; ``backward`` and
+``gather`` look it up here. ``run_update`` needs none of this to train: an update carries its facts.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from rapidformer.errors import RapidformerError
 from rapidformer.optim.update import UpdateClock
 
 NOT_COMPOSED = (
-    "this loader gives every process other rows, but the model was not passed to engine.compose(): "
-    "each process would train a model of its own. Call engine.compose(model, ...) before the loop "
+    "this loader gives each rank different rows, but the model was not passed to engine.compose(): "
+    "each rank would train its own model. Call engine.compose(model, ...) before the loop "
     "and engine.backward(loss) in it. To evaluate only, build the loader with is_training=False."
 )
 
 
 class OwnLoop:
-    """What a user's loop has in hand."""
+    """The current micro-batch of a user's loop."""
 
     def __init__(self, clock: UpdateClock) -> None:
         self._clock = clock
         self.in_training: MicroBatch | None = None
-        """The micro-batch in hand, if it is of the training data."""
+        """The current micro-batch, if it is training data."""
         self.is_composed = False
         self._in_hand: MicroBatch | None = None
         self._rows = 0
         self._ended_with_filler = False
 
     def watch(self, loader: DistributedLoader, *, is_training: bool) -> None:
-        """Remember from now on what the loader hands out."""
+        """Remember what the loader yields from now on."""
         loader.follow = self._follow_training if is_training else self._follow_evaluation
 
     @contextmanager

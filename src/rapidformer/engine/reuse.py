@@ -1,7 +1,7 @@
-"""A model that an earlier engine of this process has switched on, taken over as it is.
+"""Reuse a model that an earlier engine of this process has already composed.
 
 Notebooks train, evaluate and train again with one model. Switches are applied once: a second set of
-hooks would add gradients up twice.
+hooks would add gradients twice.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SWITCHED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Parallelized]] = W
 def switch_on_once(
     model: nn.Module, args: Settings, switch_on: Callable[[], Parallelized]
 ) -> Parallelized:
-    """What ``switch_on`` gives, or what it gave for this model and these settings before."""
+    """The result of ``switch_on``, or its earlier result for this model and settings."""
     asked = {name: getattr(args, name) for switch in SWITCHES for name in switch.settings}
     before, parallelized = _SWITCHED.get(model, (None, None))
     if before is not None and parallelized is not None:
         if parallelized.deepspeed is not None:
             raise RapidformerError(
-                "DeepSpeed has this model already and cannot start it anew: load the model again."
+                "DeepSpeed already holds this model and cannot start again: load the model again."
             )
         if before == asked:
             return parallelized
         if args.world_size > 1:
             changed = [name for name in asked if before[name] != asked[name]]
             raise RapidformerError(
-                "this model was switched on with other settings before "
+                "this model was composed earlier with other settings "
                 f"({', '.join('--' + name.replace('_', '-') for name in changed)}), which cannot "
-                "be taken back: load the model again."
+                "be undone: load the model again."
             )
     parallelized = switch_on()
     _SWITCHED[model] = asked, parallelized

@@ -1,4 +1,4 @@
-"""A run before it has a model: settings, processes, their places, data.
+"""A run before it has a model: settings, processes, topology, data.
 
 The first loader that is built is the training data's, unless the caller says otherwise.
 """

@@ -1,0 +1,269 @@
+"""The verbs of training: ``backward`` in the user's own loop, ``run_update`` in ours.
+
+``backward`` decides *when* an update happens, by counting micro-batches. ``optimizer.step()``,
+``lr_scheduler.step()`` and ``zero_grad()`` do nothing while gradients are being accumulated, so the
+same loop works for any global batch size, and either order of the two ``step`` calls gives the same
+learning rates. ``run_update`` needs no such state: an update carries its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from rapidformer.accel.pipeline.pipeline import Pipeline
+from rapidformer.accel.tensor.check import check_whole_gradients
+from rapidformer.accel.tensor.joined_loss import join_loss
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
+from rapidformer.dist.heartbeat import beat
+from rapidformer.engine.composing import ComposedRun
+from rapidformer.errors import ModelError, RapidformerError
+from rapidformer.log import warn_once
+from rapidformer.optim.observer import get_observer
+from rapidformer.optim.update import MeasureNorm, scale_loss
+
+UNKNOWN_WEIGHT = (
+    "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
+    "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
+    "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
+)
+
+
+class UpdatingRun(ComposedRun):
+    """Forward and backward passes, and the updates they make."""
+
+    _first_update = 0
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Back-propagate a micro-batch's mean loss.
+
+        ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
+        of the batch that the training loader handed out last are counted. After the last
+        micro-batch of an update, gradients are those of the mean over the whole global batch.
+        """
+        if self.parallelized.pipeline is not None:
+            raise RapidformerError(
+                "a model that is split into stages (--pipeline-model-parallel-size) runs forward "
+                "and backward passes of several micro-batches at once: use engine.run_update(), "
+                "Finetuner or PreTrainer instead of engine.backward()."
+            )
+        in_hand = self._own_loop.in_training
+        if in_hand is not None and in_hand.is_filler:
+            weight = 0.0
+        elif weight is None:
+            weight = self._count_labels(in_hand)
+        self._back_propagate(loss, weight, in_hand, ends_update=bool(in_hand and in_hand.is_last))
+
+    def _back_propagate(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor,
+        micro_batch: MicroBatch | None,
+        *,
+        ends_update: bool,
+    ) -> None:
+        loss = join_loss(loss)
+        if isinstance(loss, DTensor):
+            raise ModelError(
+                "the loss contains weights that are split over ranks (a penalty over "
+                "model.parameters(), say). Gather each of them in the loss: "
+                "sum(engine.gather_weight(p).pow(2).sum() for p in model.parameters())."
+            )
+        info = micro_batch.info if micro_batch is not None else None
+        get_observer().see_loss(loss, weight, info)
+        is_last = self.clock.start_micro_batch(ends_update=ends_update)
+        share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
+        scale = self.scaler.scale if self.scaler else 1.0
+        synchronizer = self.parallelized.synchronizer
+        beat("backward", self.clock.updates + 1)
+        synchronizer.before_backward(is_last)
+        self.parallelized.backward(scale_loss(loss, share, scale))
+        synchronizer.after_backward()
+        if is_last:
+            beat("update")
+            self._finish_gradients()
+
+    def iterate_updates(self, loader: DistributedLoader) -> Iterator[Update]:
+        """The updates of an epoch, for ``run_update``."""
+        if self._train_loader is None:
+            self._train_loader = loader
+        return loader.iterate_updates()
+
+    def run_update(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
+        """Forward and backward of all micro-batches of one update; ``step`` comes next.
+
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. Every loop of the library
+        trains this way, and it is the only way to train a model that is split into stages
+        (``--pipeline-model-parallel-size``).
+        """
+        pipeline = self.parallelized.pipeline
+        if pipeline is None:
+            return self._run_in_turn(forward, update)
+        return self._run_pipelined(pipeline, forward, update)
+
+    def _run_in_turn(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
+        results = []
+        for micro_batch in update:
+            beat("forward", self.clock.updates + 1)
+            result = self.run_forward(forward, micro_batch)
+            with self.accumulate(is_last=micro_batch is update[-1]):
+                self._back_propagate(result.loss, result.weight, micro_batch, ends_update=False)
+            results.append(replace(result, loss=result.loss.detach()))
+        return results
+
+    def _run_pipelined(
+        self, pipeline: Pipeline, forward: Callable[[Any], Any], update: Update
+    ) -> list[MicroBatchResult]:
+        count = len(update)
+        for _ in update:
+            self.clock.start_micro_batch(ends_update=False)
+        if self.scaler is not None and self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(update[0].info.labels))
+        unit = (self.scaler.weight_unit if self.scaler else None) or 1.0
+        scale = self.scaler.scale if self.scaler else 1.0
+
+        def compute(number: int) -> tuple[torch.Tensor, MicroBatchResult]:
+            result = self.run_forward(forward, update[number])
+            return scale_loss(result.loss, result.weight / unit, scale), result
+
+        beat("pipeline", self.clock.updates + 1)
+        pipeline.run(
+            compute,
+            count,
+            step=self.clock.updates,
+            synchronizer=self.parallelized.synchronizer,
+        )
+        beat("update")
+        results = pipeline.share_results(count)
+        for each, result in zip(update, results, strict=True):
+            get_observer().see_loss(result.loss, result.weight, each.info)
+        self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
+        self._finish_gradients(pipeline.measure_norm)
+        return results
+
+    def _finish_gradients(
+        self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None
+    ) -> None:
+        self.clock.finish_gradients(self._parameters, self.scaler, measure)
+        has_changed = self._notice_unfrozen()
+        group = self.topology.get_group("tensor")
+        if group is not None and (has_changed or self.clock.updates == self._first_update):
+            check_whole_gradients(self.parallelized.model, group)
+
+    def _notice_unfrozen(self) -> bool:
+        """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""
+        count = self._count_trainable()
+        if count == self._num_trainable:
+            return False
+        self._num_trainable = count
+        assert self.optimizer is not None
+        if self.parallelized.deepspeed is not None:
+            raise RapidformerError(
+                "parameters were frozen or unfrozen after compose(), but DeepSpeed divides the "
+                "trainable ones among the ranks when it starts: choose them before compose(), or "
+                "use --zero-1-memory-optimization, -2- or -3- instead of a DeepSpeed file."
+            )
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        idle = [p for p in self._parameters if p.requires_grad and id(p) not in held]
+        if idle:
+            warn_once(
+                f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "
+                "hold them, so they are not updated. Add them once they are unfrozen: "
+                'optimizer.add_param_group({"params": [...]}).'
+            )
+        return True
+
+    def run_forward(
+        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
+    ) -> MicroBatchResult:
+        """The forward step on one micro-batch; missing counts are taken from the batch."""
+        with self._own_loop.holding(micro_batch):
+            returned = forward(micro_batch.batch)
+        loss, weight, parts = (
+            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
+        )
+        if micro_batch.is_filler:
+            weight = 0.0
+        elif weight is None:
+            weight = self._count_labels(micro_batch)
+        means = {
+            name: (mean, weight if own is None or micro_batch.is_filler else own)
+            for name, (mean, own) in parts.items()
+        }
+        return MicroBatchResult(loss=loss, weight=weight, parts=means)
+
+    def _count_labels(self, micro_batch: MicroBatch | None) -> float:
+        """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
+        if micro_batch is not None:
+            count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
+            if count is not None:
+                return float(count)
+        clock = self.clock
+        if self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating:
+            warn_once(UNKNOWN_WEIGHT)
+        return 1.0
+
+    def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
+        if self.topology.num_replicas == 1:
+            return None
+        if self.scaler is None:
+            return 1.0
+        if self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(weight))
+        return self.scaler.weight_unit
+
+    def step(self) -> None:
+        """Update, advance the learning rate and clear the gradients, if an update is due."""
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip now and return the norm before clipping; None while gradients are accumulated.
+
+        ``optimizer.step()`` clips by ``--clip-grad`` itself if this was not called.
+        """
+        return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
+
+    @contextmanager
+    def gradients_by_row(self) -> Iterator[None]:
+        """Allow a gradient penalty on several data-parallel ranks.
+
+        For ``torch.autograd.grad(outputs.sum(), inputs, create_graph=True)`` and the like, where
+        each row's gradient depends on that row alone.
+        """
+        before, self._is_by_row = self._is_by_row, True
+        try:
+            yield
+        finally:
+            self._is_by_row = before
+
+    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.
+
+        Every rank must call it, for the same parameters in the same order. The gradient is that of
+        one process. A parameter that is whole is returned as it is.
+        """
+        return self.parallelized.gather_weight(parameter)
+
+    @contextmanager
+    def accumulate(self, is_last: bool = False) -> Iterator[None]:
+        """Decide yourself whether the ``backward`` inside ends an update."""
+        before = self.clock.forced
+        self.clock.forced = is_last
+        try:
+            yield
+        finally:
+            self.clock.forced = before
+
+    def no_sync(self) -> Any:
+        """Accumulate: the ``backward`` inside does not end an update."""
+        return self.accumulate(is_last=False)
