@@ -441,7 +441,7 @@ def test_a_loss_of_unknown_weight_is_said_once(capsys: pytest.CaptureFixture[str
         engine.backward(model(torch.rand(2, 3)).mean())
         engine.step()
     said = capsys.readouterr().err
-    assert said.count("what this loss is a mean over") == 1 and "weight=n" in said
+    assert said.count("how many labels this loss is a mean over") == 1 and "weight=n" in said
 
 
 def test_batches_without_tensors_train_too() -> None:
