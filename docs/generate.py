@@ -61,13 +61,13 @@ def render_tasks() -> str:
         "one from sizes.",
         "",
         "Columns are found by name, in the order given; a flag names another. Accuracy, F1 and",
-        "correlations are told from 0 to 1; EM/F1 of answers, BLEU and ROUGE in percent. `loss` is",
+        "correlations are at most 1; EM/F1 of answers, BLEU and ROUGE are percentages. `loss` is",
         "the exact mean over the whole split.",
     ]
     for task in list_tasks():
         also = f" (also: {', '.join(task.aliases)})" if task.aliases else ""
         lines += ["", f"## {task.name}", "", f"{task.description}{also}.", ""]
-        lines += ["| column | holds | looked for as | flag |", "|---|---|---|---|"]
+        lines += ["| column | holds | names tried | flag |", "|---|---|---|---|"]
         for role in task.columns:
             need = "" if role.required else " (optional)"
             names = ", ".join(f"`{name}`" for name in role.candidates)

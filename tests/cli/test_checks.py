@@ -101,7 +101,7 @@ def test_cuda_without_a_gpu(find: Find, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("rapidformer.cli.checks.count_gpus", lambda: 0)
     monkeypatch.setattr("rapidformer.tasks.preflight._GPU_DRIVER", tmp_path / "none")
     (problem,) = find("train", f"{BASE} --device cuda")
-    assert "there is no GPU here. Leave --device out to compute on the CPU." in problem
+    assert "this machine has no GPU. Omit --device to run on the CPU." in problem
 
 
 def test_evaluate_needs_a_model_and_a_task(find: Find) -> None:
@@ -109,7 +109,7 @@ def test_evaluate_needs_a_model_and_a_task(find: Find) -> None:
         "evaluate needs a trained model: give --load RUN"
     )
     (problem,) = find("evaluate", "--load model --data-path rows.jsonl")
-    assert "evaluate needs --task, since --load names no run that knows it" in problem
+    assert "evaluate needs --task, since --load does not name a run with a task" in problem
 
 
 def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:

@@ -227,7 +227,7 @@ def test_error_in_the_flags_is_told_before_any_process_is_started(start: Start) 
     assert command.err.startswith(
         "error: 3 problems:\n  - --epochs must not be negative, got -1.\n"
     )
-    assert "which model?" in command.err and "which data?" in command.err
+    assert "no model: give" in command.err and "no data: give" in command.err
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,9 @@ def test_bad_rows_are_named(folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=told):
             prepare(folder, [good, {"messages": value}])
-    with pytest.raises(DataError, match=r"train, row 1: the column prompt holds a list"):
+    with pytest.raises(
+        DataError, match=r"train, row 1: the column prompt must hold text, not a list"
+    ):
         prepare(folder, [{"prompt": ["x"], "response": "y"}])
     with pytest.raises(DataError, match=r"validation has no column response: all splits need"):
         TASK.prepare(
@@ -701,8 +703,8 @@ def test_packing_that_pads_more_than_no_packing_says_so(caplog: pytest.LogCaptur
             logger.removeHandler(caplog.handler)
         return caplog.text
 
-    assert "--packing pads train more than no packing" not in pack([2, 8, 5, 5])
+    assert "--packing adds padding to train" not in pack([2, 8, 5, 5])
     # 6 and 4 fill a row of ten, and the other sixes are padded to ten.
     said = pack([6, 6, 6, 4])
-    assert "--packing pads train more than no packing" in said
+    assert "--packing adds padding to train" in said
     assert "a --seq-length of at least 12" in said

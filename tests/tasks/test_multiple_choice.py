@@ -120,7 +120,7 @@ def test_prediction(bert_folder: Path) -> None:
                 {"ctx": "a", "endings": ["x", "y"], "label": 0},
                 {"ctx": "a", "endings": ["x", "y", "z"], "label": 0},
             ],
-            r"train, row 2: 3 choices where the first row has 2",
+            r"train, row 2: 3 choices, but the first row has 2",
         ),
         ([{"ctx": "a", "endings": "x", "label": 0}], r"row 1: the column endings must hold a list"),
     ],

@@ -197,8 +197,8 @@ def test_gpt_classifier_gets_a_padding_token(gpt_folder: Path) -> None:
         (_single(None, 0), {}, r"train, row 1 \(and 3 more rows\): the column label has no label"),
         (_single("a", "b"), {"problem_type": "regression"}, r"row 1: the label 'a'.*not a number"),
         (_single("a", "b"), {"num_labels": 3}, r"--num-labels 3, but train has 2 different"),
-        ([*_single(), {"text": None, "label": 1}], {}, r"train, row 9: the column text holds "
-         r"nothing"),
+        ([*_single(), {"text": None, "label": 1}], {}, r"train, row 9: the column text must "
+         r"hold text, not nothing"),
     ],
 )  # fmt: skip
 def test_bad_data_is_reported(

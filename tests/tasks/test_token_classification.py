@@ -121,7 +121,10 @@ def test_rows_without_words_are_left_out_of_training(bert_folder: Path) -> None:
             [{"tokens": ["a"], "tegs": ["O"]}],
             r"one tag per word.*tokens, tegs.*--label-column tegs",
         ),
-        ([*ROWS, {"tokens": ["a"], "ner_tags": None}], r"train, row 5: there is no label"),
+        (
+            [*ROWS, {"tokens": ["a"], "ner_tags": None}],
+            r"train, row 5: the column ner_tags has no label",
+        ),
     ],
 )
 def test_bad_data_is_reported(bert_folder: Path, rows: list[Any], message: str) -> None:

@@ -15,6 +15,6 @@ def run(argv: list[str]) -> None:
         for role in task.columns:
             need = "" if role.required else " (optional)"
             sys.stdout.write(f"    {role.name:<14}{role.holds}{need}\n")
-            sys.stdout.write(f"    {'':<14}looked for as: {', '.join(role.candidates)}\n")
+            sys.stdout.write(f"    {'':<14}names tried: {', '.join(role.candidates)}\n")
         sys.stdout.write("\n")
     sys.stdout.write(f"{PRETRAINING}\n    {PRETRAINING_DESCRIPTION}\n")

@@ -43,7 +43,7 @@ FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     ),
     "num_checkpoints": (1, ignored("DeepSpeed's number of activation checkpoints per layer group")),
     "master_ip": ("localhost", mapped("master_addr")),
-    "master_port": (17750, mapped("master_port", "between several nodes; on one, any free port is used")),
+    "master_port": (17750, mapped("master_port", "across nodes; on one, any free port is used")),
     "num_nodes": (1, mapped("nnodes")),
     "num_gpus": (1, mapped("nproc_per_node")),
     "hostfile": (None, honoured("a file that does not exist means one node", "hostfile")),

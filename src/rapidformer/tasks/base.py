@@ -1,9 +1,9 @@
-"""What a task is: everything between the user's rows and the training loop.
+"""The interface of a task: everything between the user's rows and the training loop.
 
-The loop knows only this interface. What a reader would get wrong: task modules stay free of torch
-at import (the heavy imports stand inside methods), so that `rapidformer tasks` answers at once.
-Evaluation is exact: `evaluate_step` gives one record per row with the row's *summed* loss and its
-count of terms, and `compute_metrics` sees every record of the split once, in order.
+Task modules must not import torch at the top (heavy imports are inside methods), so that
+`rapidformer tasks` is instant. Evaluation is exact: `evaluate_step` returns one record per row with
+the row's *summed* loss and its number of terms, and `compute_metrics` sees every record of the
+split once, in order.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """A task's data, ready for loaders, and what its model and metrics need beside it."""
+    """A task's data, ready for loaders, and what its model and metrics need in addition."""
 
     train: Any | None = None
     validation: Any | None = None
     test: Any | None = None
     collate: Callable[[list[Any]], dict[str, torch.Tensor]]
     processor: Any
-    """Tokenizer or image processor: saved beside the model by ``save_pretrained``."""
+    """Tokenizer or image processor, saved with the model by ``save_pretrained``."""
     model_settings: dict[str, Any] = field(default_factory=dict)
     """Overrides of the model's configuration: num_labels, id2label, problem_type, ..."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What the task itself needs later, such as the user's rows and the names of the labels."""
+    """What the task itself needs later, such as the user's rows and the label names."""
 
     def get_split(self, name: str) -> Any | None:
         return getattr(self, name) if name in SPLITS else None
@@ -59,22 +59,22 @@ class Task(ABC):
     best_metric: str = "loss"
     greater_is_better: bool = False
     metrics: tuple[str, ...] = ("loss",)
-    """Every metric that the task may give: ``--metric-for-best-model`` must be one of them."""
+    """Every metric that the task may compute: ``--metric-for-best-model`` must be one of them."""
     answer_keys: frozenset[str] = frozenset()
-    """Names in ``predictions`` that are the model's answers, not the user's columns."""
+    """Keys in ``predictions`` that are the model's answers, not the user's columns."""
     answer_role: str | None = None
     """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
-    """True where position i predicts label i+1, so that the first label of a row does not count."""
+    """True if position i predicts label i+1, so that the first label of a row does not count."""
     evaluation_keys: frozenset[str] = frozenset()
-    """Columns of a batch that are ours and not the model's."""
+    """Columns of a batch that are for us and not for the model."""
 
     @abstractmethod
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         """Load the processor and the data, find columns, check labels, tokenize."""
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
-        """Raise where the first rows of the data lack a column; nothing else is looked at."""
+        """Raise an error if the first rows of the data lack a column; checks nothing else."""
         roles = [role for role in self.columns if role.required]
         if not has_answers:
             roles = [role for role in roles if role.name != self.answer_role]
@@ -84,7 +84,7 @@ class Task(ABC):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        """Rows without labels, as the ``test`` split; names come from the saved model."""
+        """Rows without labels, as the ``test`` split; label names come from the saved model."""
 
     @abstractmethod
     def evaluate_step(
@@ -94,18 +94,18 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        """The metrics of a split with labels, beside its loss."""
+        """The metrics of a labelled split, in addition to its loss."""
 
     @abstractmethod
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        """One JSON-able dictionary per example of the user's."""
+        """One dictionary, writable as JSON, per example of the user's."""
 
     def compute_metrics(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> dict[str, float]:
-        """The split's metrics, with its ``loss``; nothing for a split without labels."""
+        """The split's metrics, including its ``loss``; empty for a split without labels."""
         if not records or not prepared.is_labelled(split):
             return {}
         return {"loss": get_mean_loss(records)} | self.score(records, prepared, split)
@@ -113,7 +113,7 @@ class Task(ABC):
     def build_model(
         self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
-        """The model with a head for this data, which ``must_be_trained`` already to be asked."""
+        """The model with a head for this data; it ``must_be_trained`` already for predictions."""
         from rapidformer.models.build import build_pretrained
 
         return build_pretrained(
@@ -126,11 +126,11 @@ class Task(ABC):
         return loss
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
-        """The metric that decides the best model on this data, and whether more is better."""
+        """The metric that decides the best model on this data, and whether more of it is better."""
         return self.best_metric, self.greater_is_better
 
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch without the columns that only evaluation looks at."""
+        """The batch without the columns that only evaluation uses."""
         return {key: value for key, value in batch.items() if key not in self.evaluation_keys}
 
 
@@ -142,13 +142,13 @@ def get_mean_loss(records: Sequence[Record]) -> float:
 
 
 def check_row_texts(values: Sequence[Any], column: str, split: str, first: int = 0) -> list[str]:
-    """The column as texts; a missing one is named by its row (``first`` rows stand before)."""
+    """The column as strings; errors name the row (``first`` rows come before these)."""
     texts: list[str] = []
     for number, value in enumerate(values, start=first + 1):
         if value is None or isinstance(value, (list, dict)):
             found = "nothing" if value is None else f"a {type(value).__name__}"
             raise DataError(
-                f"{split}, row {number}: the column {column} holds {found} where a text is needed."
+                f"{split}, row {number}: the column {column} must hold text, not {found}."
             )
         texts.append(value if isinstance(value, str) else str(value))
     return texts

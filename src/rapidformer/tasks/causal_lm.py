@@ -1,8 +1,8 @@
-"""The next token from those before it (GPT's own training), and text or answers that go on.
+"""Predict the next token from those before it (GPT's pre-training), and generate text or answers.
 
-Running text becomes blocks; conversations, and prompts with answers, become examples whose answers
-alone are learnt. What a reader would get wrong: labels are not shifted here, the *model* shifts
-them, so the first token of a row has no prediction and does not count.
+Plain text becomes blocks; conversations, and prompts with answers, become examples of which only
+the answers are trained on. Labels are not shifted here, the *model* shifts them, so the first token
+of a row has no prediction and does not count.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CausalLM(LanguageModel):
     # The documents of the original system spell it "casual".
     aliases = ("casual_lm", "clm", "language_modeling", "text_generation")
     description = (
-        "the next token from those before it, in running text, conversations or answers to prompts "
-        "(GPT-type models)"
+        "predict the next token in plain text, conversations or answers to prompts (GPT-type "
+        "models)"
     )
     columns = (
         as_optional(TEXT),
@@ -101,13 +101,13 @@ class CausalLM(LanguageModel):
         settings = ChatSettings.read(args)
         if settings.chat_template is not None or settings.train_on_prompts:
             warn_once(
-                "--chat-template and --train-on-prompts have no effect on running text: name the "
+                "--chat-template and --train-on-prompts have no effect on plain text: name the "
                 "columns with --messages-column, or --prompt-column and --response-column."
             )
         if settings.packing and args.group_texts:
             warn_once(
-                "--packing has no effect on running text, whose rows are full already; with "
-                "--no-group-texts each text is an example of its own."
+                "--packing has no effect on plain text, whose rows are already full; with "
+                "--no-group-texts, each text is a separate example."
             )
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
         return {
@@ -172,7 +172,7 @@ class CausalLM(LanguageModel):
         self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         model: Any = super().build_model(args, prepared, must_be_trained=must_be_trained)
-        # By its class's name transformers cannot tell GPT-2's loss, and would warn each time.
+        # transformers does not recognize GPT-2's loss by its class name, and would warn each time.
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"
         if prepared.extras.get("packed_length"):
@@ -228,17 +228,17 @@ def _pack(rows: Any, split: str, length: int) -> Any:
     packed = pack_lengths(lengths, length)
     tokens, longest = sum(lengths), max(lengths)
     filled = max(sum(lengths[number] for number in row) for row in packed)
-    share, unpacked = 1 - tokens / (filled * len(packed)), 1 - tokens / (longest * len(lengths))
+    padding, unpacked = 1 - tokens / (filled * len(packed)), 1 - tokens / (longest * len(lengths))
     get_logger().info(
         "packing   %s: %s examples in %s rows, %.1f%% padding (%.1f%% unpacked, if all rows are "
         "padded to the longest)",
-        split, f"{len(lengths):,}", f"{len(packed):,}", 100 * share, 100 * unpacked,
+        split, f"{len(lengths):,}", f"{len(packed):,}", 100 * padding, 100 * unpacked,
     )  # fmt: skip
-    if share > unpacked:
+    if padding > unpacked:
         get_logger().warning(
-            "--packing pads %s more than no packing (%.1f%% instead of %.1f%%): the examples are "
-            "about as long as the rows. Leave it out, or give a --seq-length of at least %d.",
-            split, 100 * share, 100 * unpacked, 2 * longest,
+            "--packing adds padding to %s (%.1f%% instead of %.1f%%): the examples are about as "
+            "long as the rows. Omit it, or use a --seq-length of at least %d.",
+            split, 100 * padding, 100 * unpacked, 2 * longest,
         )  # fmt: skip
     return PackedRows(rows, packed)
 
@@ -254,7 +254,7 @@ def _get_lengths(rows: Any) -> list[int]:
 
     if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
         return get_column(rows, "length")
-    # In parts: all the tokens of a large table as Python numbers would not fit into memory.
+    # In chunks: all tokens of a large table as Python integers would not fit into memory.
     starts = range(0, len(rows), 1000)
     parts = (rows[start : start + 1000] for start in starts)
     ids = (
@@ -264,7 +264,7 @@ def _get_lengths(rows: Any) -> list[int]:
 
 
 def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
-    """Let generation end at the end of a turn too; saved with the model, for other programs."""
+    """Let generation also stop at the end of a turn; saved with the model, for other programs."""
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [tokenizer.eos_token_id if known is None else known]
     if stop_id not in ids:
@@ -273,7 +273,7 @@ def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
 
 
 class LabelCollator:
-    """Adds labels equal to the inputs, except where a row is padded."""
+    """Adds labels equal to the inputs, except for padding."""
 
     def __init__(self, pad: Any) -> None:
         self.pad = pad

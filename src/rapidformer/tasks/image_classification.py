@@ -1,7 +1,7 @@
-"""A class for an image.
+"""Classify images.
 
-What a reader would get wrong: images are opened and resized when a row is asked for, in the
-loader's processes, so that a folder larger than memory trains all the same.
+Images are opened and resized when a row is requested, in the loader's processes, so that a folder
+larger than memory can be used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMAGE = ColumnRole(
 LABEL = ColumnRole(
     name="label",
     candidates=("label", "labels", "fine_label", "class", "category", "target"),
-    holds="the class: a name, or a number from 0 on",
+    holds="the class: a name, or an integer from 0",
     setting="label_column",
 )
 
@@ -38,7 +38,7 @@ LABEL = ColumnRole(
 class ImageClassification(Task):
     name = "image_classification"
     aliases = ("vision",)
-    description = "a class for an image (ViT and other vision models)"
+    description = "classify images (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"
     answer_keys = frozenset({"label", "labels", "score", "scores"})
@@ -133,7 +133,7 @@ class ImageClassification(Task):
 
 
 class ImageRows:
-    """Rows of pixel values, made when they are asked for."""
+    """Rows of pixel values, computed on request."""
 
     def __init__(
         self,
@@ -165,14 +165,14 @@ class ImageRows:
         return result
 
     def get_name(self, index: int) -> str:
-        """The image's file where it has one, else its number."""
+        """The image's file if it has one, otherwise its number."""
         value = self._rows[index][self._column]
         path = value.get("path") if isinstance(value, dict) else value
         return path if isinstance(path, str) else str(index)
 
 
 def _without_decoding(rows: Any, column: str) -> Any:
-    """Leave opening to us: a broken file is then named by its row."""
+    """Turn off decoding by `datasets`, so that we can name the row of a broken file."""
     feature: Any = rows.features.get(column) if hasattr(rows, "features") else None
     if type(feature).__name__ != "Image":
         return rows

@@ -1,8 +1,8 @@
-"""Hidden words found from their surroundings (BERT's own training).
+"""Predict masked words from their context (BERT's pre-training).
 
-What a reader would get wrong: training rows are masked anew each time they are collated, from
-torch's random numbers; validation and test rows are masked once, by seed and row, so that every
-evaluation asks for the same words. A row that already has labels is left as it is.
+Training rows are masked again each time they are collated, from torch's random numbers; validation
+and test rows are masked once, by seed and row, so that every evaluation asks for the same words. A
+row that already has labels is not masked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN_FILLINGS = 5
 class MaskedLM(LanguageModel):
     name = "masked_lm"
     aliases = ("mlm", "masked_language_modeling", "fill_mask")
-    description = "hidden words found from their surroundings (BERT-type models)"
+    description = "predict masked words from their context (BERT-type models)"
     auto_class = "AutoModelForMaskedLM"
     answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
@@ -111,11 +111,11 @@ def _check_mask(tokenizer: Any, args: Any) -> None:
             "which masked_lm needs: choose a BERT-type model, or --task causal_lm."
         )
     if not 0 < args.mask_prob < 1:
-        raise ConfigurationError(f"--mask-prob {args.mask_prob} must lie between 0 and 1.")
+        raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
 
 
 def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
-    """Evaluation rows with their masks in place, the same at every evaluation."""
+    """Evaluation rows with fixed masks, the same in every evaluation."""
     import numpy as np
 
     from rapidformer.tasks.masking import mask_tokens

@@ -1,7 +1,7 @@
-"""The right one of several endings or answers.
+"""Choose the right one of several endings or answers.
 
-What a reader would get wrong: one example is as many token rows as it has choices; a batch is
-[rows, choices, tokens], and every example must have equally many.
+An example has one token row per choice: a batch is [rows, choices, tokens], and every example must
+have the same number of choices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CHOICES = ColumnRole(
 LABEL = ColumnRole(
     name="label",
     candidates=("label", "labels", "answer", "answerKey", "answer_idx", "correct", "target"),
-    holds="the right choice: its number from 0 on, its letter or its text",
+    holds="the right choice: its number from 0, its letter or its text",
     setting="label_column",
 )
 _NUMBERED = re.compile(r"(ending|choice|option|answer|sol|hypothesis)_?(\d+)$")
@@ -60,14 +60,14 @@ class _Columns:
     context: str
     question: str | None
     choices: tuple[str, ...]
-    """Several columns with a choice each, or one with lists of them."""
+    """Several columns with one choice each, or one column of lists."""
     label: str | None
 
 
 class MultipleChoice(Task):
     name = "multiple_choice"
     aliases = ("swag",)
-    description = "the right one of several endings or answers"
+    description = "choose the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
     auto_class = "AutoModelForMultipleChoice"
     answer_keys = frozenset({"choice", "text", "score", "scores"})
@@ -201,7 +201,7 @@ def _read_choices(rows: Any, split: str, columns: _Columns) -> list[list[str]]:
         return [list(row) for row in zip(*texts, strict=True)]
     result = []
     for number, value in enumerate(get_column(rows, columns.choices[0]), start=1):
-        # CommonsenseQA and its kin: {"label": ["A", ...], "text": [...]}.
+        # CommonsenseQA and similar datasets: {"label": ["A", ...], "text": [...]}.
         items = value.get("text") if isinstance(value, dict) else value
         if not isinstance(items, (list, tuple)) or len(items) < 2:
             raise DataError(
@@ -217,8 +217,8 @@ def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | Non
     for number, row in enumerate(choices, start=1):
         if len(row) != wanted:
             raise DataError(
-                f"{split}, row {number}: {len(row)} choices where the first row has {wanted}; "
-                "every row needs equally many."
+                f"{split}, row {number}: {len(row)} choices, but the first row has {wanted}; "
+                "every row needs the same number."
             )
     return wanted
 
@@ -242,8 +242,8 @@ def _read_labels(
         if label is None:
             raise DataError(
                 f"{split}, row {number}: the label {value!r} in the column {column} is none of "
-                f"the {len(texts)} choices: needed is a number from 0 to {len(texts) - 1}, a "
-                "letter or the text of a choice."
+                f"the {len(texts)} choices: use a number from 0 to {len(texts) - 1}, a letter or "
+                "the text of a choice."
             )
         labels.append(label)
     return labels

@@ -1,7 +1,7 @@
-"""What is wrong with a black-box command, found before anything heavy is imported.
+"""Find the problems of a black-box command before anything heavy is imported.
 
-Paths, columns, names and places to write: a person who mistyped three things reads of all three, at
-once. What only the whole data or the model can tell is checked when they are loaded.
+Checks paths, columns, names and output folders, and reports all problems at once. What depends on
+the full data or the model is checked when they are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GPU_DRIVER = Path("/proc/driver/nvidia")
 
 
 def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]:
-    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one sentence each."""
+    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each."""
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     if command == "train":
         problems += _check_save(args)
@@ -43,29 +43,30 @@ def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]
 
 
 def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
-    # Without nvidia-smi nobody has counted: then the driver's own folder tells.
+    # Without nvidia-smi the GPUs cannot be counted, but the driver's folder shows whether there are
+    # any.
     if args.device == "cuda" and num_gpus == 0 and not _GPU_DRIVER.exists():
-        yield "--device cuda: there is no GPU here. Leave --device out to compute on the CPU."
+        yield "--device cuda: this machine has no GPU. Omit --device to run on the CPU."
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
     if command == "train" and args.task is None:
-        yield "what to train? Give --task (`rapidformer tasks` lists them) or --user-script FILE."
+        yield "nothing to train: give --task (see `rapidformer tasks`) or --user-script FILE."
     if command in ("evaluate", "predict"):
         if args.load is None and args.pretrained_model_name_or_path is None and not args.model_type:
             yield (
-                f"{command} needs a trained model: give --load RUN, the folder of a run (or of a "
-                "model)."
+                f"{command} needs a trained model: give --load RUN, the folder of a run or of a "
+                "model."
             )
         elif args.task is None:
             yield (
-                f"{command} needs --task, since --load names no run that knows it; "
+                f"{command} needs --task, since --load does not name a run with a task; "
                 "`rapidformer tasks` lists them."
             )
 
 
 def _check_save(args: Settings) -> Iterator[str]:
-    """A place that cannot be written to is found before hours are spent on what goes there."""
+    """Find a folder that cannot be written to before hours are spent on what goes there."""
     if args.save is None:
         return
     folder = Path(args.save).expanduser()
@@ -78,7 +79,7 @@ def _check_save(args: Settings) -> Iterator[str]:
 
 
 def _is_virtual(folder: Path) -> bool:
-    """/proc and /sys look writable to root, and are not."""
+    """/proc and /sys look writable to root, but are not."""
     return folder.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
 
 
@@ -95,7 +96,7 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
 
 
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
-    """``asked_task`` is the task that the model must have been trained for, if it must."""
+    """``asked_task`` is the task that the model must have been trained for, if any."""
     from rapidformer.models.location import (
         check_folder,
         check_head,
@@ -106,7 +107,7 @@ def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
     location = get_model_location(args)
     if location is None and args.model_type is None and args.load is None:
         yield (
-            "which model? Give --pretrained-model-name-or-path (a folder or a name on the Hub), or "
+            "no model: give --pretrained-model-name-or-path (a folder or a name on the Hub), or "
             "--model-type with sizes."
         )
     if location is None:
@@ -125,7 +126,7 @@ def _read_architectures(location: str) -> list[str]:
         config = json.loads((Path(location) / "config.json").read_text(encoding="utf-8"))
         return [str(name) for name in config.get("architectures") or ()]
     except (OSError, ValueError, AttributeError):
-        return []  # on the Hub, or broken: loading it says so
+        return []  # on the Hub, or broken: loading it reports that
 
 
 def _check_input(args: Settings) -> Iterator[str]:
@@ -141,17 +142,17 @@ def _check_input(args: Settings) -> Iterator[str]:
         try:
             json.loads(text)
         except ValueError as reason:
-            yield f"--input {text!r} is not valid JSON: {reason}. A text must not begin with {{."
+            yield f"--input {text!r} is not valid JSON: {reason}. Texts must not begin with {{."
 
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
     from rapidformer.data.heads import read_head
 
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
-        if args.data_name is not None:  # alone, it is the data set's name
+        if args.data_name is not None:  # on its own, it is the dataset's name
             return []
         what = "" if has_answers else "--input TEXT ... or "
-        return [f"which data? Give {what}--data-path, a file, a folder or a data set on the Hub."]
+        return [f"no data: give {what}--data-path, a file, a folder or a dataset on the Hub."]
     problems: list[str] = []
     rows = read_head(args, problems)
     if rows:

@@ -1,4 +1,4 @@
-"""A bar over the examples of an evaluation, where a person looks on."""
+"""A progress bar over the examples of an evaluation, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def show_progress(total: int, what: str, *, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the number of examples done; silent without a terminal."""
+    """Yields a function to call with the number of examples done; silent without a terminal."""
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda count: None
         return
@@ -19,8 +19,8 @@ def show_progress(total: int, what: str, *, wanted: bool | None) -> Iterator[Cal
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = (
-        TextColumn(what), BarColumn(), MofNCompleteColumn(), Elapsed(), TextColumn("left"),
-        Remaining(),
+        TextColumn(what), BarColumn(), MofNCompleteColumn(), Elapsed(), Remaining(),
+        TextColumn("left"),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
@@ -28,7 +28,9 @@ def show_progress(total: int, what: str, *, wanted: bool | None) -> Iterator[Cal
 
         def advance(count: int) -> None:
             nonlocal done
-            done = min(done + count, total)  # the last round may be padded to equal shares
+            done = min(
+                done + count, total
+            )  # the last round may be padded to the same size on all ranks
             progress.update(task, completed=done)
 
         yield advance

@@ -1,9 +1,9 @@
-"""Answers that stand in a context, long contexts cut into overlapping windows.
+"""Extract answers from a context; long contexts are cut into overlapping windows.
 
-What a reader would get wrong: the rows of the prepared data are windows, the user's examples are
-questions. The spans of all windows of a question compete; `extras["windows"][split]` says which
-window belongs to which question and where its tokens stand in the context. A question without an
-answer points at the first token (as SQuAD 2 does).
+The rows of the prepared data are windows, whereas the user's examples are questions. The spans of
+all windows of a question compete; `extras["windows"][split]` maps each window to its question and
+its tokens to characters of the context. A question without an answer points at the first token (as
+in SQuAD 2).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ QUESTION = ColumnRole(
 CONTEXT = ColumnRole(
     name="context",
     candidates=("context", "passage", "paragraph", "document", "article", "text"),
-    holds="the text that the answer stands in",
+    holds="the text that contains the answer",
     setting="context_column",
 )
 ANSWERS = ColumnRole(
     name="answers",
     candidates=("answers", "answer"),
-    holds='the answers: {"text": [...], "answer_start": [...]}, a text or a list of texts',
+    holds='the answers: {"text": [...], "answer_start": [...]}, a string or a list of strings',
     setting="answers_column",
 )
 
@@ -52,7 +52,7 @@ ANSWERS = ColumnRole(
 class QuestionAnswering(Task):
     name = "question_answering"
     aliases = ("extractive_question_answering", "qa", "squad")
-    description = "the answer to a question, as a piece of a given text (with or without answer)"
+    description = "find the answer to a question in a given text, if it has one"
     columns = (QUESTION, CONTEXT, ANSWERS)
     auto_class = "AutoModelForQuestionAnswering"
     answer_keys = frozenset({"answer", "start", "end", "score"})
@@ -176,7 +176,7 @@ def _load_parts(args: Any) -> TextParts:
 
 
 def _can_abstain(config: Any, answers: Mapping[str, list[list[Answer]] | None]) -> bool:
-    """Whether "no answer" is an answer: what the data says in training, the model afterwards."""
+    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards."""
     learnt = getattr(config, "rapidformer_can_abstain", None)
     if learnt is not None and "train" not in answers:
         return bool(learnt)

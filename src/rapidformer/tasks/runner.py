@@ -1,6 +1,6 @@
-"""Black-box tasks on the one loop: train, evaluate and predict from settings alone.
+"""Run black-box tasks on the training loop: train, evaluate and predict from settings alone.
 
-Evaluation is over the whole split, each example exactly once: every process records its share, the
+Evaluation covers the whole split, each example exactly once: every rank records its part, the
 records are put back into the order of the data, and the metric is computed on all of them.
 """
 
@@ -27,7 +27,7 @@ from rapidformer.training.loop import evaluate_model
 
 
 class TaskFinetuner(Finetuner):
-    """A Finetuner whose hooks are a task's."""
+    """A Finetuner whose hooks come from a task."""
 
     def __init__(self, engine: RapidformerEngine, task: Task) -> None:
         super().__init__(engine)
@@ -39,7 +39,7 @@ class TaskFinetuner(Finetuner):
         prepared = self.task.prepare(self.args)
         if prepared.train is None:
             raise DataError(
-                "the data has no training split: name a file train.…, or give --train-data."
+                "the data has no training split: name a file train.…, or use --train-data."
             )
         self.prepared = prepared
         self.processor = prepared.processor
@@ -47,8 +47,8 @@ class TaskFinetuner(Finetuner):
         validation = prepared.validation if prepared.is_labelled("validation") else None
         if validation is None:
             get_logger().warning(
-                "there is no validation split with labels: the model is not evaluated, and only "
-                "the last one is kept. --validation-split 0.1 holds rows out for it."
+                "there is no labelled validation split: the model is not evaluated, and only the "
+                "last one is saved. --validation-split 0.1 holds out rows for validation."
             )
         return prepared.train, validation, prepared.test, prepared.collate
 
@@ -68,7 +68,7 @@ class TaskFinetuner(Finetuner):
 
 
 def train_task(engine: RapidformerEngine) -> dict[str, float]:
-    """Fine-tune what ``--task`` names."""
+    """Fine-tune on the task that ``--task`` names."""
     return TaskFinetuner(engine, get_task(engine.args.task or "")).train()
 
 
@@ -78,16 +78,16 @@ def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
     task, split = get_task(args.task or ""), args.eval_split
     splits = load_splits(args)
     if split not in splits:
-        hint = "" if split != "validation" else ", or hold rows out with --validation-split 0.1"
+        hint = "" if split != "validation" else ", or hold out rows with --validation-split 0.1"
         raise DataError(
             f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
             f"--eval-split{hint}."
         )
     rows = take_first(splits[split], args.max_eval_samples)
-    # Only what is evaluated gets prepared. Training rows go in as validation rows: named train,
-    # they would be prepared to be learnt from, and decide which classes there are.
+    # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
+    # they would be prepared for training and decide which classes exist.
     name = "validation" if split == "train" else split
-    # The cap above is the one that counts: --max-predict-samples would cut test rows again.
+    # The limit above is the one that applies: --max-predict-samples would cut test rows again.
     uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
     prepared = task.prepare(uncapped, {name: rows})
     if not prepared.is_labelled(name):
@@ -97,7 +97,7 @@ def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
     metrics = task.compute_metrics(records, prepared, name)
     seconds = time.perf_counter() - started
     get_logger().info(
-        "evaluated %s examples of %s in %.1f s (%.0f a second)",
+        "evaluated %s examples of %s in %.1f s (%.0f/s)",
         f"{len(rows):,}", split, seconds, len(rows) / seconds,
     )  # fmt: skip
     return {**metrics, "examples": len(rows), "seconds": round(seconds, 3)}
@@ -106,7 +106,7 @@ def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
 def predict_task(
     engine: RapidformerEngine, rows: Sequence[dict[str, Any] | str]
 ) -> list[dict[str, Any]]:
-    """A model's answers to rows without labels, in their order, beside the rows' own columns."""
+    """A model's answers to rows without labels, in order, next to the rows' own columns."""
     task = get_task(engine.args.task or "")
     prepared = task.prepare_for_prediction(engine.args, rows)
     records = _run_split(engine, task, prepared, "test")
@@ -115,9 +115,9 @@ def predict_task(
 
 
 def _join(row: dict[str, Any] | str, answer: dict[str, Any], task: Task) -> dict[str, Any]:
-    """A row's columns, ids and gold labels among them, and what the model says of it.
+    """A row's columns, including ids and gold labels, and the model's answers.
 
-    An answer that a column has the name of is called ``predicted_...``.
+    An answer with the same name as a column is called ``predicted_...``.
     """
     if isinstance(row, str):
         return answer
@@ -148,9 +148,9 @@ def collect_records(
     topology: Topology,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Record]:
-    """One record per example of the whole split, in the order of the data, on every process.
+    """One record per example of the whole split, in the order of the data, on every rank.
 
-    ``advance`` is told of the examples that all processes together have done.
+    ``advance`` is called with the number of examples that all ranks together have done.
     """
     rounds: list[list[Record]] = []
     for each in loader.iterate_micro_batches():
@@ -160,7 +160,7 @@ def collect_records(
 
 
 def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
-    """Round by round, process by process: how the loader has cut the data."""
+    """Round by round, rank by rank: the order in which the loader distributed the data."""
     for slices in zip(*everyone, strict=True):
         for records in slices:
             yield from records

@@ -1,7 +1,7 @@
-"""A text from a text: summaries, translations (T5, BART, ...).
+"""Generate a text from a text: summaries, translations (T5, BART, ...).
 
-What a reader would get wrong: the loss is of the given targets, BLEU and ROUGE are of texts that
-the model generates on its own, against the targets as the user wrote them.
+The loss is computed on the given targets, but BLEU and ROUGE on texts that the model generates
+freely, against the targets as the user wrote them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Looked for in this order.
+# Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
     ("article", "highlights"),
     ("document", "summary"),
@@ -54,7 +54,7 @@ TARGET = ColumnRole(
 class Seq2SeqLM(Task):
     name = "seq2seq_lm"
     aliases = ("seq2seq", "summarization", "translation", "text2text_generation")
-    description = "a text from a text: summaries, translations (T5, BART)"
+    description = "generate a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
     auto_class = "AutoModelForSeq2SeqLM"
     answer_keys = frozenset({"generated"})
@@ -255,7 +255,7 @@ def _encode(
         given = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
         texts = [prefix + text for text in given]
         result = dict(tokenizer(texts, truncation=True, max_length=max_length))
-        # The decoder's side knows no segments.
+        # The model takes no segment ids.
         result.pop("token_type_ids", None)
         if target is not None and targets is not None:
             wanted = [str(text) for text in _pick(columns[target[0]], target)]

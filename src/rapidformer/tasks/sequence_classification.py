@@ -1,4 +1,4 @@
-"""Classes or a number for a text or a pair of texts."""
+"""Classify a text or a pair of texts, or predict a number for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rapidformer.tasks.label_space import LabelSpace
 
-# Looked for in this order. A pair comes before its first half alone.
+# Tried in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
     ("sentence1", "sentence2"),
     ("question1", "question2"),
@@ -56,7 +56,7 @@ LABEL = ColumnRole(
         "label", "labels", "label_ids", "gold_label", "target", "class", "category", "score",
         "similarity_score", "sentiment", "intent", "stars", "rating", "coarse_label", "fine_label",
     ),
-    holds="the label: a text, a number from 0 on, a fraction (regression) or a list",
+    holds="the label: a string, an integer from 0, a float (regression) or a list",
     setting="label_column",
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ LABEL = ColumnRole(
 class SequenceClassification(Task):
     name = "sequence_classification"
     aliases = ("text_classification", "classification", "regression")
-    description = "classes or a number for a text or a pair of texts"
+    description = "classify a text or a pair of texts, or predict a number for it"
     columns = (TEXT, TEXT_PAIR, LABEL)
     auto_class = "AutoModelForSequenceClassification"
     answer_keys = frozenset({"label", "labels", "score", "scores"})
@@ -191,7 +191,7 @@ class SequenceClassification(Task):
 
 
 def _find_label(available: Sequence[str], args: Any) -> str:
-    """The label's column; where the texts cannot be found either, both are told at once."""
+    """The label's column; if the text column is missing too, one error reports both."""
     try:
         return str(find_column(LABEL, available, args))
     except DataError:
@@ -230,7 +230,7 @@ def encode_texts(
     args: Any,
     labels: tuple[str, LabelSpace] | None,
 ) -> Any:
-    """Token ids of every row, and its label."""
+    """The token ids of every row, and its label."""
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
@@ -260,7 +260,7 @@ def _check_column(rows: Any, name: str | None, split: str) -> None:
 
 
 def get_problem_type(config: Any) -> str:
-    """What a saved classifier was trained for; Hugging Face leaves it out in older models."""
+    """What a saved classifier was trained for; older models do not record it."""
     if config.problem_type is not None:
         return str(config.problem_type)
     return REGRESSION if config.num_labels == 1 else SINGLE
@@ -285,7 +285,7 @@ def score_records(
 
 
 def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:
-    """A classifier's record as the user reads it: label, score, all scores, the true label."""
+    """A classifier's record as the user sees it: label, score, all scores, the true label."""
     import numpy as np
 
     logits = np.asarray(record["logits"], dtype=np.float64)

@@ -1,8 +1,8 @@
-"""A tag for every word: entities, parts of speech.
+"""Tag every word: named entities, parts of speech.
 
-What a reader would get wrong: a word may be several tokens. In evaluation only a word's first
-token carries its tag, so that every word counts once; `--label-all-tokens` changes training alone.
-Rows without tags get a placeholder there, which marks where the words begin.
+A word may be several tokens. In evaluation, only the first token of a word carries its tag, so that
+every word counts once; `--label-all-tokens` affects only training. Rows without tags get a
+placeholder, which marks where the words begin.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from rapidformer.tasks.text import TextParts
 
 IGNORED_LABEL = -100
-# These split a text at spaces that they keep: ready-made words need one put before them.
+# These keep the space before a word as part of it, so given words need one prepended.
 _SPACE_KEEPING = frozenset({"gpt2", "roberta", "bloom", "deberta", "longformer", "bart"})
 
 WORDS = ColumnRole(
     name="words",
     candidates=("tokens", "words", "text", "sentence"),
-    holds="the words of a sentence (a list, or a text that is split at spaces)",
+    holds="the words of a sentence (a list, or a string that is split at spaces)",
     setting="text_column",
 )
 TAGS = ColumnRole(
     name="tags",
     candidates=("ner_tags", "tags", "labels", "label", "pos_tags", "chunk_tags", "ner", "upos"),
-    holds="one tag per word (texts such as B-PER, or numbers)",
+    holds="one tag per word (strings such as B-PER, or integers)",
     setting="label_column",
 )
 
@@ -43,7 +43,7 @@ TAGS = ColumnRole(
 class TokenClassification(Task):
     name = "token_classification"
     aliases = ("ner", "sequence_labeling", "sequence_labelling", "tagging")
-    description = "a tag for every word: named entities, parts of speech"
+    description = "tag every word: named entities, parts of speech"
     columns = (WORDS, TAGS)
     auto_class = "AutoModelForTokenClassification"
     answer_keys = frozenset({"tags", "scores", "entities"})
@@ -138,7 +138,7 @@ class TokenClassification(Task):
         if not entities.has_entity_tags(names):
             guesses = [int(tag) for record in records for tag in record["guesses"]]
             truths = [int(tag) for record in records for tag in record["labels"]]
-            # Three at least: with two tags neither of them is "the" positive one.
+            # At least three: with two tags, neither of them is "the" positive one.
             return classification.compute_single_label(guesses, truths, max(3, len(names)))
         guessed = [[names[tag] for tag in record["guesses"]] for record in records]
         wanted = [[names[tag] for tag in record["labels"]] for record in records]
@@ -156,7 +156,7 @@ class TokenClassification(Task):
         result = []
         for value, record in zip(column, records, strict=True):
             words = _as_words(value)
-            # Words beyond the model's length were not seen: no tag is claimed for them.
+            # Words beyond the model's length were not seen: predict no tag for them.
             tags = [names[tag] for tag in record["guesses"]]
             row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
             row["scores"] = [round(float(score), 6) for score in record["scores"]]
@@ -195,7 +195,7 @@ def _as_words(value: Any) -> list[str]:
 def _read_tags(
     tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
-    """The tags of all the splits; each row is checked to have one tag per word."""
+    """The tags of all splits; checks that each row has one tag per word."""
     from rapidformer.tasks.label_checks import collect_labels
     from rapidformer.tasks.labels import get_leading_split, read_classes
     from rapidformer.tasks.rows import get_class_names, get_column, get_feature
@@ -271,7 +271,7 @@ def _align(
         elif word != last:
             aligned.append(labels[word])
         else:
-            # B-PER on the first piece of a word is I-PER on the others.
+            # B-PER on the first token of a word is I-PER on the others.
             label = labels[word]
             aligned.append(inside.get(label, label) if every_piece else IGNORED_LABEL)
         last = word
@@ -287,7 +287,7 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 
 def _drop_empty(features: Any) -> Any:
-    """Rows without a single tag: the mean loss of a batch of them would be 0 / 0."""
+    """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
     from rapidformer.tasks.rows import RowList, get_column
 
     labels = get_column(features, "labels")
@@ -295,7 +295,7 @@ def _drop_empty(features: Any) -> Any:
     dropped = len(features) - len(keep)
     if not dropped:
         return features
-    get_logger().warning("train: %d rows without words are left out.", dropped)
+    get_logger().warning("train: dropped %d rows without words.", dropped)
     if hasattr(features, "select"):
         return features.select(keep)
     return RowList(features[index] for index in keep)
