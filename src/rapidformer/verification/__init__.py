@@ -1,1 +1,1 @@
-"""The proof that switches change nothing: a run is recorded and compared with one process."""
+"""Verify that switches change nothing: record a run and compare it with one process."""

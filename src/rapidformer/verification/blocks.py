@@ -1,9 +1,8 @@
-"""Where the forward pass of a run begins to differ: the size of what each block hands on.
+"""Find where a run's forward pass begins to differ, by the size of each block's output.
 
-Gradients do not tell: once the loss is wrong, all of them are. Only runs that have the same
-micro-batches can be compared so, since padding counts. What a reader would get wrong: a block's
-output may be whole on every tensor- or context-parallel process, or each may have its share of the
-tokens; either is right.
+Gradients do not show it: once the loss is wrong, all of them are. Only runs with the same
+micro-batches can be compared this way, since padding counts. On tensor- or context-parallel ranks a
+block's output may be whole on each rank or split by tokens; both are correct.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 from rapidformer.verification.trace import Trace
 
 _LIMIT = 1e-5
-# Along which axes every process may have the whole output; over all others it is added up.
+# Axes along which every rank may have the whole output; over all others it is summed.
 _WHOLE_ALONG = ((), ("tensor",), ("context",), ("context", "tensor"))
 
 
 def find_first_block(alike: Trace, traces: list[Trace]) -> str | None:
     """The first block whose output differs from one process's, given the same micro-batches.
 
-    Empty: none does, and the loss is computed wrongly from what the last one hands on. None where
-    the outputs are not known.
+    Empty: none differs, so the loss is computed wrongly from the last block's output. None: the
+    outputs are not known.
     """
     known = [name for name in alike.blocks if any(name in trace.blocks for trace in traces)]
     for name in known:

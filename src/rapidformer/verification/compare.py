@@ -1,10 +1,10 @@
-"""Two runs of the same updates, compared: loss, gradient norm, every gradient, every weight.
+"""Compare two runs of the same updates: loss, gradient norm, every gradient, every weight.
 
-What a reader would get wrong: a gradient that is zero in theory (a key's bias, say) is round-off in
-any run. A first gradient below a millionth of the whole one's norm is not held against itself but
-must stay round-off. And where gradients of many rows cancel, round-off is a large part of what is
-left: how large, a run of one process from weights that differ in their last bits tells (``noise``);
-nothing less than that can be asked of a switch.
+A gradient that is zero in theory (a key's bias, say) is pure round-off in any run: a first gradient
+below a millionth of the total norm need not match, but must stay that small. Where the gradients of
+many rows cancel, round-off is a large part of what remains. How large is measured by a run of one
+process from weights that differ in their last bits (``noise``); a switch cannot be expected to do
+better.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from rapidformer.verification.trace import Tensors, Trace, compute_losses, count
 
 LIMIT = 1e-5
 QUANTITIES = ("starting weights", "loss", "gradient norm", "gradients", "updated weights")
-# A first gradient below this share of the norm is zero in theory, and held to the other share.
+# A first gradient below this fraction of the norm is zero in theory, and is checked against the
+# second fraction instead.
 _FLOOR, _ROUND_OFF = 1e-6, 1e-2
-# Once round-off has gone through an update, no gradient is held to less than this share.
+# After an update has carried round-off along, no gradient's limit is below this fraction.
 _LATER_ROUND_OFF = 1e-1
-# Round-off happens in every operation, not in the weights alone; but a fault is never taken for it.
+# Every operation rounds, not only the weights; but a real error must never pass as round-off.
 _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
-# Biases that start at zero have no size to speak of yet: weights are held to that of others. One
-# whose gradient is zero in theory is moved by round-off alone, which Adam makes whole steps of.
+# Biases that start at zero have no meaningful size yet, so weights are compared relative to the
+# others' size. A weight whose gradient is zero in theory is moved by round-off alone, which Adam
+# turns into full steps.
 _SMALLEST_WEIGHT, _MOVED_BY_ROUND_OFF = 1e-2, 1.0
 
 
@@ -44,7 +46,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """How many times the limit it is; what is not a number is worst."""
+        """The difference as a multiple of the limit; NaN counts as the worst."""
         return math.inf if math.isnan(self.value) else self.value / self.limit
 
     @property
@@ -71,15 +73,15 @@ class Quantity:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """What a run was found to be, beside its reference."""
+    """The result of comparing a run with its reference."""
 
     quantities: dict[str, Quantity]
     problems: list[str] = field(default_factory=list)
-    """What cannot be put into a number: a parameter that nobody has, weights no longer tied."""
+    """Problems that are not numbers: a parameter that no rank has, weights no longer tied."""
     first: Difference | None = None
-    """The gradient (else the weight) that differs first, and so lies nearest to the cause."""
+    """The gradient (else the weight) that differs first, and is thus nearest to the cause."""
     block: str | None = None
-    """The block whose output differs first; empty: none's, but the loss; None: not known."""
+    """The block whose output differs first; empty: none, only the loss; None: not known."""
     differing: int = 0
     """How many names differ in that update."""
     parameters: int = 0
@@ -91,12 +93,12 @@ class Comparison:
 
     @property
     def is_small(self) -> bool:
-        """Whether what differs does so by no more than round-off may come to."""
+        """Whether all differences are small enough to be round-off."""
         worst = [q.worst for q in self.quantities.values() if not q.is_equal]
         return not self.problems and all(d.value <= _MOST_ROUND_OFF for d in worst)
 
     def describe_failures(self) -> str:
-        """Every quantity that differs and where, for the message of a test."""
+        """Every quantity that differs and where, for a test's message."""
         lines = [
             f"{q.name}: {q.worst.value:.1e} ({q.worst.locate()})"
             for q in self.quantities.values()
@@ -112,17 +114,17 @@ def compare(
     noise: Trace | None = None,
     alike: Trace | None = None,
 ) -> Comparison:
-    """The traces of a run's processes beside that of one process.
+    """Compare the traces of a run's ranks with that of one process.
 
-    ``noise`` and ``alike`` are further runs of one process, which help to judge a difference: one
-    from weights changed by round-off, and one that takes the run's own micro-batches.
+    ``noise`` and ``alike`` are further runs of one process that help to judge a difference: one
+    from weights changed by round-off, and one with the run's own micro-batches.
     """
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
         told = ", ".join(str(n) for n in sorted(updates))
         return Comparison(
             quantities={},
-            problems=[f"one process made {len(reference.gradients)} updates, the run made {told}"],
+            problems=[f"one process did {len(reference.gradients)} updates, the run did {told}"],
         )
     found = _find_differences(reference, traces)
     floors = {} if noise is None else _find_differences(reference, [noise])
@@ -142,7 +144,7 @@ def compare(
     is_forward_equal = all(d.is_equal for d in found["loss"] if d.update == 0)
     block = None if alike is None else find_first_block(alike, traces)
     if is_forward_equal:
-        # A wrong output may have too little weight in the loss to show there.
+        # A wrong output may contribute too little to the loss to show there.
         block = block or None
         is_forward_equal = block is None
     suspects = _find_suspects(reference, traces, block)
@@ -170,7 +172,7 @@ def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[D
 
 
 def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], float]:
-    """What round-off explains, of each tensor; a single number may escape it by chance."""
+    """The difference that round-off explains, per tensor; single numbers may be spared by chance."""
     largest = max((d.value for d in floors if not d.name), default=0.0)
     return {
         (d.update, d.name): min(_MORE_ROUND_OFF * (d.value if d.name else largest), _MOST_ROUND_OFF)
@@ -179,9 +181,9 @@ def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], flo
 
 
 def _find_suspects(reference: Trace, traces: list[Trace], block: str | None) -> list[str]:
-    """The parameters where the forward pass went wrong; all, if it is not known where.
+    """The parameters where the forward pass went wrong; all of them if that is not known.
 
-    Those that are split, if there are any: what is kept whole is computed as in one process.
+    The split ones, if there are any: unsplit ones are computed as in one process.
     """
     names = list(reference.start)
     if block is None:
@@ -198,10 +200,10 @@ def _find_suspects(reference: Trace, traces: list[Trace], block: str | None) -> 
 def _find_first(
     differences: list[Difference], suspects: list[str], is_forward_equal: bool
 ) -> Difference | None:
-    """The earliest update's; there, the one nearest to the cause.
+    """The earliest update that differs; in it, the parameter nearest to the cause.
 
-    Where the loss is right, a wrong gradient makes those before it in the model wrong as well, so
-    the cause is at the last one. Where the loss is wrong already, all are: the worst tells most.
+    If the loss is right, a wrong gradient also spoils those before it in the model, so the cause is
+    at the last one. If the loss is already wrong, all are, and the worst says the most.
     """
     earliest = min((d.update or 0 for d in differences), default=0)
     candidates = [d for d in differences if (d.update or 0) == earliest]
@@ -233,7 +235,7 @@ def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Differ
         for process, trace in enumerate(traces):
             mine = trace.gradients[update]
             for name in [name for name in trace.start if name in expected or name in mine]:
-                # A parameter without a gradient is one whose gradient is zero.
+                # A parameter without a gradient counts as one whose gradient is zero.
                 a, b = mine.get(name), expected.get(name)
                 size = 0.0 if b is None else _get_norm(b)
                 if a is None or b is None:
@@ -245,7 +247,7 @@ def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Differ
 
 
 def _get_measure(size: float, norm: float, update: int) -> float:
-    """What a gradient's difference is put in relation to."""
+    """The size that a gradient's difference is relative to."""
     if update:
         return max(size, _LATER_ROUND_OFF * norm)
     return size if size > _FLOOR * norm else _ROUND_OFF * norm
@@ -299,7 +301,7 @@ def _find_missing(reference: Trace, traces: list[Trace]) -> Iterator[str]:
     held: set[str] = set().union(*(trace.start for trace in traces))
     missing = [name for name in reference.start if name not in held]
     if missing:
-        yield f"no process holds {_list(missing)}"
+        yield f"no rank has {_list(missing)}"
     unknown = [name for name in held if name not in reference.start]
     if unknown:
         yield f"one process does not have {_list(sorted(unknown))}"

@@ -1,8 +1,7 @@
-"""Records a run in this process: an observer that turns updates into a ``Trace``.
+"""Record a run on this rank: an observer that turns updates into a ``Trace``.
 
-It reads gradients where the engine has finished them, so any loop can be recorded without the help
-of its author. What a reader would get wrong: to join a split tensor takes all processes that hold
-a part of it, so every process records, and in the same order.
+It reads gradients when the engine has finished them, so any loop can be recorded unchanged. Joining
+a split tensor involves all ranks that hold a slice, so every rank records, in the same order.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from rapidformer.verification.trace import AXES, Tensors, Trace
 
 
 class RecordingFinished(BaseException):
-    """Enough updates have been seen. No error: a loop that catches those must not catch this."""
+    """Enough updates have been seen. Not an ``Exception``, so a loop's ``except`` lets it pass."""
 
 
 class Recorder(RunObserver):
-    """Sees so many updates of one engine and then ends its run; without a number, all of them."""
+    """Observe this many updates of one engine, then stop its run; without a number, all of them."""
 
     def __init__(self, updates: int | None = None) -> None:
         self.trace = Trace()
@@ -47,7 +46,7 @@ class Recorder(RunObserver):
         self.trace.start = collect_weights(model)
         self.trace.ties = find_ties(model)
         self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
-        if not engine.args.compile:  # a compiled block would be compiled with the hook in it
+        if not engine.args.compile:  # otherwise the hook would be compiled into the block
             names = engine.parallelized.plan.blocks
             self._hooks = watch_blocks(model, names, self.trace.blocks)
         self.trace.facts |= {
@@ -66,7 +65,7 @@ class Recorder(RunObserver):
 
     def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
         number = float(weight)
-        if number:  # a mean over no labels is not a number, and has no part in the whole either
+        if number:  # a mean over no labels is NaN, and contributes nothing
             self._loss += float(loss.detach()) * number
             self._weight += number
         if info is not None:
@@ -89,7 +88,7 @@ class Recorder(RunObserver):
             raise RecordingFinished
 
     def finish(self) -> Trace:
-        """Take down the weights as they are now; every process must come here."""
+        """Record the weights as they are now; every rank must call this."""
         if self._engine is not None:
             self._engine.parallelized.settle()
             self.trace.weights = collect_weights(self._model)
@@ -110,7 +109,7 @@ def collect_gradients(model: nn.Module) -> Tensors:
         if parameter.grad is not None:
             gradients[name] = parameter.grad
         elif name in present and isinstance(parameter, DTensor):
-            # Another process has one: joining it takes this one's part, of nothing, too.
+            # Another rank has a gradient: joining it needs this rank's slice too, as zeros.
             gradients[name] = torch.zeros_like(parameter.detach())
     return _collect(gradients)
 
@@ -124,7 +123,7 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 
 
 def count_bytes(model: nn.Module) -> int:
-    """What this process holds of the parameters."""
+    """This rank's part of the parameters."""
     return sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size()
         for p in model.parameters()
@@ -132,7 +131,7 @@ def count_bytes(model: nn.Module) -> int:
 
 
 def watch_blocks(model: nn.Module, names: tuple[str, ...], sizes: dict[str, float]) -> list[Any]:
-    """Add up the squares of each block's outputs; returns what ends it when removed."""
+    """Sum the squares of each block's outputs; returns a handle that stops it when removed."""
     return [
         module.register_forward_hook(_build_hook(name, sizes))
         for name, module in model.named_modules()
@@ -143,7 +142,7 @@ def watch_blocks(model: nn.Module, names: tuple[str, ...], sizes: dict[str, floa
 def _build_hook(name: str, sizes: dict[str, float]) -> Any:
     def add(module: nn.Module, given: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        # Inside a backward pass a block is only computed again.
+        # In a backward pass, a block is only recomputed.
         if isinstance(hidden, torch.Tensor) and not is_in_backward():
             local = hidden.detach()
             local = local.to_local() if isinstance(local, DTensor) else local
@@ -163,7 +162,7 @@ def _is_split(parameter: nn.Parameter) -> bool:
 
 
 def _find_anywhere(names: set[str]) -> set[str]:
-    """The names that any process of the run has."""
+    """The names that any rank of the run has."""
     if is_alone():
         return names
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -180,5 +179,5 @@ def _collect(tensors: dict[str, torch.Tensor]) -> Tensors:
 
 
 def _get_whole(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    # A copy: what is whole on every process shares its memory with the parameter.
+    # A copy: a tensor that is whole on every rank shares the parameter's memory.
     return join_whole(tensor).float().cpu().numpy().copy()

@@ -1,4 +1,4 @@
-"""A comparison in words: the one table, and what follows from it."""
+"""Report a comparison: a table, and the conclusion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _HEADINGS = ("quantity", "worst difference", "limit", "", "where")
 
 
 def format_table(comparison: Comparison) -> list[str]:
-    """A line for each quantity: the worst relative difference, its limit, and where it was met."""
+    """One line per quantity: the worst relative difference, its limit, and where it occurred."""
     rows = [_HEADINGS]
     for quantity in comparison.quantities.values():
         worst = quantity.worst

@@ -1,8 +1,8 @@
-"""What a verified run is: the user's settings, made small, exact and without traces on the disk.
+"""The settings of a verified run: the user's, made small and exact, with nothing written to disk.
 
-One run has the switches, the other is one process without them; both are made from the same
-settings by ``change_settings``, in every process. What a reader would get wrong: sizes are reduced
-*before* the switches are taken away, or the two runs would have other models.
+One run has the switches, the other is one process without them; ``change_settings`` derives both
+from the same settings, on every rank. Sizes are reduced *before* the switches are turned off, or
+the two runs would have different models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rapidformer.config.switches import SWITCHES, Switch, to_flag
 
 SOURCE = "rapidformer verify"
 Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
-# Adam turns round-off in gradients near zero into whole steps unless epsilon is above it.
+# With a smaller epsilon, Adam turns round-off in gradients near zero into full steps.
 SMALLEST_EPSILON = 1e-6
 _MICRO_BATCH = 4
 _SEQUENCE = 128
@@ -31,21 +31,22 @@ _LEFT_OUT = [switch for switch in SWITCHES if switch.verification == "left out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of a verification, as every process of it is told."""
+    """One run of a verification, as described to each of its ranks."""
 
     folder: str
     kind: Kind
     """switched: as asked for; whole: one process, each global batch in one piece; pieces: one
-    process, the same micro-batches; disturbed: as whole, with other random numbers; shaken: as
-    whole, from weights that differ by round-off."""
+    process, the same micro-batches; disturbed: like whole, with other random numbers; shaken: like
+    whole, from weights that differ by round-off.
+    """
     updates: int
     processes: int
     """Of the switched run."""
     is_full_size: bool = False
     global_batch_size: int | None = None
-    """What it has turned out to be in the switched run."""
+    """As found in the switched run."""
     micro_batch_size: int | None = None
-    """Of a run of one process."""
+    """Of the one-process run."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -56,7 +57,7 @@ class Job:
 
 
 def count_processes(args: Settings) -> int:
-    """Those asked for on one node; otherwise the fewest that the switches need."""
+    """The number asked for on one node; otherwise the fewest that the switches need."""
     if has_own_count(args):
         assert args.nproc_per_node is not None
         return args.nproc_per_node
@@ -64,7 +65,7 @@ def count_processes(args: Settings) -> int:
     replicas = lcm(context, experts)
     if (args.data_parallel or 1) > 1:
         replicas = lcm(replicas, 2 * context)
-    # --cpu-offload alone means ZeRO-3, which one process would have nothing to split for.
+    # --cpu-offload alone implies ZeRO-3, and one rank would have nothing to shard.
     if args.zero_stage or args.cpu_offload or args.deepspeed is not None:
         copies = 2 * (args.hybrid_sharding_size or 0)
         replicas = lcm(replicas, copies) if copies > 0 else max(replicas, 2)
@@ -73,12 +74,12 @@ def count_processes(args: Settings) -> int:
 
 
 def has_own_count(args: Settings) -> bool:
-    """Whether the run is verified with as many processes as it is to have."""
+    """Whether the run is verified with its own number of ranks."""
     return args.nproc_per_node is not None and args.hostfile is None and args.nnodes in (None, 1)
 
 
 def list_switches(args: Settings, processes: int) -> list[str]:
-    """The settings that a switched run has and its reference has not; empty: nothing to verify."""
+    """The settings that distinguish the switched run from its reference; empty: nothing to verify."""
     found = [
         _describe(args, name)
         for switch in SWITCHES
@@ -94,19 +95,19 @@ def list_switches(args: Settings, processes: int) -> list[str]:
 
 
 def list_left_out(args: Settings) -> list[str]:
-    """What the user asked for and verification leaves out, each with the reason."""
+    """Settings given by the user that verification leaves out, each with the reason."""
     left_out = [
         f"{to_flag(name)}: {switch.why}" for switch in _LEFT_OUT for name in switch.list_given(args)
     ]
     if args.optimizer == "muon":
-        left_out.append("--optimizer muon: it computes in bf16; both runs update by SGD")
+        left_out.append("--optimizer muon: it computes in bf16; both runs use SGD")
     elif args.optimizer in ("adam", "adamw") and args.adam_eps < SMALLEST_EPSILON:
         left_out.append(
-            f"--adam-eps {args.adam_eps:g}: it turns round-off into whole steps; both runs take "
+            f"--adam-eps {args.adam_eps:g}: it turns round-off into full steps; both runs use "
             f"{SMALLEST_EPSILON:g}"
         )
     if args.lr_warmup_iters or args.lr_warmup_fraction or args.lr_warmup_samples:
-        left_out.append("the warm-up of the learning rate: the first updates would change nothing")
+        left_out.append("the learning-rate warmup: its first steps would change nothing")
     return left_out
 
 
@@ -119,7 +120,7 @@ def change_settings(args: Settings, job: Job) -> Settings:
 
 
 def _make_plain(args: Settings, job: Job) -> Settings:
-    """Exact arithmetic, no randomness, a few updates, and nothing read back or left behind."""
+    """Exact arithmetic, no randomness, a few updates; nothing is loaded or saved."""
     args = _turn_off(args.keep_nothing(SOURCE), _LEFT_OUT).replace(
         SOURCE,
         hidden_dropout=0.0, attention_dropout=0.0,
@@ -127,7 +128,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
         rampup_batch_size=None,
-        data_parallel=None,  # it only checks the number of processes, which is not the run's here
+        data_parallel=None,  # it only checks the number of ranks, which differs here
         tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
@@ -142,7 +143,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
             eval_iters=0, max_train_samples=_choose_rows(args), max_eval_samples=_ROWS,
         )  # fmt: skip
     if args.train_iters or args.train_samples or args.train_tokens:
-        # A script that prepares data for the whole run need not.
+        # So that a script does not prepare data for the whole run.
         args = args.replace(
             SOURCE, train_iters=job.updates, train_samples=None, train_tokens=None,
             lr_decay_iters=None, lr_decay_samples=None, eval_iters=0,
@@ -156,7 +157,7 @@ def _is_model_folder(load: str) -> bool:
 
 
 def _choose_rows(args: Settings) -> int:
-    """The user's own first rows: enough for a few updates, and for every class to be met."""
+    """The user's own first rows: enough for a few updates, and for every class to occur."""
     return min(args.max_train_samples or _ROWS, _ROWS)
 
 
@@ -164,7 +165,7 @@ def _reduce(args: Settings, job: Job) -> Settings:
     if args.user_script is not None:
         reads_sizes = args.num_layers is not None and args.hidden_size is not None
         if not reads_sizes or args.pretrained_model_name_or_path is not None or args.load:
-            return args  # a model of the script's own: it is what it is
+            return args  # the script's own model, which cannot be made smaller
         return _reduce_batches(_reduce_flags(args), job)
     if args.model_type in ("gpt", "rapidformer_gpt"):
         return _reduce_batches(_reduce_flags(args), job)
@@ -172,9 +173,9 @@ def _reduce(args: Settings, job: Job) -> Settings:
 
 
 def _reduce_flags(args: Settings) -> Settings:
-    """A model whose sizes are the flags': fewer layers, narrow heads, as many of them."""
+    """Smaller sizes for a model built from flags: fewer layers, and as many but narrower heads."""
     if args.num_layers is None or args.hidden_size is None or args.num_attention_heads is None:
-        return args  # what is missing will be told
+        return args  # what is missing is reported later
     hidden = min(args.hidden_size, _HEAD * args.num_attention_heads)
     layers = min(args.num_layers, max(_count_layers(args), args.moe_layer_freq))
     std = (args.init_method_std or 0.02) * (args.hidden_size / hidden) ** 0.5
@@ -188,7 +189,7 @@ def _reduce_flags(args: Settings) -> Settings:
 
 
 def _reduce_model(args: Settings) -> Settings:
-    """The configuration of a Hugging Face model, with fresh weights, fewer layers, narrow heads."""
+    """A Hugging Face configuration with new weights, fewer layers and narrower heads."""
     from rapidformer.models.configuration import get_position_limit, get_size, load_config
 
     config = load_config(args)
@@ -206,7 +207,7 @@ def _reduce_model(args: Settings) -> Settings:
     return args.replace(
         SOURCE, from_scratch=True, num_layers=fewer, hidden_size=narrow, num_attention_heads=heads,
         ffn_hidden_size=4 * narrow,
-        # Narrow layers need larger weights for rows to look as different as they did.
+        # Narrow layers need larger weights to keep rows as distinct as before.
         init_method_std=getattr(config, "initializer_range", 0.02) * (hidden / narrow) ** 0.5,
     )  # fmt: skip
 
@@ -218,7 +219,7 @@ def _count_layers(args: Settings) -> int:
 
 
 def _reduce_batches(args: Settings, job: Job) -> Settings:
-    """Few short rows: one process has to take a whole global batch at once."""
+    """Few, short rows: one process must take a whole global batch at once."""
     micro = min(args.micro_batch_size or _MICRO_BATCH, _MICRO_BATCH)
     rounds = min(_count_accumulation(args, job.processes), 2 * args.pipeline_model_parallel_size)
     return args.replace(
@@ -248,7 +249,7 @@ def _count_accumulation(args: Settings, processes: int) -> int:
 
 
 def _take_switches_away(args: Settings, job: Job) -> Settings:
-    """One process, nothing switched on, the same samples in every update."""
+    """One process, all switches off, the same samples in every update."""
     return _turn_off(args, SWITCHES).replace(
         SOURCE,
         nproc_per_node=None, nnodes=None, hostfile=None, gradient_accumulation_steps=None,

@@ -1,9 +1,9 @@
-"""What a process leaves behind of a few updates: everything that a switch could have changed.
+"""A trace of a few updates on one rank: everything that a switch could have changed.
 
-Tensors are whole (not shards), in fp32, on the host, under every name that they have in the model:
-a tied weight stands there under each of its names. A process of a pipeline holds some of the names
-only; ``compare`` looks at the traces of all processes together. No torch here: the command compares
-without it.
+Tensors are whole (not shards), in fp32, in host memory, under every name they have in the model: a
+tied weight is stored under each of its names. A pipeline rank has only some of the names;
+``compare`` looks at the traces of all ranks together. No torch here: the command compares without
+it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 @dataclass(kw_only=True)
 class Trace:
-    """The updates of one process."""
+    """The updates of one rank."""
 
     place: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
-    """Where the process stands along each axis of the run."""
+    """The rank's position along each axis of the run."""
     losses: list[tuple[float, float]] = field(default_factory=list)
-    """Of each update: the sums of mean loss x weight and of weights, of its own micro-batches."""
+    """Per update: the sums of mean loss x weight and of weights, over its own micro-batches."""
     samples: list[tuple[int, int]] = field(default_factory=list)
-    """Of each update: rows and labels of its own micro-batches."""
+    """Per update: rows and labels of its own micro-batches."""
     norms: list[float] = field(default_factory=list)
-    """Of the whole gradient of each update, before clipping."""
+    """Per update: the norm of the whole gradient, before clipping."""
     start: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
-    """Of each update: after synchronisation and division, before clipping."""
+    """Per update: after synchronization and division, before clipping."""
     weights: Tensors = field(default_factory=dict)
     """After the last update."""
     ties: list[list[str]] = field(default_factory=list)
     """Groups of names that are one parameter."""
     split: list[str] = field(default_factory=list)
-    """Names of which this process holds a part only."""
+    """Names of parameters that this rank holds only a slice of."""
     blocks: dict[str, float] = field(default_factory=dict)
-    """Of the first update: the sum of squares of what each block handed on."""
+    """In the first update: the sum of squares of each block's output."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """For the reader of a report: the model's class, its switches, ..."""
+    """For the report: the model's class, its switches, ..."""
 
     def save(self, path: Path) -> None:
         """Write one file; ``load`` reads it back."""
@@ -105,16 +105,16 @@ def compute_losses(traces: list[Trace]) -> list[list[float]]:
 
 
 def count_samples(traces: list[Trace]) -> list[tuple[int, int]]:
-    """Rows and labels of every update; processes along axes other than data see the same rows."""
+    """Rows and labels of every update; only data-parallel ranks see different rows."""
     members = {trace.place["data"]: trace for trace in reversed(traces)}
-    # The first pipeline stage's, context and tensor rank's: of each data rank one.
+    # One rank per data-parallel rank: the first along every other axis.
     updates = zip(*(trace.samples for trace in members.values()), strict=True)
     return [(sum(r for r, _ in parts), sum(n for _, n in parts)) for parts in updates]
 
 
 def count_parameters(traces: list[Trace]) -> int:
-    """Numbers in the whole model, of which a stage of a pipeline has a part; a tied weight once."""
-    # As the whole model ties them: the names may stand on two stages, one on each.
+    """The number of parameters in the whole model, over all stages; a tied weight counts once."""
+    # Tied as in the whole model: the names may be on two different stages.
     tied = [group for trace in traces for group in trace.facts.get("tied", trace.ties)]
     doubles = {name for group in tied for name in group[1:]}
     sizes = {name: value.size for trace in traces for name, value in trace.start.items()}

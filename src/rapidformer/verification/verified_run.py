@@ -1,6 +1,6 @@
-"""A run of a verification, in one of its processes: recorded, in fp32 and without dropout.
+"""One run of a verification, on one rank: recorded, in fp32 and without dropout.
 
-The run itself is the user's: a task, a template or a loop in a script. It is ended from inside
+The run itself is the user's: a task, a template or a loop in a script. It is stopped from inside
 after enough updates.
 """
 
@@ -29,7 +29,7 @@ _ROUND_OFF = 6e-8
 
 
 class VerifiedRun(Recorder):
-    """Changes the settings as the job says, and sees its updates."""
+    """Changes the settings as the job requires, and observes the updates."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.updates)
@@ -52,7 +52,7 @@ class VerifiedRun(Recorder):
             if isinstance(group.get("eps"), float):
                 group["eps"] = max(group["eps"], SMALLEST_EPSILON)
         if self._job.kind == "disturbed":
-            # A forward pass that draws no random numbers will not notice.
+            # A forward pass without randomness is not affected.
             torch.manual_seed(engine.args.seed + 54321)
             np.random.seed((engine.args.seed + 54321) % 2**32)
             random.seed(engine.args.seed + 54321)
@@ -60,7 +60,7 @@ class VerifiedRun(Recorder):
             apply_round_off(self._model)
 
     def see_update(self) -> None:
-        # At each: a short run may end, and leave the other processes, before the last one.
+        # At every update: a short run may stop, and leave the other ranks, before the last one.
         self._engine.parallelized.settle()
         self.trace.weights = collect_weights(self._model)
         super().see_update()
@@ -73,13 +73,13 @@ def record_run(job: Job, train: Callable[[], None]) -> Trace:
         train()
     if not run.trace.gradients:
         raise RapidformerError(
-            "the run ended before its first update: there is nothing to verify. Does it train by "
-            "an engine (engine.backward and optimizer.step), on data for at least one update?"
+            "the run ended before its first optimizer step: there is nothing to verify. Does it "
+            "train with an engine (engine.backward and optimizer.step), on enough data for a step?"
         )
     if not any(rows for rows, _ in run.trace.samples) and run.trace.place["data"] == 0:
         raise RapidformerError(
-            "the run takes its batches from elsewhere than the engine, so one process would see "
-            "other samples: use engine.build_data_loader(...), or hand the DataLoader to "
+            "the run's batches do not come from the engine, so one process would see other "
+            "samples: use engine.build_data_loader(...), or pass the DataLoader to "
             "engine.compose(train_dataloader=...)."
         )
     return run.trace
@@ -90,7 +90,7 @@ def get_trace_path(job: Job, rank: int) -> Path:
 
 
 def apply_round_off(model: nn.Module) -> None:
-    """Change every weight in its last bits: a switch cannot be blamed for what comes of it."""
+    """Change every weight in its last bits, to measure what round-off alone does."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,7 +99,7 @@ def apply_round_off(model: nn.Module) -> None:
 
 
 def apply_no_dropout(model: nn.Module) -> None:
-    """Set every rate of dropout to zero: layers', and numbers that code hands to functions."""
+    """Set every dropout rate to zero: in layers, and in attributes that code passes to functions."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
