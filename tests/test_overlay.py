@@ -1,4 +1,4 @@
-"""Overlays: in one order, listed, taken off again, and invisible to the object's owner."""
+"""Overlays: in a fixed order, listed, removable, and invisible to the object's owner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_call_enters_at_the_outermost_layer() -> None:
 def test_a_layer_out_of_order_is_refused() -> None:
     module = Doubler()
     extend(module, "autocast", times_ten)
-    with pytest.raises(AssertionError, match="recompute must be put on Doubler before autocast"):
+    with pytest.raises(AssertionError, match="recompute must be added to Doubler before autocast"):
         extend(module, "recompute", add_one)
     assert list_layers(module) == ["autocast"]
 
@@ -77,7 +77,7 @@ def test_a_layer_under_another_librarys_class_stays_where_it_is() -> None:
     module: Any = Doubler()
     extend(module, "recompute", add_one)
     module.__class__ = type("Foreign", (type(module),), {})
-    with pytest.raises(AssertionError, match="cannot be taken off Foreign"):
+    with pytest.raises(AssertionError, match="cannot be removed from Foreign"):
         remove(module, "recompute")
     assert list_layers(module) == ["recompute"]
 

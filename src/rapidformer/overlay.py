@@ -1,9 +1,9 @@
-"""The one way to extend an object in place: overlays, in one order, that can be taken off again.
+"""The only way to extend an object in place: overlays, in a fixed order, that can be removed again.
 
-An overlay is a subclass of the object's own class, put in its place: a model, block, optimizer or
-scheduler stays the object that its owner holds, with its names, ``isinstance``, signature and
-``copy.deepcopy``. ``ORDER`` is the order in which overlays lie on an object, innermost first: a
-call enters at the outermost one. Putting one on out of order is an error in our code.
+An overlay is a subclass of the object's own class that takes its place: a model, block, optimizer
+or scheduler stays the object its owner holds, with its names, ``isinstance``, signature and
+``copy.deepcopy``. ``ORDER`` lists the overlays of an object, innermost first: a call enters at the
+outermost. Adding one out of order is a bug in our code.
 
     extend(block, "recompute", build_members)      # build_members(cls) -> {"__call__": ...}
     list_layers(block)                             # ["split", "recompute"]
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from typing import Any
 
 ORDER = {
-    "split": "reads its share of a split layer's weights, and exchanges activations",
+    "split": "uses its slice of a layer's weights, and exchanges activations",
     "statistics": "normalises by the rows of all ranks",
     "recompute": "computes a block again in the backward pass",
-    "offload": "keeps what a block saves for its backward pass in the host's memory",
-    "context": "holds this process's tokens of each sequence",
-    "experts": "generates in step with the processes that share its experts",
+    "offload": "keeps what a block saves for its backward pass in host memory",
+    "context": "holds this rank's tokens of each sequence",
+    "experts": "generates in step with the ranks that hold the other experts",
     "sharding": "gathers sharded weights to generate",
-    "autocast": "runs in 16 bits over fp32 weights",
+    "autocast": "runs in 16 bits on fp32 weights",
     "deepspeed": "runs through DeepSpeed's engine",
-    "stages": "runs only the blocks of this process's stage",
-    "recording": "notes what a block is given, while the model is looked at",
+    "stages": "runs only the blocks of this rank's stage",
+    "recording": "records a block's inputs while the model is examined",
     "update": "steps when an update is due (optimizers and schedulers)",
 }
-"""Layer -> what an object under it does, innermost first."""
+"""Layer -> what it makes an object do, innermost first."""
 
 Build = Callable[[Any], dict[str, Any]]
 """From the class beneath to the members of the overlay, which may call that class."""
@@ -45,42 +45,44 @@ class Overlay:
 
     layer: str
     beneath: Any
-    """The class that the object had before."""
+    """The class the object had before."""
     build: Build
     styles: tuple[type, ...]
-    """Classes that stand before that one."""
+    """Classes placed in front of that one."""
     is_shared: bool
 
 
 def extend(
     target: Any, layer: str, build: Build, *, styles: tuple[type, ...] = (), is_shared: bool = False
 ) -> None:
-    """Put an overlay on an object.
+    """Add an overlay to an object.
 
-    With ``is_shared``, objects of one class that are given the same ``build`` and styles get the
-    same class: equal blocks then share one compiled graph. Such a ``build`` is kept for good.
+    With ``is_shared``, objects of one class with the same ``build`` and styles get the same class,
+    so equal blocks share one compiled graph. Such a ``build`` is kept for the life of the process.
     """
     outer = [each for each in list_layers(target) if _RANKS[each] > _RANKS[layer]]
     if outer:
-        raise AssertionError(f"{layer} must be put on {type(target).__name__} before {outer[0]}")
+        raise AssertionError(f"{layer} must be added to {type(target).__name__} before {outer[0]}")
     make: Callable[..., Any] = _get_shared_class if is_shared else _build_class
     target.__class__ = make(type(target), layer, build, styles, is_shared)
 
 
 def list_layers(target: Any) -> list[str]:
-    """The layers that lie on an object, innermost first."""
+    """The object's layers, innermost first."""
     marks = (vars(cls).get(_MARK) for cls in reversed(type(target).__mro__))
     return [mark.layer for mark in marks if mark is not None]
 
 
 def remove(target: Any, layer: str) -> None:
-    """Take the outermost overlay of a layer off; those above it stay."""
+    """Remove the outermost overlay of a layer; those above it stay."""
     above: list[Overlay] = []
     cls: Any = type(target)
     while True:
         mark: Overlay | None = vars(cls).get(_MARK)
         if mark is None:
-            raise AssertionError(f"{layer} cannot be taken off {cls.__name__}: it is not on top")
+            raise AssertionError(
+                f"{layer} cannot be removed from {cls.__name__}: something else is on top"
+            )
         cls = mark.beneath
         if mark.layer == layer:
             break

@@ -200,18 +200,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @needs_package
 def test_an_optimizer_in_two_places_is_refused(found: dict[str, Any]) -> None:
-    assert "compose() was given an optimizer" in found["two optimizers"]
+    assert "compose() got an optimizer" in found["two optimizers"]
     assert "has a section `optimizer`" in found["two optimizers"]
 
 
 @needs_package
 def test_an_optimizer_that_needs_whole_matrices_is_refused(found: dict[str, Any]) -> None:
-    assert "Adafactor may not bear: use AdamW or SGD, or stage 0" in found["whole matrices"]
+    assert "Adafactor may not support: use AdamW or SGD, or stage 0" in found["whole matrices"]
 
 
 @needs_package
 def test_what_deepspeed_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
-    assert found["unknown key"].startswith("DeepSpeed refuses")
+    assert found["unknown key"].startswith("DeepSpeed rejects")
     assert "stag" in found["unknown key"] and "\n" not in found["unknown key"]
     assert "scheduler.type Sawtooth" in found["unknown schedule"]
 

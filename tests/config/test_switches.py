@@ -41,7 +41,7 @@ def test_rows_speak_of_each_other_by_name() -> None:
 
 
 def test_moments_follow_the_order_of_the_rows() -> None:
-    moments = ["whole", "placed", "made"]
+    moments = ["whole", "placed", "final"]
     places = [moments.index(switch.moment) for switch in SWITCHES if switch.module]
     assert places == sorted(places)
 

@@ -248,6 +248,6 @@ def test_experts_that_cannot_be_shared_are_refused_with_the_reason() -> None:
         "--expert-model-parallel-size 3 does not divide the 4 experts of "
         "layers.1.feed_forward.experts of GPTForCausalLM: use 1, 2 or 4."
     )
-    assert "LlamaForCausalLM has no experts that could be shared" in messages[1]
+    assert "LlamaForCausalLM has no experts to distribute" in messages[1]
     late = run_in_processes(_compose, 2, ["mixtral"], EXPERTS)[0]
     assert "pass compose() a function, lr_scheduler_fn=" in late[0]

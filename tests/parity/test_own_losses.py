@@ -159,7 +159,7 @@ EXACT = [
     ("tensor", "embedded outside"), ("pipeline", "embedded outside"),
 ]  # fmt: skip
 _SPLIT_LOSS = "cannot pass through the loss over the split vocabulary"
-_WEIGHT_GRADIENT = "the loss is made from the gradient of model.layers.1.mlp.down_proj.weight"
+_WEIGHT_GRADIENT = "the loss uses the gradient of model.layers.1.mlp.down_proj.weight"
 REFUSED = {
     ("pipeline", "hidden states"): "output_hidden_states=True collects something from every block",
     ("tensor", "input gradient"): _SPLIT_LOSS,

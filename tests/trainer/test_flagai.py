@@ -126,7 +126,7 @@ def test_deepspeed(workplace: Path, alone: list[float]) -> None:
     assert "deepspeed.json wins over the Trainer's own arguments: micro_batch_size 4 (now 2)." in (
         done.stderr
     )
-    assert "ZeRO-1 over 2 processes" in done.stderr
+    assert "ZeRO-1 over 2 ranks" in done.stderr
     assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
 
 

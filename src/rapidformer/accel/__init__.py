@@ -1,1 +1,1 @@
-"""The switches: a module with an ``apply`` each, in the order of their rows in ``config``."""
+"""The switches: each a module with an ``apply``, called in the order of ``config/switches.py``."""

@@ -1,14 +1,14 @@
-"""``--activation-offload``: what a block keeps for its backward pass waits in the host's memory.
+"""``--activation-offload``: keep what a block saves for its backward pass in host memory.
 
-A block gets a subclass of its own class whose ``__call__`` sends every tensor that autograd saves
-to pinned memory, on a stream of its own, while the next block computes. In the backward pass, the
-first tensor that is asked for brings back its whole block and starts on the block before it, so the
-copies run ahead. What is on the device anyway stays there: weights, and the masks and positions
-that all blocks share. So does a tensor whose strides a copy would change, such as an expanded one:
-kernels must see the same layout again.
+A block's ``__call__`` sends every tensor that autograd saves to pinned memory, on a separate
+stream, while the next block computes. In the backward pass, the first tensor asked for brings back
+its whole block and starts on the block before it, so the copies run ahead. Tensors that are on the
+device anyway stay there: weights, and the masks and positions that all blocks share. So does a
+tensor whose strides a copy would change, such as an expanded one: kernels must see the same layout
+again.
 
 Around a recomputed block it sends what recompute keeps, the block's inputs; around a compiled one,
-what the compiled forward pass hands to the backward pass.
+what the compiled forward pass saves for the backward pass.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from rapidformer.overlay import extend
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Offload the blocks that this process has."""
+    """Offload the blocks of this rank."""
     if not has_own_memory(assembly.device):
-        warn_once("--activation-offload has no effect on a CPU: its memory is the host's already.")
+        warn_once("--activation-offload has no effect on a CPU: it already uses host memory.")
         return None
     apply_activation_offload(assembly.model, assembly.plan, assembly.device)
     return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the device's memory is not the host's."""
+    """Whether the device has its own memory."""
     return device.type == "cuda"
 
 
 def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> nn.Module:
-    """Keep what each block saves for its backward pass in the host's memory."""
+    """Keep what each block saves for its backward pass in host memory."""
     if not plan.blocks:
         raise ConfigurationError(
             f"--activation-offload: no repeated blocks were found in {type(model).__name__}. "
@@ -77,9 +77,9 @@ def _build_offload(cls: type[nn.Module], lane: Lane) -> dict[str, Any]:
 class Lane:
     """The stream on which tensors leave and return; it knows which call of a block came last.
 
-    Memory on the device always belongs to the stream that computes. It waits for a copy before it
-    lets go of what was copied, so memory is reused in the order of the kernels, however far the
-    host has run ahead; ``record_stream`` would keep it until the host looks again.
+    Device memory always belongs to the computing stream. That stream waits for a copy before it
+    frees what was copied, so memory is reused in kernel order, however far ahead the host is;
+    ``record_stream`` would hold it until the host checks again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,16 +90,16 @@ class Lane:
         self._sent: list[Tensor] = []
 
     def open(self, block: nn.Module, given: list[Any]) -> SavedTensors:
-        """For one call of a block with these arguments: where its saved tensors go."""
-        # What the block before the last one sent had the whole last block to leave.
+        """Where the tensors go that a call of a block with these arguments saves."""
+        # The copies of the block before the last one had the whole last block to finish.
         self._let_go(keeping=1)
         saved = SavedTensors(block, given, self, previous=self._last)
-        # Weak, so that a graph that is dropped without a backward pass drops its copies too.
+        # Weak, so that a graph dropped without a backward pass drops its copies too.
         self._last = weakref.ref(saved)
         return saved
 
     def send(self, tensor: Tensor) -> Tensor:
-        """A copy in the host's memory, which may still be on its way."""
+        """A copy in host memory, which may still be in flight."""
         if self.stream is None:
             return tensor.clone()
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -110,7 +110,7 @@ class Lane:
         return host
 
     def bring(self, copies: list[Copy]) -> torch.cuda.Event | None:
-        """Start the way back of these; they may be used after the event."""
+        """Start copying these back; they may be used after the event."""
         if self.stream is None:
             for copy in copies:
                 copy.returned = copy.host.clone()
@@ -118,7 +118,7 @@ class Lane:
         self._let_go(keeping=0)
         for copy in copies:
             copy.returned = torch.empty_like(copy.host, device=self.device)
-        # Their memory may have been used by kernels that are still to run.
+        # Kernels that are still queued may be using their memory.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for copy in copies:
@@ -128,12 +128,12 @@ class Lane:
         return event
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the computing stream wait; the host goes on."""
+        """Make the computing stream wait; the host continues."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _let_go(self, *, keeping: int) -> None:
-        """Free tensors on the device that have left it, but for those of the last calls."""
+        """Free tensors on the device that have been copied, except those of the last calls."""
         if self.stream is not None and self._sent:
             self._leaving.append((self._sent, self.stream.record_event()))
             self._sent = []
@@ -145,7 +145,7 @@ class Lane:
 
 @dataclass(kw_only=True, eq=False)
 class Kept:
-    """A saved tensor that stays where it is."""
+    """A saved tensor that stays on the device."""
 
     tensor: Tensor
     version: int
@@ -153,7 +153,7 @@ class Kept:
 
 @dataclass(kw_only=True, eq=False)
 class Copy:
-    """A saved tensor in the host's memory; several operations may have saved the same one."""
+    """A saved tensor in host memory; several operations may have saved the same one."""
 
     host: Tensor
     source: StorageWeakRef
@@ -174,7 +174,7 @@ class SavedTensors:
         previous: weakref.ref[SavedTensors] | None,
     ) -> None:
         self._block = block
-        # Masks and rotary positions: every block is given the same ones.
+        # Masks and rotary positions: every block gets the same ones.
         tensors = [value for value in tree_leaves(given) if type(value) is Tensor]
         self._shared = {_get_place(tensor) for tensor in tensors if not tensor.requires_grad}
         self._lane = lane
@@ -191,7 +191,7 @@ class SavedTensors:
             return Kept(tensor=tensor, version=count_changes(tensor))
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         copy = self._latest.get((_get_place(tensor), layout))
-        # Memory is used again: an address means the same tensor only as long as that one lives.
+        # Memory is reused: an address identifies a tensor only while that tensor lives.
         if copy is None or copy.source.expired() or copy.version != count_changes(tensor):
             copy = Copy(
                 host=self._lane.send(tensor),
@@ -207,7 +207,7 @@ class SavedTensors:
         """Called by autograd for every tensor that the backward pass needs."""
         if isinstance(packed, Kept):
             if count_changes(packed.tensor) != packed.version:
-                # Autograd itself looks only where no hook has taken the tensor.
+                # Autograd makes this check itself only for tensors without hooks.
                 raise TrainingError(
                     "a weight was changed in place between the forward and the backward pass that "
                     "needs it: call backward before the optimizer's step."
@@ -238,7 +238,7 @@ class SavedTensors:
         self._lane.wait(arrival)
 
     def __del__(self) -> None:
-        # A graph that is dropped halfway: no memory is freed under a copy that still runs.
+        # If a graph is dropped halfway, no memory may be freed under a running copy.
         self._wait()
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
@@ -247,7 +247,7 @@ class SavedTensors:
         if tensor.numel() == 0:
             return False  # all empty tensors have the same address, and nothing to free
         if self._weights is None:
-            # Not sooner: under ZeRO-3 a block's weights are gathered when it is called.
+            # Not earlier: under ZeRO-3 a block's weights are gathered when it is called.
             self._weights = {_get_place(get_local(p)) for p in self._block.parameters()}
         if _get_place(tensor) in self._weights or _get_place(tensor) in self._shared:
             return False

@@ -1,4 +1,4 @@
-"""A model on its way to training: what every switch is handed, and what it leaves for the next."""
+"""A model being prepared for training: what each switch gets, and what it leaves for the next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GradientSynchronizer(Protocol):
 
 
 class Alone:
-    """One process: nothing to synchronize."""
+    """One rank: nothing to synchronize."""
 
     def before_backward(self, is_last: bool) -> None: ...
 
@@ -44,16 +44,16 @@ class Assembly:
     topology: Topology
     precision: Precision
     deferred: DeferredWeights | None
-    """How to make the weights of a model that was built without any."""
+    """How to create the weights of a model that was built without them."""
     uses_deepspeed: bool = False
 
     # What switches leave for those that follow.
     plan: ModelPlan
-    """The plan of the blocks that this process has: its own stages of a pipeline."""
+    """The plan of this rank's blocks: those of its own pipeline stages."""
     pipeline: Pipeline | None = None
     tensor_plan: TensorPlan | None = None
     experts: list[nn.Module] = field(default_factory=list)
-    """Modules whose experts are split over processes."""
+    """Modules whose experts are split over ranks."""
     synchronizer: GradientSynchronizer = field(default_factory=Alone)
     needs_autocast: bool = True
-    """False where DeepSpeed keeps the weights in 16 bits itself."""
+    """False if DeepSpeed itself keeps the weights in 16 bits."""

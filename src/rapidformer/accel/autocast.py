@@ -1,4 +1,4 @@
-"""``--mixed-precision``: the model runs under autocast, over weights that are in fp32 by now."""
+"""``--mixed-precision``: run the model under autocast; its weights are already in fp32."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rapidformer.accel.precision import apply_mixed_precision
 
 
 def apply(assembly: Assembly) -> None:
-    """Run every call of the model in the precision of the run, which has a line of its own."""
+    """Run every call of the model in the run's precision, which has its own start-up line."""
     if assembly.needs_autocast:
         apply_mixed_precision(assembly.model, assembly.precision, assembly.device)

@@ -1,8 +1,8 @@
 """BatchNorm on several ranks: statistics over the rows of all of them, as in one process.
 
-Without it, each rank would normalise by its own rows and keep its own running statistics, and a
+Without this, each rank would normalise by its own rows and keep its own running statistics, and a
 checkpoint would save those of rank 0. torch's SyncBatchNorm does the same on GPUs only. Gradient
-accumulation cannot be made exact: no micro-batch knows the rows of the next one.
+accumulation cannot be exact: no micro-batch knows the rows of the next one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batche
     if micro_batches > 1:
         warn_once(
             f"BatchNorm takes its statistics over one micro-batch, not over the {micro_batches} of "
-            "an update: the result depends on --micro-batch-size. Raise it until an update is one "
-            "micro-batch, or use LayerNorm or GroupNorm."
+            "an optimizer step: the result depends on --micro-batch-size. Raise it until a step "
+            "is one micro-batch, or use LayerNorm or GroupNorm."
         )
     group = topology.get_replica_group()
     if group is None:
@@ -42,7 +42,7 @@ def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batche
 
 
 class _SharedStatistics:
-    """Goes before a BatchNorm's own class."""
+    """Placed in front of a BatchNorm's own class."""
 
     _replicas: dist.ProcessGroup
 
@@ -52,12 +52,12 @@ class _SharedStatistics:
         values = rows.float()
         dims = [0, *range(2, rows.dim())]
         shape = [1, -1] + [1] * (rows.dim() - 2)
-        # The number of rows may differ between ranks; it travels with their sum.
+        # The number of rows may differ between ranks; it is sent with their sum.
         count = values.new_full((1,), values.numel() / values.shape[1])
         *sums, total = self._sum(torch.cat([values.sum(dims), count])).split([values.shape[1], 1])
         mean = sums[0] / total
         centred = values - mean.view(shape)
-        # Of the centred values, not of squares less the mean's: those would cancel.
+        # From centred values: the mean of squares minus the squared mean would cancel.
         variance = self._sum(centred.square().sum(dims)) / total
         if self.training and self.running_mean is not None:
             self._follow(mean.detach(), variance.detach() * total / (total - 1))
@@ -68,7 +68,7 @@ class _SharedStatistics:
         return result
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, whose gradient is summed as well."""
+        """The sum over the ranks, whose gradient is summed too."""
         return copy_in(sum_out(tensor, self._replicas), self._replicas)
 
     def _follow(self: Any, mean: Tensor, variance: Tensor) -> None:

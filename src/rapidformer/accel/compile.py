@@ -1,7 +1,7 @@
-"""``torch.compile`` block by block.
+"""``torch.compile``, block by block.
 
-Equal blocks share one compiled graph, so a deep model compiles as fast as a shallow one, and what
-stands around the blocks (user code, losses, data-dependent branches) cannot break a graph.
+Equal blocks share one compiled graph, so a deep model compiles as fast as a shallow one, and code
+around the blocks (user code, losses, data-dependent branches) cannot break a graph.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rapidformer.models.plan import ModelPlan
 
 
 def apply(assembly: Assembly) -> str:
-    """Compile the blocks that this process has."""
+    """Compile the blocks of this rank."""
     args, plan = assembly.args, assembly.plan
     apply_compile(assembly.model, plan, backend=args.compile_backend)
     what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
     why = (
-        " (--onnx-runtime-training: ONNX Runtime's training package has ended)"
+        " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
         if args.onnx_runtime_training
         else ""
     )
@@ -32,12 +32,12 @@ def apply(assembly: Assembly) -> str:
 
 
 def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: str = "inductor") -> nn.Module:
-    """Compile each block in place; the whole model where it has no blocks."""
+    """Compile each block in place, or the whole model if it has no blocks."""
     if plan.blocks:
         compiled = torch.compile(_run, backend=backend)
         for block in plan.get_blocks(model):
             # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's
-            # own layers would silently stay as it is. The frame of `_run` is ours.
+            # own layers would silently stay uncompiled. The frame of `_run` is ours.
             set_compiled_call(block, functools.partial(compiled, block))
     else:
         warn_once(

@@ -1,9 +1,9 @@
-"""Data parallelism on a model as it is: gradients of all processes are summed, the module stays.
+"""Data parallelism without a wrapper: gradients are summed over all ranks, the module stays.
 
-DistributedDataParallel would put a proxy around the user's module, decide at the *forward* pass
-whether to communicate, and fail on parameters that a step does not use. Here a hook per parameter
-fills buckets during the backward pass, so communication overlaps with it; a parameter that no
-process used keeps ``grad = None``, just as in one process.
+DistributedDataParallel would wrap the user's module, decide in the *forward* pass whether to
+communicate, and fail on parameters that a step does not use. Here a hook per parameter fills
+buckets during the backward pass, so communication overlaps with it; a parameter that no rank used
+keeps ``grad = None``, as in one process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class _Bucket:
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
     all_used: torch.Tensor | None = None
-    """A one per parameter, kept on the device: what is sent when every parameter has a gradient."""
+    """One flag per parameter, kept on the device: what is sent when every parameter has a gradient.
+    """
 
 
 class GradientReducer:
-    """Sums gradients over the processes while the backward pass is still running."""
+    """Sums gradients over the ranks while the backward pass is still running."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -42,7 +43,7 @@ class GradientReducer:
         self._adopt_unfrozen()
 
     def _adopt_unfrozen(self) -> None:
-        """Sum gradients of parameters that have been unfrozen since the last update, too."""
+        """Also sum the gradients of parameters unfrozen since the last update."""
         unfrozen = [p for p in self._frozen if p.requires_grad]
         if not unfrozen:
             return
@@ -54,7 +55,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def before_backward(self, is_last: bool) -> None:
-        """Sum in the coming backward pass, if it is the last one of the update."""
+        """Sum in the coming backward pass, if it is the last of the update."""
         if is_last:
             self._adopt_unfrozen()
         self._is_active = is_last
@@ -63,7 +64,7 @@ class GradientReducer:
             bucket.waiting = len(bucket.parameters)
 
     def after_backward(self) -> None:
-        """Send what is left, wait for the sums and hand them out as the gradients."""
+        """Send the remaining buckets, wait for the sums and assign them as gradients."""
         if not self._is_active:
             return
         self._is_active = False
@@ -82,29 +83,29 @@ class GradientReducer:
                 "This happens with reentrant activation checkpointing: use use_reentrant=False."
             )
         bucket.waiting -= 1
-        # In order, never as they fill: every process must send the same bucket at the same time.
+        # In order, not as they fill: every rank must send the same bucket at the same time.
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
             _launch(self._buckets[self._next], self._group)
             self._next += 1
 
 
 def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
-    """Sum gradients over the processes of the group from now on."""
+    """Sum gradients over the ranks of the group from now on."""
     return GradientReducer(model.parameters(), group)
 
 
 def broadcast_weights(model: nn.Module) -> None:
-    """Give every process the first one's weights: a fresh head may have been drawn by each."""
+    """Give every rank the first one's weights: each may have initialised a new head differently."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, src=0)
 
 
 def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
-    """Group parameters from the last to the first: the order in which gradients come."""
+    """Group parameters from last to first: the order in which gradients arrive."""
     buckets: list[_Bucket] = []
     size = 0
-    # A parameter that is used twice is listed once: duplicates are dropped by `parameters()`.
+    # A parameter that is used twice is listed once: `parameters()` drops duplicates.
     for parameter in reversed(list(parameters)):
         last = buckets[-1].parameters[0] if buckets else None
         if last is None or size >= _BUCKET_BYTES or last.dtype != parameter.dtype:
@@ -116,7 +117,7 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
 
 
 def get_local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor that tensor parallelism has split; any other as it is."""
+    """This rank's slice of a tensor-parallel tensor; any other tensor unchanged."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -153,7 +154,7 @@ def _finish(bucket: _Bucket) -> None:
     sizes = [get_local(p).numel() for p in bucket.parameters]
     *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
     is_complete = all(p.grad is not None for p in bucket.parameters)
-    # Only a process that lacks a gradient has to ask (and wait) whether another one had it.
+    # Only a rank without a gradient must ask (and wait) whether another rank had one.
     users = [1.0] * len(sizes) if is_complete else flags.tolist()
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:

@@ -1,10 +1,10 @@
-"""Gradient penalties: refused where they would not be those of one process.
+"""Refuse gradient penalties that would differ from those of one process.
 
 A penalty differentiates a gradient (``torch.autograd.grad(..., create_graph=True)``). The gradient
 of a mean over this rank's rows is not that of the mean over the global batch, so its penalty
 depends on how the batch is split. And ``fully_shard`` frees weights after the first backward pass.
-Tensor and context parallelism differentiate twice with respect to inputs; for parameters, see
-``double_gradients.py``.
+Tensor and context parallelism support second derivatives with respect to inputs; for parameters,
+see ``double_gradients.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Dropout in a run of several processes: the one thing that a switch cannot leave bit for bit.
+"""Dropout on several ranks: the one thing that switches cannot keep bit for bit.
 
-Replicas must drop out other units, processes that share a layer the same ones. What a reader would
-get wrong: nothing is synchronized later, so all must start from the right seed, whatever each has
-drawn while it built its model.
+Replicas must use different masks, ranks that share a layer the same ones. Nothing is synchronized
+later, so every rank must start from the right seed, whatever random numbers it used while building
+its model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-"""torch's layers that drop something out, each with its rate ``p``."""
+"""torch's dropout layers, each with its rate ``p``."""
 _WHAT_CHANGES = {
     "tensor": (
         "--tensor-model-parallel-size",
-        "each process draws the masks of its own share, and shares of one layer (its heads) are "
-        "masked alike",
+        "each rank draws the masks of its own slice, so all slices of a layer (its heads) get the "
+        "same mask",
     ),
     "pipeline": (
         "--pipeline-model-parallel-size",
@@ -34,13 +34,13 @@ _WHAT_CHANGES = {
     ),
     "context": (
         "--context-parallel-size",
-        "each process draws the masks of its own tokens",
+        "each rank draws the masks of its own tokens",
     ),
 }
 
 
 def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> None:
-    """Start the random numbers of training; say once what cannot be as in one process."""
+    """Seed the random numbers of training; report once what cannot match one process."""
     replica = topology.get_rank("data")
     split = [words for axis, words in _WHAT_CHANGES.items() if topology.get_size(axis) > 1]
     if replica or split:
@@ -49,13 +49,13 @@ def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> None:
         return
     for flag, what in split:
         warn_once(
-            f"{flag} with dropout: {what}, so a run differs from one of another size; only the "
-            "distribution of each mask is kept. Everything else is exact."
+            f"{flag} with dropout: {what}, so the masks differ from those of one process, though "
+            "not their distribution. Everything else is exact."
         )
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model drops anything out in training."""
+    """Whether the model uses dropout in training."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     values: dict[str, object] = to_dict()
     rates = [value for name, value in values.items() if "drop" in name]

@@ -8,7 +8,7 @@ from rapidformer.accel.expert.parallel import ExpertGradients
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Sum gradients over the processes that see different tokens, where ZeRO does not."""
+    """Sum gradients over the ranks with different tokens, unless ZeRO does."""
     mesh = assembly.topology.get_sharding_mesh()
     if mesh is None or assembly.args.zero_stage:
         return None
@@ -18,4 +18,4 @@ def apply(assembly: Assembly) -> str | None:
         if same_experts is None
         else ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
     )
-    return f"gradients summed over {mesh.size()} processes"
+    return f"gradients summed over {mesh.size()} ranks"

@@ -1,7 +1,7 @@
-"""Losses that models compute themselves and that may be computed from split logits instead.
+"""Losses that models compute themselves and that we can compute from split logits instead.
 
-Tensor parallelism splits logits over the vocabulary, context parallelism over the tokens; both may
-leave them split only where the loss is one that is known here.
+Tensor parallelism splits logits over the vocabulary, context parallelism over the tokens; either
+leaves them split only if the loss is one of these.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rapidformer.accel.context.arguments import find_argument_names
 _IGNORED = -100
 
 SumLosses = Callable[[Tensor, Tensor, int], Tensor]
-"""Logits, labels and the label that does not count, to the sum of all losses."""
+"""Logits, labels and the ignored label -> the sum of all losses."""
 
 
 def find_known_loss(model: Any) -> bool | None:
-    """Whether the model's own loss shifts its labels; None where it is not one that we know."""
-    # The model's own forward may stand below those of switches.
+    """Whether the model's own loss shifts its labels; None if it is not one of these."""
+    # The model's own forward may be below those of switches.
     forwards = [vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)]
     codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
     if not any(code is not None and "loss_function" in code.co_names for code in codes):
@@ -48,7 +48,7 @@ def build_split_loss(
     is_split: Callable[[Tensor], bool],
     sum_losses: SumLosses,
 ) -> Callable[..., Tensor]:
-    """Hugging Face's loss of the same name; logits that are split stay so."""
+    """Hugging Face's loss of the same name, on logits that stay split."""
 
     def compute_loss(
         logits: Tensor,
@@ -67,7 +67,7 @@ def build_split_loss(
         if shift_labels is not None:
             labels = shift_labels
         elif shifts:
-            # Before tokens are shared out: the next one may be another process's.
+            # Before tokens are split: the next token may be on another rank.
             labels = functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
         labels = labels.to(logits.device)
         total = sum_losses(logits, labels, ignore_index)

@@ -1,9 +1,9 @@
-"""A split tensor in a user's hands: it is joined by the first operation that needs its values.
+"""A split tensor in user code: joined by the first operation that needs its values.
 
-``outputs.logits`` of a training step, or a split weight that code outside of the model reads, stays
-split as long as nobody computes with it. Its shape and the like are known without communication, so
-one process alone may print them. What a reader would get wrong: the tensor underneath is a stand-in
-without memory, not a number anywhere; operations never see it, only autograd does.
+``outputs.logits`` of a training step, or a split weight read outside the model, stays split until
+something computes with it. Its shape and similar are known without communication, so a single rank
+may print them. The underlying tensor is a placeholder without memory; only autograd sees it, never
+an operation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_PARAMETERS = {
 
 
 class WholeOnDemand(torch.Tensor):
-    """All of a tensor of which each process holds a slice."""
+    """The whole of a tensor of which each rank holds a slice."""
 
     _part: Tensor
     _join: Callable[[], Tensor]
@@ -40,17 +40,17 @@ class WholeOnDemand(torch.Tensor):
     _source: Tensor | None
 
     def full_tensor(self) -> Tensor:
-        """The whole, as a plain tensor; all processes that hold a slice must come here."""
+        """The whole as a plain tensor; all ranks that hold a slice must call this."""
         if self._joined is None:
             self._joined = self._join()
         return self._joined
 
     def to_local(self) -> Tensor:
-        """This process's slice."""
+        """This rank's slice."""
         return self._part
 
     def __repr__(self) -> str:  # type: ignore[override]
-        # Not the values: one process alone may print it.
+        # Without the values: a single rank may print it.
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -68,7 +68,7 @@ class WholeOnDemand(torch.Tensor):
 
 
 def _is_about_parameter(func: Any) -> bool:
-    """Whether it changes a weight in place, or asks for something that only the weight has."""
+    """Whether it changes a weight in place, or needs something that only the weight has."""
     name = getattr(func, "__name__", "")
     return func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
 
@@ -76,7 +76,7 @@ def _is_about_parameter(func: Any) -> bool:
 def join_on_demand(
     part: Tensor, dim: int, length: int, group: Group, source: Tensor | None = None
 ) -> Tensor:
-    """The whole of which ``part`` is this process's slice; ``source`` is the parameter it is of."""
+    """The whole of which ``part`` is this rank's slice; ``source`` is its parameter."""
     dim %= part.dim()
     stand_in = _StandIn.apply(part, dim, length, group)  # type: ignore[no-untyped-call]
     whole: Any = stand_in.as_subclass(WholeOnDemand)
@@ -86,7 +86,7 @@ def join_on_demand(
 
 
 def hand_out(output: Any) -> Any:
-    """A model's output, whose split tensors are joined as soon as somebody computes with them."""
+    """A model's output, whose split tensors are joined once something computes with them."""
 
     def wrap(split: DTensor) -> Tensor:
         dim = getattr(split.placements[0], "dim", None)
@@ -100,7 +100,7 @@ def hand_out(output: Any) -> Any:
 
 
 class _StandIn(torch.autograd.Function):
-    """Keeps the graph whole for code that hands the tensor to autograd without an operation."""
+    """Keeps the graph complete for code that passes the tensor to autograd without an operation."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, length: int, group: Group) -> Tensor:

@@ -1,9 +1,9 @@
-"""The order in which a model becomes what is trained. Read from top to bottom, it is the manual.
+"""Turn a model into what is trained: all switches, in order.
 
 Switches are applied in the order of their rows (``config/switches.py``), each by ``apply`` of its
-own module. Weights come in between, in two steps: before layers are split they are placed on the
-device and made equal everywhere, since each process cuts its share from its own copy; where the
-model was built without memory, shares are made at last, when it is known which ones are needed.
+module. Weights come in between, in two steps: before layers are split, weights are placed on the
+device and made equal everywhere, since each rank cuts its slices from its own copy; if the model
+was built without memory, the slices are created at the end, when it is known which ones are needed.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
 @dataclass(kw_only=True)
 class Parallelized:
-    """A model with its switches on."""
+    """A model with its switches applied."""
 
     model: nn.Module
     plan: ModelPlan
     synchronizer: GradientSynchronizer
     switches: list[str] = field(default_factory=list)
-    """What was switched on, and why: shown at start-up."""
+    """What was turned on, and why: shown at start-up."""
     pipeline: Pipeline | None = None
-    """The stages of a model that is cut into some."""
+    """The stages of a pipelined model."""
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
-        """The strategy that makes the updates itself, if it is the one."""
+        """The strategy that performs the updates itself, if it does."""
         return self.synchronizer if isinstance(self.synchronizer, DeepSpeedStrategy) else None
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate what the engine has made of a loss."""
+        """Back-propagate the loss as prepared by the engine."""
         if self.deepspeed is not None:
             self.deepspeed.backward(loss)
         else:
@@ -95,7 +95,7 @@ def parallelize(
     given_plan: GivenPlan | None = None,
     for_training: bool = True,
 ) -> Parallelized:
-    """Apply every switch that the settings ask for, in place."""
+    """Apply every switch that the settings turn on, in place."""
     plan = find_plan(model, given_plan)
     assembly = Assembly(
         model=model,
@@ -118,9 +118,9 @@ def parallelize(
         lines += [line] if line else []
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)
-    lines += _apply_switches(assembly, "made")
+    lines += _apply_switches(assembly, "final")
     if assembly.pipeline is not None:
-        # Its gates stand outside of everything that has been applied.
+        # Its gates go outside everything applied so far.
         assembly.pipeline.attach(model)
     return Parallelized(
         model=model,
@@ -132,7 +132,7 @@ def parallelize(
 
 
 def _apply_switches(assembly: Assembly, moment: Moment) -> Iterator[str]:
-    """Apply the rows whose turn it is; yields a start-up line for each that did something."""
+    """Apply the switches due at this moment; yields a start-up line for each that did something."""
     for switch in SWITCHES:
         is_due = switch.module and switch.moment == moment
         if not is_due or (assembly.uses_deepspeed and switch.done_by_deepspeed):
@@ -145,7 +145,7 @@ def _apply_switches(assembly: Assembly, moment: Moment) -> Iterator[str]:
 
 
 def _place_weights(assembly: Assembly) -> None:
-    """Onto the device, in fp32 under mixed precision, and equal on every process."""
+    """Onto the device, in fp32 under mixed precision, and equal on every rank."""
     model, deferred = assembly.model, assembly.deferred
     stays_on_host = assembly.args.cpu_offload and not assembly.uses_deepspeed
     place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
@@ -156,7 +156,7 @@ def _place_weights(assembly: Assembly) -> None:
 
 
 def _make_weights(assembly: Assembly) -> None:
-    """Each process's share of a model that was built without weights."""
+    """Create this rank's slices of a model that was built without weights."""
     if assembly.deferred is None:
         return
     device = torch.device("cpu") if assembly.args.cpu_offload else assembly.device

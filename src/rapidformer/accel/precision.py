@@ -1,9 +1,8 @@
-"""Mixed precision: 16-bit arithmetic by autocast, weights and optimizer state in fp32.
+"""Mixed precision: 16-bit arithmetic through autocast, weights and optimizer state in fp32.
 
-The model gets a subclass of its own class whose ``__call__`` runs under autocast, so that a loop
-written by the user needs no context manager. fp16 also needs its loss scaled: ``LossScaler``
-follows Megatron's rule (with hysteresis), and the engine undoes the scale where it divides
-gradients anyway.
+The model's ``__call__`` runs under autocast, so a user's own loop needs no context manager. fp16
+also needs loss scaling: ``LossScaler`` follows Megatron's rule (with hysteresis), and the engine
+removes the scale when it divides the gradients anyway.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Precision:
 
 
 def choose_precision(asked: str | None, device: torch.device) -> Precision:
-    """bf16 where the device computes in it, fp16 otherwise, or what the user asked for.
+    """bf16 if the device supports it, else fp16, or what the user asked for.
 
-    A processor that would have to emulate 16-bit arithmetic stays in fp32.
+    A CPU that would have to emulate 16-bit arithmetic stays in fp32.
     """
     if asked is None:
         return Precision(dtype=None, reason="fp32")
@@ -74,7 +73,7 @@ def _choose_on_cpu(asked: str) -> Precision:
 
 
 def _explain_bf16(asked: str) -> str:
-    return "asked for" if asked == "bf16" else "this device has it"
+    return "asked for" if asked == "bf16" else "this device supports it"
 
 
 def apply_fp32_weights(model: nn.Module, precision: Precision) -> nn.Module:
@@ -89,7 +88,7 @@ def apply_fp32_weights(model: nn.Module, precision: Precision) -> nn.Module:
 def apply_mixed_precision(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> nn.Module:
-    """Run every call of the model under autocast, over fp32 weights."""
+    """Run every call of the model under autocast, on fp32 weights."""
     if precision.dtype is None:
         return model
     extend(model, "autocast", lambda cls: _build_autocast(cls, precision, device))
@@ -116,7 +115,7 @@ def to_fp32(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if dataclasses.is_dataclass(output) and isinstance(output, dict):
-        # Hugging Face's output objects: assignment keeps key and attribute in step.
+        # Hugging Face's output objects: assignment keeps key and attribute in sync.
         for key, value in list(output.items()):
             output[key] = to_fp32(value)
         return output
@@ -149,15 +148,16 @@ class LossScaler:
         self._patience = hysteresis
         self._clean_updates = 0
         self.weight_unit: float | None = None
-        """What losses' weights are counted in when several processes add them: near a typical one,
-        so that many labels do not use up fp16's range. A power of two changes no bits."""
+        """The unit for loss weights when several ranks add them: close to a typical weight, so that
+        many labels do not use up fp16's range. A power of two, so it changes no bits.
+        """
 
     def agree_on_unit(self, weight: float) -> None:
-        """Take the first process's weight of now; every process must call this."""
+        """Use the first rank's current weight; every rank must call this."""
         self.weight_unit = broadcast_object(2.0 ** round(math.log2(max(weight, 1.0))))
 
     def update(self, *, overflowed: bool) -> None:
-        """Halve after too many overflows, double after a long clean stretch."""
+        """Halve after too many overflows, double after enough steps without one."""
         if not self._is_dynamic:
             return
         if overflowed:
@@ -166,7 +166,7 @@ class LossScaler:
             if self.scale <= self._minimum:
                 raise TrainingError(
                     f"the gradient is not finite although the loss scale is {self.scale:g}: this "
-                    "is no overflow of fp16. Look at the data and the loss, or lower --lr."
+                    "is not an fp16 overflow. Check the data and the loss, or lower --lr."
                 )
             if self._patience <= 0:
                 self.scale = max(self.scale / 2, self._minimum)
@@ -187,7 +187,7 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if not self._is_dynamic:
-            return  # a scale that is fixed now holds, whatever the checkpoint had
+            return  # a fixed scale given now applies, whatever the checkpoint had
         self.scale = float(state["scale"])
         self._patience = int(state["patience"])
         self._clean_updates = int(state["clean_updates"])

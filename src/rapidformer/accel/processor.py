@@ -1,7 +1,7 @@
-"""Which 16-bit arithmetic this machine's processor has in hardware.
+"""Which 16-bit arithmetic this machine's CPU supports in hardware.
 
-torch computes in bf16 and fp16 on any processor. Without instructions for it, torch emulates
-it, which takes hundreds of times as long as fp32. So the processor's own flags decide.
+torch computes in bf16 and fp16 on any CPU. Without instructions for it, torch emulates it, hundreds
+of times slower than fp32, so the CPU's own flags decide.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-# Set to 1 to compute in 16 bits though the processor must emulate it: for tests of numerics.
+# Set to 1 to compute in 16 bits even if the CPU must emulate it: for tests of numerics.
 EMULATE_VARIABLE = "RAPIDFORMER_EMULATE_16_BIT"
 _CPU_INFO = Path("/proc/cpuinfo")
-# x86 names its flags so; an ARM processor says `bf16`. torch has no fp16 matrix product for ARM
-# that is faster than fp32, whatever the processor can do.
+# x86's names of the flags; ARM says `bf16`. torch has no fp16 matrix product for ARM that is faster
+# than fp32, whatever the CPU can do.
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _FP16 = frozenset({"avx512_fp16", "amx_fp16"})
 
 
 def has_bf16() -> bool:
-    """Whether this processor multiplies in bf16."""
+    """Whether this CPU multiplies in bf16."""
     return _is_emulation_wanted() or bool(_BF16 & _read_flags())
 
 
 def has_fp16() -> bool:
-    """Whether this processor multiplies in fp16."""
+    """Whether this CPU multiplies in fp16."""
     return _is_emulation_wanted() or bool(_FP16 & _read_flags())
 
 
@@ -47,7 +47,7 @@ def _read_flags() -> frozenset[str]:
 
 
 def parse_flags(text: str) -> frozenset[str]:
-    """The flags of the first processor in Linux's list: ``flags`` on x86, ``Features`` on ARM."""
+    """The flags of the first CPU in Linux's list: ``flags`` on x86, ``Features`` on ARM."""
     for line in text.splitlines():
         name, _, values = line.partition(":")
         if name.strip() in ("flags", "Features"):

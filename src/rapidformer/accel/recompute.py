@@ -1,7 +1,7 @@
 """Activation checkpointing for any model with a list of blocks.
 
-A block gets a subclass of its own class whose ``__call__`` recomputes: no wrapper module, so names,
-checkpoints and isinstance stay as they are, and a compiled block is recomputed as compiled.
+A block's ``__call__`` recomputes: there is no wrapper module, so names, checkpoints and isinstance
+are unaffected, and a compiled block is recomputed as compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
 _aten = torch.ops.aten
-# What selective recompute keeps: results that are dear to compute for the memory they take.
+# What selective recompute stores: results that are expensive to compute for their size.
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -36,7 +36,7 @@ _KEPT = {
 
 
 def apply(assembly: Assembly) -> str:
-    """Recompute the blocks that this process has."""
+    """Recompute the blocks of this rank."""
     granularity = assembly.args.recompute_granularity or "full"
     interval = assembly.args.recompute_interval
     apply_recompute(assembly.model, assembly.plan, granularity=granularity, interval=interval)
@@ -81,7 +81,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
     return {"__call__": call}
 
 
-# Made once: blocks with the same builder share a class, and so a compiled graph.
+# Built once: blocks with the same builder share a class, and so a compiled graph.
 _BUILDERS = {
     granularity: functools.partial(_build_recompute, granularity=granularity)
     for granularity in ("full", "selective")
@@ -89,7 +89,7 @@ _BUILDERS = {
 
 
 def _find_region(block: nn.Module) -> Any:
-    """Where the block's tokens are split over processes: what knows how many there are."""
+    """If the block's tokens are split over ranks: the object that knows how many there are."""
     splits = (module.__dict__.get("rapidformer_split") for module in block.modules())
     return next((split.region for split in splits if split is not None and split.region), None)
 

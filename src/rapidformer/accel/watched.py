@@ -1,8 +1,8 @@
-"""Who asks for the activations inside a model: hooks on its blocks, ``output_hidden_states``.
+"""Detect who reads the activations inside a model: hooks on blocks, ``output_hidden_states``.
 
-Where tokens are split, or blocks live on other processes, a hook would be handed a part of what it
-would see in one process, and a loss made from it would be another one. A hook that only looks (a
-logger, a timer) may say so: ``hook.only_looks = True``.
+If tokens are split, or blocks are on other ranks, a hook would get only a part of what it would see
+in one process, and a loss computed from it would differ. A hook that only looks (a logger, a timer)
+may say so: ``hook.only_looks = True``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rapidformer.compat.torch_modules import list_hooks
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What a Hugging Face model collects from every block."""
 _SHOWN = 3
-# Their hooks know what they do: sharding's, and those that collect what was asked for by name.
+# These hooks are safe: sharding's, and those that collect what was requested by name.
 _LIBRARIES = ("torch", "transformers", "rapidformer")
 
 
@@ -32,7 +32,7 @@ def list_inner_modules(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.
 
 
 def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of those that carry a hook of the user's."""
+    """The names of those that have a user's hook."""
     return [
         name
         for name, module in modules.items()
@@ -41,7 +41,7 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def find_asked(model: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """What a call asks of every block, by its argument or by the model's configuration."""
+    """What a call requests of every block, by argument or by the model's configuration."""
     config = getattr(model, "config", None)
     for name in ASKS_FOR_LAYERS:
         asked = kwargs.get(name)

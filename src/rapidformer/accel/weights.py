@@ -1,10 +1,9 @@
-"""Weights onto the device, equal on every process: moved and sent, or made where they belong.
+"""Put weights on the device, equal on every rank: moved and broadcast, or created in place.
 
-A model that was built without memory (``models/deferred.py``) has been split by now; each process
-makes its own share of each parameter, one parameter at a time, so that its memory stays near that
-share. What a reader would get wrong: a share is not always one stretch. Layers are split first and
-the result is cut over data-parallel processes, so a share is found by undoing that from the inside
-out, stretch by stretch.
+A model built without memory (``models/deferred.py``) has been split by now; each rank creates its
+own slice of each parameter, one parameter at a time, so its memory stays close to the size of the
+slices. A slice is not always contiguous: layers are split first and the result is sharded over
+data-parallel ranks, so it is found by undoing these steps from the inside out, stretch by stretch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Stretches = list[tuple[int, int]]
 
 
 def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
-    """Refuse a model that was changed after it had been built without memory."""
+    """Refuse a model that was changed after being built without memory."""
     unknown = [
         name
         for name, parameter in model.named_parameters()
@@ -34,14 +33,14 @@ def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
     ]
     if unknown:
         raise ModelError(
-            f"{unknown[0]} (and {len(unknown) - 1} more) of {type(model).__name__} cannot be given "
-            "values: the model was changed or put into another one after engine.build_model(). Do "
-            "all of it inside: engine.build_model(lambda: get_peft_model(load(...), config))."
+            f"{unknown[0]} (and {len(unknown) - 1} more) of {type(model).__name__} cannot be "
+            "initialised: the model was changed or wrapped after engine.build_model(). Do all of "
+            "it inside: engine.build_model(lambda: get_peft_model(load(...), config))."
         )
 
 
 def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
-    """Move a whole model; one that lives in the host's memory sends only its buffers."""
+    """Move a whole model; if it lives in host memory, move only its buffers."""
     if not offloads:
         model.to(device)
         return
@@ -51,7 +50,7 @@ def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> 
 
 
 def share_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
-    """Let every process have the first one's weights; deferred ones are equal by themselves."""
+    """Give every rank the first one's weights; deferred ones are equal by construction."""
     if deferred is None:
         broadcast_weights(model)
 
@@ -59,20 +58,20 @@ def share_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
 def make_weights(
     model: nn.Module, plan: ModelPlan, deferred: DeferredWeights, device: torch.device
 ) -> None:
-    """Make this process's share of every parameter of a split model, in place."""
+    """Create this rank's slice of every parameter of a split model, in place."""
     _allocate(model, plan, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             part = deferred.read(name, find_spans(parameter))
             if part.shape != local.shape:
-                raise AssertionError(f"{name}: a share of {part.shape} for {local.shape}")
+                raise AssertionError(f"{name}: read {part.shape} for a slice of {local.shape}")
             local.copy_(part)
     forget_deferred(model)
 
 
 def find_spans(parameter: Tensor) -> list[Stretches]:
-    """Which part of the whole parameter this process holds."""
+    """Which part of the whole parameter this rank holds."""
     spans: list[Stretches] = [[(0, length)] for length in parameter.shape]
     if not isinstance(parameter, DTensor):
         return spans
@@ -82,14 +81,14 @@ def find_spans(parameter: Tensor) -> list[Stretches]:
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            # Matrices side by side are cut each by itself.
+            # Fused matrices are each cut separately.
             parts = placements[axis].split_factor if axis == strided else 1
             spans[dim] = _cut(spans[dim], parts, mesh.get_local_rank(axis), mesh.size(axis))
     return spans
 
 
 def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:
-    """A process's share of what the stretches hold, as ``torch.chunk`` would cut it."""
+    """A rank's part of the stretches, cut the way ``torch.chunk`` would."""
     total = sum(end - start for start, end in stretches)
     width = total // parts
     share = -(-width // size)
@@ -102,7 +101,7 @@ def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:
 
 
 def _select(stretches: Stretches, first: int, last: int) -> Stretches:
-    """What lies between two positions of the stretches, counted as if they were one."""
+    """What lies between two positions of the stretches, counted as if they were contiguous."""
     chosen, position = [], 0
     for start, end in stretches:
         length = end - start
@@ -121,10 +120,10 @@ def _allocate(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
             return tensor
         return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 
-    # The way of `to_empty`, which fully_shard follows; buffers keep their values.
+    # Like `to_empty`, which fully_shard supports; buffers keep their values.
     replace_tensors(model, allocate)
     for first, *others in plan.tied:
-        # Each owner has got a parameter of its own: one for all again.
+        # Each owner now has its own parameter: tie them again.
         module, _, name = first.rpartition(".")
         parameter = get_parameter_table(model.get_submodule(module))[name]
         for other in others:

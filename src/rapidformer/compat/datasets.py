@@ -8,5 +8,5 @@ PRIVATE_NAMES = {"datasets.Dataset._fingerprint": "using cached features of the 
 
 
 def get_fingerprint(rows: Any) -> str:
-    """A name for the content of a table: equal for equal rows, made in the same way."""
+    """A fingerprint of a table's content: equal for equal rows produced in the same way."""
     return str(rows._fingerprint)

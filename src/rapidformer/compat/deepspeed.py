@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: the pieces of state they keep, and what AutoTP has split."""
+"""DeepSpeed's optimizers: the shards of state they keep, and the weights AutoTP has split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRIVATE_NAMES = {
 
 
 def forget_groups() -> None:
-    """DeepSpeed keeps groups in its modules, and would use those of an engine before this one."""
+    """DeepSpeed keeps groups in module globals, and would reuse those of an earlier engine."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -38,7 +38,7 @@ def link_optimizer_state(optimizer: Any) -> None:
 
 
 def get_piece(optimizer: Any, parameter: Any, key: str | None) -> tuple[torch.Tensor, int]:
-    """This process's fp32 piece of a weight (or of its state) under ZeRO-3, and its place."""
+    """This rank's fp32 shard of a weight (or of its state) under ZeRO-3, and its position."""
     piece, _ = optimizer._get_fp32_opt_state_partition(
         parameter, release_swap_buffers=False, optim_state_key=key
     )
@@ -46,7 +46,7 @@ def get_piece(optimizer: Any, parameter: Any, key: str | None) -> tuple[torch.Te
 
 
 def step_group(optimizer: Any, index: int) -> None:
-    """Update one group of parameters, without anything around it."""
+    """Update one group of parameters and do nothing else."""
     optimizer._optimizer_step(index)
 
 
@@ -58,7 +58,7 @@ def compute_norm(optimizer: Any) -> Any:
 
 
 def cut_for_tensor_parallelism(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """This process's part of a weight that AutoTP has split."""
+    """This rank's slice of a weight that AutoTP has split."""
     box = whole.detach().clone()
     parameter._tp_partition([box])
     return box

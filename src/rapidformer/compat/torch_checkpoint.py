@@ -1,4 +1,4 @@
-"""What torch's checkpoints pickle into their index: the only names ours will unpickle."""
+"""What torch's checkpoints pickle into their index: the only names we unpickle."""
 
 from __future__ import annotations
 

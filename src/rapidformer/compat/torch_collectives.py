@@ -1,4 +1,4 @@
-"""Collectives as functions of tensors, which ``torch.compile`` can follow."""
+"""Collectives as functions of tensors, which ``torch.compile`` can trace."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ PRIVATE_NAMES = {
     )
 }
 
-# The operators are the same in all versions; their Python names change from one to the next.
+# The operators are the same in all versions; their Python names are not.
 operations: Any = torch.ops._c10d_functional

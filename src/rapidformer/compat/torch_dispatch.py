@@ -1,4 +1,4 @@
-"""Operators: watching them as they run, what their schemas say, and those without a public name."""
+"""Operators: observing them as they run, their schemas, and those without a public name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PRIVATE_NAMES = {
     "torch.utils._pytree.tree_leaves": "tensors in nested arguments of an operator",
     "torch.utils._pytree.tree_map_only": "replacing tensors in nested arguments",
     "torch._ops.OpOverload._schema": "which arguments an operator writes into",
-    "torch._C.DisableTorchFunction": "seeing recorded tensors as they are",
-    "torch._C._current_graph_task_id": "telling a recomputed block from a first pass",
+    "torch._C.DisableTorchFunction": "seeing recorded tensors unchanged",
+    "torch._C._current_graph_task_id": "distinguishing a recomputed block from a first pass",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
     "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
     "torch.ops.aten._grouped_mm": "what selective recompute keeps",
@@ -35,7 +35,7 @@ EXPENSIVE_OPERATORS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Products over experts and attention in one kernel, as autograd sees them."""
+"""Matrix products over experts, and attention in one kernel, as autograd sees them."""
 FUSED_ATTENTIONS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 """Functions in which torch's own layers compute attention and more in one call."""
 
@@ -46,7 +46,7 @@ def get_schema(operator: Any) -> Any:
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside, tensors do not pass through ``__torch_function__``."""
+    """Inside, tensors bypass ``__torch_function__``."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return context
 

@@ -1,4 +1,4 @@
-"""torch's elastic agent, with public names for the moments at which ours does more."""
+"""torch's elastic agent, with public hooks at the points where ours does more."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ __all__ = ["RunResult", "WorkerAgent", "WorkerGroup", "WorkerSpec"]
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 
 PRIVATE_NAMES = {
-    f"{_AGENT}._rendezvous": "counting restarts alike on all nodes",
+    f"{_AGENT}._rendezvous": "counting restarts the same way on all nodes",
     f"{_AGENT}._start_workers": "watching the workers of a round",
     f"{_AGENT}._set_local_rank_env": "several agents on one node",
     f"{_AGENT}._monitor_workers": "reading why a worker has failed",
     f"{_AGENT}._exit_barrier": "leaving when all nodes are done",
-    f"{_AGENT}._shutdown": "ending every process that a worker has started",
+    f"{_AGENT}._shutdown": "stopping every process that a worker has started",
     f"{_AGENT}._pcontext": "the process ids of the workers",
-    f"{_AGENT}._remaining_restarts": "not trying again what cannot work",
+    f"{_AGENT}._remaining_restarts": "not restarting what cannot work",
 }
 
 
 class WorkerAgent(LocalElasticAgent):
-    """Starts, watches, restarts and ends the processes of a node; the hooks do nothing here."""
+    """Starts, watches, restarts and stops the processes of a node; the hooks do nothing here."""
 
     def after_rendezvous(self, worker_group: WorkerGroup) -> None:
-        """All nodes have met, and no worker runs yet."""
+        """All nodes have joined, and no worker runs yet."""
 
     def before_start(self) -> None:
         """The workers of a round are about to start."""
 
     def after_start(self, process_ids: dict[int, int]) -> None:
-        """They run; their process ids by global rank."""
+        """The workers run; their process ids by global rank."""
 
     def change_local_rank(self, local_rank: int) -> int:
-        """The LOCAL_RANK that a worker is given."""
+        """The LOCAL_RANK given to a worker."""
         return local_rank
 
     def after_look(self, result: RunResult) -> None:
-        """The workers have been looked at, as they are once in a while."""
+        """The workers have just been polled."""
 
     def finish(self) -> None:
-        """All workers of this node have succeeded; returns when those of the others have."""
+        """All workers of this node have succeeded; returns when those of all other nodes have."""
         super()._exit_barrier()
 
     def stop_workers(self, death_sig: signal.Signals, timeout: int) -> None:
-        """End the workers that still run."""
+        """Stop the workers that still run."""
         super()._shutdown(death_sig, timeout)
 
     def set_remaining_restarts(self, count: int) -> None:
         self._remaining_restarts = count
 
     def get_process_ids(self) -> list[int]:
-        """Those of this node's workers; none before they have started."""
+        """The process ids of this node's workers; none before they have started."""
         return list(self._pcontext.pids().values()) if self._pcontext else []
 
     # ---- torch's names -------------------------------------------------------------------------

@@ -23,34 +23,34 @@ PRIVATE_NAMES = {
 
 
 def make_root(module: FSDPModule) -> None:
-    """Let the module know that it is the outermost one, before a part of it is called alone."""
+    """Tell the module that it is the outermost one, before a part of it is called on its own."""
     module._get_fsdp_state()._lazy_init()
 
 
 def list_parameter_groups(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that the module gathers together; none where it has no own ones."""
+    """The groups of parameters that the module gathers together; none if it has none of its own."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has one at most
+    if groups is None:  # torch 2.11 has at most one
         group = state._fsdp_param_group
         groups = [] if group is None else [group]
     return list(groups)
 
 
 def list_owners(parameter: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that hold a parameter of such a group, each with its name for it."""
+    """The modules that own the parameters of such a group, each with its name for it."""
     info = parameter._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
 
 
 def is_in_forward(root: FSDPModule) -> bool:
-    """Whether a forward pass of the module, or of a sharded part of it, is under way."""
+    """Whether a forward pass of the module, or of a sharded part of it, is running."""
     return root._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def wait_for_reductions(root: FSDPModule) -> None:
-    """Let the current stream wait until gradients that are being reduced have been added."""
+    """Make the current stream wait until pending gradient reductions are added."""
     context = root._get_fsdp_state()._comm_ctx
     for stream in (context.reduce_scatter_stream, context.all_reduce_stream):
         torch.cuda.current_stream().wait_stream(stream)

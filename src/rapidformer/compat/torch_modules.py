@@ -1,4 +1,4 @@
-"""Modules: what ``nn.Module`` keeps about calls, buffers and moves."""
+"""Modules: what ``nn.Module`` stores about calls, buffers and moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 PRIVATE_NAMES = {
-    "torch.nn.Module._parameters": "putting split parameters in the place of whole ones",
+    "torch.nn.Module._parameters": "replacing whole parameters by split ones",
     "torch.nn.Module._call_impl": "running a module under torch.compile",
     "torch.nn.Module._compiled_call_impl": "letting a call run compiled",
     "torch.nn.Module._forward_hooks": "finding hooks that would see a part of an activation",
@@ -21,35 +21,35 @@ PRIVATE_NAMES = {
 
 
 def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters as it stores them: what is put there replaces a parameter.
+    """The module's own parameters as stored: assigning here replaces a parameter.
 
-    Not ``getattr``: a layer that was split reads its weights through properties.
+    Not ``getattr``: a split layer reads its weights through properties.
     """
     return module._parameters
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the module with its hooks, though it was compiled."""
+    """Call the module with its hooks, bypassing its compiled version."""
     return module._call_impl(*args, **kwargs)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` run this instead; hooks are up to it."""
+    """Make ``module(...)`` run this instead, which must also run the hooks."""
     module._compiled_call_impl = call  # type: ignore[assignment]
 
 
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Put ``function(tensor)`` in the place of every parameter and buffer, as ``to`` does."""
+    """Replace every parameter and buffer by ``function(tensor)``, like ``to`` does."""
     module._apply(function)
 
 
 def leave_out_of_state(module: nn.Module, buffer: str) -> None:
-    """Let ``state_dict`` leave the buffer out from now on."""
+    """Exclude the buffer from ``state_dict`` from now on."""
     module._non_persistent_buffers_set.add(buffer)
 
 
 def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Everything that was registered to run around the module's passes."""
+    """All hooks registered around the module's forward and backward passes."""
     tables = (
         module._forward_hooks,
         module._forward_pre_hooks,

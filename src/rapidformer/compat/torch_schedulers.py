@@ -20,21 +20,21 @@ PRIVATE_NAMES = {
 def set_position(
     scheduler: LRScheduler, saved: dict[str, Any], rates: Sequence[float | Tensor]
 ) -> None:
-    """Put a schedule at a saved position, where it gives these rates."""
+    """Set a schedule to a saved position, at which it gives these rates."""
     scheduler.last_epoch = saved["last_epoch"]
     scheduler._step_count = saved["_step_count"]
     scheduler._last_lr = list(rates)
 
 
 def get_saved_rates(saved: dict[str, Any]) -> list[float | Tensor] | None:
-    """The rates in a scheduler's saved state; None where its kind does not keep them."""
+    """The rates in a scheduler's saved state; None if that kind does not store them."""
     return saved.get("_last_lr")
 
 
 def mark_as_counted(step: Callable[..., Any]) -> None:
-    """Say that schedulers need not wrap this ``step`` to count calls: they look for the mark."""
+    """Mark this ``step`` so that schedulers do not wrap it to count calls."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # And torch's own mark: the step inside runs the optimizer's hooks already.
+    # And torch's own mark: the inner step already runs the optimizer's hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
 

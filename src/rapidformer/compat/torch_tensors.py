@@ -1,4 +1,4 @@
-"""Tensors: arithmetic over many at once, the memory behind them, checks on the device."""
+"""Tensors: arithmetic on many at once, the memory behind them, checks on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRIVATE_NAMES = {
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
-    "torch.UntypedStorage._cdata": "telling pieces of memory apart while a build is recorded",
+    "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
 
 
@@ -31,24 +31,24 @@ def compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_later(condition: Tensor, message: str) -> None:
-    """Fail when the device gets to it and the condition does not hold; waits for nothing."""
+    """Fail on the device if the condition does not hold; the host does not wait."""
     torch._assert_async(condition, message)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether the tensor shares memory with the one that it was made from."""
+    """Whether the tensor is a view of another one."""
     return bool(tensor._is_view())  # type: ignore[no-untyped-call]
 
 
 def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
-    """A tensor of a subclass that has a shape, a type and a device, but no memory."""
+    """A tensor of a subclass with a shape, dtype and device, but no memory."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls, shape, dtype=like.dtype, device=like.device
     )
 
 
 def get_storage_key(tensor: Tensor) -> int:
-    """A number for the memory behind a tensor: views of one tensor have the same."""
+    """An id of the memory behind a tensor: all views of a tensor have the same."""
     return int(tensor.untyped_storage()._cdata)
 
 

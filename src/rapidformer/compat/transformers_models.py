@@ -1,4 +1,4 @@
-"""transformers' models: which attention they use, and how they may be split."""
+"""transformers' models: which attention they use, and how they can be split."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def chooses_attention(config: Any) -> bool:
 
 
 def get_attention(config: Any) -> str:
-    """The name of the attention that a configuration chooses."""
+    """The name of the attention that a configuration selects."""
     return str(config._attn_implementation)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Choose an attention that is registered under a name of ours, unchecked."""
+    """Select an attention registered under a name of ours, unchecked."""
     config._attn_implementation_internal = name
 
 
 def has_fixed_attention(model: Any) -> bool:
-    """Whether a model computes attention in code of its own, past transformers' interface."""
+    """Whether a model computes attention in its own code, bypassing transformers' interface."""
     can_set = getattr(model, "_can_set_attn_implementation", None)
     return callable(can_set) and not can_set()
 
 
 def get_tensor_plan(model: Any) -> dict[str, str]:
-    """How transformers would split a model's layers, by pattern of names; empty if it has none."""
+    """How transformers would split a model's layers, by name pattern; empty if it has no plan."""
     return getattr(model, "_tp_plan", None) or {}
 
 

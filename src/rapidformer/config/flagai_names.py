@@ -8,10 +8,10 @@ from rapidformer.config.foreign_names import ForeignName, honoured, ignored, map
 
 _RESUME = "load_dir loads weights; use rapidformer's --load to resume a run"
 
-# name -> (FlagAI's default, what becomes of it)
+# name -> (FlagAI's default, what it does here)
 FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     "env_type": ("pytorch", honoured("pytorch, pytorchDDP, deepspeed or deepspeed+mpu")),
-    "timers": (None, ignored("the log has times of its own")),
+    "timers": (None, ignored("the log has its own times")),
     "pytorch_device": ("cpu", honoured("only with env_type='pytorch'", "device")),
     "experiment_name": ("glm_large", honoured("the folder inside tensorboard_dir")),
     "batch_size": (1, mapped("micro_batch_size")),
@@ -25,9 +25,9 @@ FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     "log_interval": (100, mapped("log_interval")),
     "seed": (1234, mapped("seed")),
     "fp16": (False, mapped("fp16", "fp32 weights with fp16 arithmetic and dynamic loss scaling")),
-    "clip_grad": (1.0, mapped("clip_grad", "once per update, not per micro-batch")),
+    "clip_grad": (1.0, mapped("clip_grad", "once per optimizer step, not per micro-batch")),
     "checkpoint_activations": (False, mapped("checkpoint_activations", "any model with blocks")),
-    "tokenizer": (None, honoured("saved with the model and handed to metrics")),
+    "tokenizer": (None, honoured("saved with the model and passed to metrics")),
     "save_dir": ("checkpoints", mapped("save", "an earlier run moves to its `previous/`")),
     "save_best": (None, honoured("a function (best score, metrics) -> score; default: the loss")),
     "save_optim": (False, mapped("save_optim")),
@@ -47,10 +47,10 @@ FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     "num_nodes": (1, mapped("nnodes")),
     "num_gpus": (1, mapped("nproc_per_node")),
     "hostfile": (None, honoured("a file that does not exist means one node", "hostfile")),
-    "deepspeed_config": (None, honoured("wins over the arguments, with a note", "deepspeed")),
+    "deepspeed_config": (None, honoured("overrides the arguments, with a note", "deepspeed")),
     "model_parallel_size": (1, mapped("tensor_model_parallel_size", "for Hugging Face models too")),
     "model_paralle_size": (1, mapped("tensor_model_parallel_size", "FlagAI's own misspelling")),
-    "training_script": ("train.py", honoured("the script that is started in every process")),
+    "training_script": ("train.py", honoured("the script to start on every rank")),
     "optimizer_type": ("adam", mapped("optimizer", "adam, adamw or adafactor")),
-    "extra_args": (None, ignored("a script's own flags are handed on as they are")),
+    "extra_args": (None, ignored("a script's own flags are passed on unchanged")),
 }  # fmt: skip

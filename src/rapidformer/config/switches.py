@@ -19,9 +19,9 @@ from typing import Any, Literal
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 
-Moment = Literal["whole", "placed", "made"]
+Moment = Literal["whole", "placed", "final"]
 """When a switch is applied. whole: to the model as built, before its weights are moved; placed:
-weights are on the device and equal on every rank; made: every parameter is final."""
+weights are on the device and equal on every rank; final: no parameter is replaced any more."""
 
 Verification = Literal["off", "left out", "refused"]
 """What ``rapidformer verify`` does with a switch. off: on in the verified run, off in the reference
@@ -334,7 +334,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="data parallelism",
         options=("data_parallel",),
         module="gradient_sums",
-        moment="made",
+        moment="final",
         done_by_deepspeed=True,
     ),
     # Around everything: the whole model runs under autocast.
@@ -343,7 +343,7 @@ SWITCHES: tuple[Switch, ...] = (
         turned_on_by=("mixed_precision", "fp16", "bf16"),
         kinds={"fp16": "fp16", "bf16": "bf16"},
         module="autocast",
-        moment="made",
+        moment="final",
         implies=(
             Implication(setting="fp16", sets="mixed_precision", to="fp16"),
             Implication(setting="bf16", sets="mixed_precision", to="bf16"),

@@ -172,7 +172,7 @@ def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[D
 
 
 def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], float]:
-    """The difference that round-off explains, per tensor; single numbers may be spared by chance."""
+    """The difference that round-off explains, per tensor; a single number may escape by chance."""
     largest = max((d.value for d in floors if not d.name), default=0.0)
     return {
         (d.update, d.name): min(_MORE_ROUND_OFF * (d.value if d.name else largest), _MOST_ROUND_OFF)

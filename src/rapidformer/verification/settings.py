@@ -79,7 +79,7 @@ def has_own_count(args: Settings) -> bool:
 
 
 def list_switches(args: Settings, processes: int) -> list[str]:
-    """The settings that distinguish the switched run from its reference; empty: nothing to verify."""
+    """The settings that only the switched run has; empty: there is nothing to verify."""
     found = [
         _describe(args, name)
         for switch in SWITCHES

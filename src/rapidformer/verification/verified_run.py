@@ -99,7 +99,7 @@ def apply_round_off(model: nn.Module) -> None:
 
 
 def apply_no_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to zero: in layers, and in attributes that code passes to functions."""
+    """Set every dropout rate to zero: in layers, and in attributes passed to functions."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):

@@ -11,4 +11,4 @@ def apply(assembly: Assembly) -> str:
     mesh = assembly.topology.get_submesh("context")
     assert mesh is not None
     apply_context_parallel(assembly.model, assembly.plan, mesh)
-    return f"{mesh.size()} processes"
+    return f"{mesh.size()} ranks"

@@ -1,1 +1,1 @@
-"""DeepSpeed as the training strategy, for users who bring a ``deepspeed.json``."""
+"""DeepSpeed as the training strategy, for users with a ``deepspeed.json``."""

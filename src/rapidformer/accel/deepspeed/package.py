@@ -1,7 +1,7 @@
-"""The package itself: imported, made quiet, and what it leaves behind in a process.
+"""Import DeepSpeed quietly, and clean up what it leaves behind in a process.
 
-What a reader would get wrong: DeepSpeed compiles C++ when it is first used, in silence and behind a
-lock file; what can be had without compiling is, and the rest is announced.
+DeepSpeed compiles C++ on first use, silently and behind a lock file; we avoid compiling what is not
+needed, and announce the rest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rapidformer.log import get_logger
 
 
 def import_deepspeed(device: torch.device, level: str) -> Any:
-    """The package, made quiet, and kept from compiling what training does not need."""
+    """The package, quiet, and kept from compiling what training does not need."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Its banner goes to standard output as soon as it is imported.
+    # Its banner goes to standard output on import.
     logger = logging.getLogger("DeepSpeed")
     try:
         import deepspeed
@@ -38,35 +38,33 @@ def import_deepspeed(device: torch.device, level: str) -> Any:
     for handler in get_logger().handlers:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if level == "debug" else logging.ERROR)
-    # Its collectives go by names that torch has begun to call old, at every single call.
+    # Its collectives use names that torch has deprecated, and would warn at every call.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     if device.type == "cpu":
-        # Communication through shared memory, for inference: a minute of compiling, for nothing.
+        # Shared-memory communication for inference: a minute of compiling that training never uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def announce_build() -> None:
-    """DeepSpeed's own optimizers are compiled at first use: in silence, and behind a lock."""
+    """DeepSpeed's own optimizers are compiled at first use: silently, and behind a lock."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return
     from torch.utils.cpp_extension import get_default_build_root
 
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    get_logger().info(
-        "DeepSpeed may compile its optimizer now, in %s: a matter of minutes.", folder
-    )
+    get_logger().info("DeepSpeed may compile its optimizer now, in %s; this takes minutes.", folder)
     for lock in folder.rglob("lock"):
         get_logger().warning(
-            "%s: another run is compiling, or was killed meanwhile. If none is, delete that file: "
-            "this run would wait for ever.",
+            "%s: another run is compiling, or was killed while it was. If none is, delete that "
+            "file, or this run will wait forever.",
             lock,
         )
 
 
 @contextmanager
 def in_process_group(device: torch.device) -> Iterator[None]:
-    """DeepSpeed needs a process group and LOCAL_RANK even where there is one process."""
+    """DeepSpeed needs a process group and LOCAL_RANK even for a single process."""
     if not dist.is_initialized():
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -80,5 +78,5 @@ def in_process_group(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if not is_launched:
-            # RANK without LOCAL_RANK is some platforms' word for a node: let it stay so.
+            # Some platforms set RANK without LOCAL_RANK to number nodes: restore it.
             del os.environ["LOCAL_RANK"]

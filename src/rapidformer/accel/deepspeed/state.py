@@ -1,10 +1,9 @@
-"""Weights and optimizer state that DeepSpeed has cut into flat pieces, by name and whole.
+"""Weights and optimizer state that DeepSpeed has cut into flat shards, whole and by name.
 
-A checkpoint holds them exactly as a run without DeepSpeed would write them, so it goes on under any
-stage, any number of processes, and without DeepSpeed. One tensor at a time is whole; each process
-keeps its turn of them on the host, and all write. What a reader would get wrong: DeepSpeed holds
-every weight twice (fp32 in pieces for the update, and what the model computes with), and a restored
-one must be put into both.
+A checkpoint stores them exactly as a run without DeepSpeed would, so it resumes under any stage, on
+any number of ranks, and without DeepSpeed. One tensor at a time is joined; ranks take turns in
+keeping them in host memory, and all write. DeepSpeed holds every weight twice (fp32 shards for the
+update, and the weight the model computes with), so a restored one must be put into both.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ class Started(Protocol):
 
 
 class GatheredState:
-    """The tensors of a run under DeepSpeed, whole, by the names of a run without it."""
+    """The tensors of a run under DeepSpeed, whole, under the names of a run without it."""
 
     def __init__(self, strategy: Started) -> None:
         self._strategy = strategy
 
-    # ---- to disk -------------------------------------------------------------------------------
+    # ---- to disk ---------------------------------------------------------------------------------
 
     def collect(
         self, *, with_optimizer: bool
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
-        """This process's turn of the tensors, on the host; every process must call this."""
+        """This rank's part of the joined tensors, in host memory; every rank must call this."""
         tensors: dict[str, torch.Tensor] = {}
         rank, world_size = dist.get_rank(), dist.get_world_size()
         keys = self._get_keys() if with_optimizer else []
@@ -71,7 +70,7 @@ class GatheredState:
         return tensors, plain if with_optimizer else None
 
     def gather_weights(self) -> dict[str, torch.Tensor]:
-        """The model's weights on the first process; every process must call this."""
+        """The model's weights on the first rank; every rank must call this."""
         weights: dict[str, torch.Tensor] = {}
         for names, parameter in self._iterate_parameters():
             weight = self._gather_model_weight(parameter)
@@ -79,7 +78,7 @@ class GatheredState:
                 weights |= dict.fromkeys(names, weight.cpu().clone())
         return weights | {name: b.cpu() for name, b in self._get_buffers().items()}
 
-    # ---- from disk -----------------------------------------------------------------------------
+    # ---- from disk -------------------------------------------------------------------------------
 
     def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
         """Names and whole shapes of everything to restore, without memory."""
@@ -100,7 +99,7 @@ class GatheredState:
         return wanted
 
     def iterate_parts(self, wanted: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Tensors to be filled and then given to ``put``, a few at a time."""
+        """Tensors to fill and then pass to ``put``, a few at a time."""
         part: dict[str, torch.Tensor] = {}
         for name, tensor in wanted.items():
             part[name] = torch.empty(tensor.shape, dtype=_as_stored(tensor))
@@ -110,7 +109,7 @@ class GatheredState:
         yield part
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put whole tensors in the places of their pieces; every process must call this."""
+        """Split whole tensors into their shards; every rank must call this."""
         for names, parameter in self._iterate_parameters():
             if (weight := tensors.get(f"model.{names[0]}")) is not None:
                 self._put_weight(parameter, weight)
@@ -122,7 +121,7 @@ class GatheredState:
             if f"model.{name}" in tensors:
                 buffer.copy_(tensors[f"model.{name}"])
 
-    # ---- which there are -----------------------------------------------------------------------
+    # ---- names and parameters --------------------------------------------------------------------
 
     def _iterate_parameters(self) -> Iterator[tuple[list[str], nn.Parameter]]:
         """Every parameter once, with all of its names."""
@@ -141,14 +140,16 @@ class GatheredState:
         }
 
     def _get_pieces(self) -> list[torch.Tensor]:
-        """What the optimizer's state is kept for."""
+        """The parameters that have optimizer state."""
         is_third = self._strategy.stage == 3
         name = "fp32_partitioned_groups_flat" if is_third else "single_partition_of_fp32_groups"
         pieces: list[torch.Tensor] = list(getattr(self._strategy.engine.optimizer, name))
         return pieces
 
     def _get_keys(self) -> list[str]:
-        """The names of the optimizer's tensors, the same for every parameter; none before use."""
+        """The names of the optimizer's tensors, the same for every parameter; none before first
+        use.
+        """
         state = self._strategy.engine.basic_optimizer.state
         first: dict[str, Any] = next(
             (state[piece] for piece in self._get_pieces() if state.get(piece)), {}
@@ -159,10 +160,10 @@ class GatheredState:
         state = self._strategy.engine.basic_optimizer.state
         return any(state[p][key].dim() == 0 for p in self._get_pieces() if key in state.get(p, {}))
 
-    # ---- whole from pieces ---------------------------------------------------------------------
+    # ---- joining shards --------------------------------------------------------------------------
 
     def _gather_weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The fp32 weight that updates are made on."""
+        """The fp32 weight that updates apply to."""
         if not parameter.requires_grad:
             return self._gather_model_weight(parameter)
         from deepspeed.utils import safe_get_full_fp32_param
@@ -177,7 +178,7 @@ class GatheredState:
             return _join_tensor_split(parameter, parameter.detach().clone())
 
     def _gather(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """A tensor of the optimizer's state; a number (how many updates) is the same for all."""
+        """A tensor of the optimizer's state; a number (the update count) is the same for all."""
         state = self._strategy.engine.basic_optimizer.state
         if self._is_number(key):
             number: torch.Tensor = state[self._get_pieces()[0]][key]
@@ -188,11 +189,11 @@ class GatheredState:
         return _join_tensor_split(parameter, safe_get_full_optimizer_state(parameter, key))
 
     def _link_state(self) -> None:
-        """Let DeepSpeed look at its state anew: it does so after the first group's first step."""
+        """Make DeepSpeed find its state again: it looks after the first group's first step."""
         if self._strategy.stage < 3:
             link_optimizer_state(self._strategy.engine.optimizer)
 
-    # ---- pieces from whole ---------------------------------------------------------------------
+    # ---- splitting into shards -------------------------------------------------------------------
 
     def _put_weight(self, parameter: nn.Parameter, weight: torch.Tensor) -> None:
         own = _cut_tensor_split(parameter, weight.to(self._strategy.device))
@@ -220,14 +221,14 @@ class GatheredState:
                 self._link_state()
             parameter.set_full_hp_param(whole, key)
             return
-        # Not `safe_set_full_fp32_param`: it stumbles over a piece that is partly padding.
+        # Not `safe_set_full_fp32_param`: it fails on a shard that is partly padding.
         piece, place = get_piece(self._strategy.engine.optimizer, parameter, key)
         start = piece.numel() * place
         mine = whole.flatten()[start : start + piece.numel()]
         piece.data[: mine.numel()].copy_(mine)
 
     def _fill_state(self) -> None:
-        """Let the optimizer make its tensors, by a step of rate 0 on gradients of 0."""
+        """Make the optimizer create its tensors, by a step at rate 0 on zero gradients."""
         strategy = self._strategy
         optimizer = strategy.engine.basic_optimizer
         if optimizer.state:
@@ -248,7 +249,7 @@ class GatheredState:
             group["lr"] = rate
 
     def get_whole_shapes(self) -> dict[str, torch.Size]:
-        """The shape that each weight would have alone, by its first name."""
+        """The unsplit shape of each weight, by its first name."""
         return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
 
     def _get_whole_shape(self, parameter: Any) -> torch.Size:
@@ -259,12 +260,12 @@ class GatheredState:
 
 
 def is_split_by_tensor(parameter: Any) -> bool:
-    """Whether AutoTP has given each process a part of it."""
+    """Whether AutoTP has split it over ranks."""
     return bool(getattr(parameter, "ds_is_replaced_module", False))
 
 
 def _join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
-    """The whole of what AutoTP has split, from this process's part."""
+    """The whole of what AutoTP has split, from this rank's slice."""
     if not is_split_by_tensor(parameter):
         return own
     box = own.detach().clone()
@@ -273,7 +274,7 @@ def _join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """This process's part of it."""
+    """This rank's slice of it."""
     if not is_split_by_tensor(parameter):
         return whole
     return cut_for_tensor_parallelism(parameter, whole)

@@ -1,9 +1,9 @@
-"""DeepSpeed as the second strategy: it keeps gradients and makes updates, the engine keeps time.
+"""DeepSpeed as the second strategy: it holds gradients and performs updates, the engine schedules.
 
-The model, optimizer and scheduler stay the user's own objects. What a reader would get wrong: how
-many labels a global batch has is known only after its last micro-batch, so micro-batches
-back-propagate sums, and the one division happens in the update, through the loss scale that
-DeepSpeed takes out again before it clips. Clipping is always told, never left to its default.
+The model, optimizer and scheduler stay the user's own objects. The number of labels in a global
+batch is known only after its last micro-batch, so micro-batches back-propagate sums; the one
+division happens in the update, through the loss scale that DeepSpeed removes before it clips.
+Clipping is always set explicitly, never left to DeepSpeed's default.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
-# Optimizers that treat every number by itself, so that ZeRO may cut weights anywhere.
+# Elementwise optimizers, for which ZeRO may cut weights anywhere.
 _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
@@ -49,7 +49,7 @@ _LARGEST_BUCKET = 1024 * 488_281
 
 
 class DeepSpeedStrategy:
-    """Between the engine's verbs and a ``DeepSpeedEngine``, which exists from ``start`` on."""
+    """Connects the engine's methods to a ``DeepSpeedEngine``, which exists from ``start`` on."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class DeepSpeedStrategy:
         self.has_own_optimizer = not uses_our_optimizer(content)
         self.settings = build_deepspeed_config(args, kind)
         self.stage = int(self.settings["zero_optimization"]["stage"])
-        # DeepSpeed sets aside half a billion numbers each, however small the model.
+        # By default, DeepSpeed allocates buckets of half a billion numbers, however small the
+        # model.
         numbers = sum(p.numel() for p in model.parameters())
         size = min(_LARGEST_BUCKET, 1024 * (numbers // 1024 + 1))
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
@@ -91,7 +92,7 @@ class DeepSpeedStrategy:
         self.bypass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context manager inside which the optimizer steps at once."""
 
-    # ---- beginning -----------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def start(
         self,
@@ -99,7 +100,9 @@ class DeepSpeedStrategy:
         groups: list[dict[str, Any]],
         bypass: Callable[[], AbstractContextManager[None]],
     ) -> Optimizer:
-        """Hand the model over; returns the optimizer, DeepSpeed's own where the file names one."""
+        """Hand the model to DeepSpeed; returns the optimizer, which is DeepSpeed's if the file
+        names one.
+        """
         self.bypass = bypass
         if self.has_own_optimizer:
             announce_build()
@@ -113,9 +116,7 @@ class DeepSpeedStrategy:
                     model_parameters=None if optimizer is not None else groups,
                     config=self.settings,
                 )
-            except (
-                Exception
-            ) as reason:  # DeepSpeed's own checks are assertions and errors of all kinds
+            except Exception as reason:  # DeepSpeed's checks raise all kinds of errors
                 raise self._explain(reason) from reason
         self._state = GatheredState(self) if self.stage else None
         if self._topology.tensor > 1:
@@ -124,13 +125,13 @@ class DeepSpeedStrategy:
         started: Optimizer = self.engine.basic_optimizer
         if self.stage and self.engine.optimizer.optimizer is not started:
             raise ConfigurationError(
-                f"DeepSpeed's ZeRO-{self.stage} puts another {type(started).__name__} in the place "
-                "of the one given, which no schedule would reach: use AdamW or SGD."
+                f"DeepSpeed's ZeRO-{self.stage} replaces the given {type(started).__name__} by "
+                "another one, which no schedule would reach: use AdamW or SGD."
             )
         return started
 
     def build_scheduler(self, optimizer: Optimizer, train_iters: int | None) -> Any:
-        """The scheduler that the file names, over the optimizer; None where it names none."""
+        """The scheduler that the file names, for this optimizer; None if it names none."""
         found = get_file_schedule(self._args, train_iters)
         if found is None:
             return None
@@ -159,33 +160,33 @@ class DeepSpeedStrategy:
         if offloaded:
             parts.append(f"{' and '.join(offloaded)} on the CPU")
         if tensor > 1:
-            parts.append(f"AutoTP over {tensor} processes")
+            parts.append(f"AutoTP over {tensor} ranks")
         if self.keeps_precision:
-            parts.append("16-bit weights beside fp32 ones")
+            parts.append("16-bit weights next to fp32 ones")
         replicas = self._topology.num_replicas
-        over = f" over {replicas} processes" if replicas > 1 else ""
+        over = f" over {replicas} ranks" if replicas > 1 else ""
         return f"{', '.join(parts)}{over} ({self.file})"
 
-    # ---- a backward pass -----------------------------------------------------------------------
+    # ---- backward pass ---------------------------------------------------------------------------
 
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
 
     def after_backward(self) -> None:
-        """Nothing: DeepSpeed reduces in the backward pass and right after it."""
+        """Nothing to do: DeepSpeed reduces in the backward pass and right after it."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a sum; whatever DeepSpeed would divide or scale by is 1."""
+        """Back-propagate a sum; everything DeepSpeed would divide or scale by is 1."""
         self._set_scale(1.0)
-        # A tensor of its own: DeepSpeed takes the model's very output for one that it has not
-        # scaled yet, and would divide its gradient by the number of micro-batches.
+        # A new tensor: DeepSpeed takes the model's own output for a loss it has not scaled yet, and
+        # would divide its gradient by the number of micro-batches.
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
-    # ---- an update -----------------------------------------------------------------------------
+    # ---- update ----------------------------------------------------------------------------------
 
     def finish(self, divisor: float) -> torch.Tensor:
-        """Say what the sums over micro-batches are to be divided by; returns the norm after it."""
-        # DeepSpeed has divided by the number of replicas already.
+        """Set the divisor for the sums over micro-batches; returns the norm after the division."""
+        # DeepSpeed has already divided by the number of replicas.
         divisor = divisor / self._topology.num_replicas
         if self.stage == 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -205,12 +206,12 @@ class DeepSpeedStrategy:
             multiply_all(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def update(self) -> None:
-        """Make the update."""
+        """Perform the update."""
         with self.bypass():
             self.engine.step()
 
     def drop(self) -> None:
-        """Forget a gradient that is not finite; ZeRO's update finds that out, and forgets it."""
+        """Discard a gradient that is not finite; ZeRO detects it in its update, and discards it."""
         if self.stage:
             self.update()
         else:
@@ -218,7 +219,7 @@ class DeepSpeedStrategy:
 
     def _set_scale(self, scale: float) -> None:
         if self.stage:
-            # What `override_loss_scale` does, without a line in the log at every call.
+            # What `override_loss_scale` does, without a log line at every call.
             self.engine.optimizer.custom_loss_scaler = True
             self.engine.optimizer.external_loss_scale = scale
 
@@ -227,25 +228,25 @@ class DeepSpeedStrategy:
         norm = optimizer.scaled_global_norm() if self.stage < 3 else compute_norm(optimizer)
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
-    # ---- state ---------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     @property
     def state(self) -> GatheredState | None:
-        """What joins weights and optimizer state; None where nothing has been cut."""
+        """Joins weights and optimizer state; None if nothing has been sharded."""
         return self._state
 
     def close(self) -> None:
-        """Let go of the process group, so that another engine may begin in this process."""
+        """Release the process group, so that another engine can start in this process."""
         if self.engine is None:
             return
         self.engine.destroy()
         self.engine = None
         forget_groups()
 
-    # ---- inside --------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _forward_through_deepspeed(self) -> None:
-        """Let a call of the user's own module go through DeepSpeed's, which calls it in turn."""
+        """Make calls of the user's own module go through DeepSpeed's, which calls it in turn."""
         extend(self.model, "deepspeed", self._build_members)
 
     def _build_members(self, cls: Any) -> dict[str, Any]:
@@ -268,18 +269,18 @@ class DeepSpeedStrategy:
         if self.stage == 3 and hasattr(cls, "generate"):
 
             def generate(module: Any, *args: Any, **kwargs: Any) -> Any:
-                # Weights are gathered in every forward pass: all processes must do equally many.
+                # Weights are gathered in every forward pass: all ranks must do equally many.
                 return cls.generate(module, *args, **{"synced_gpus": True, **kwargs})
 
             members["generate"] = generate
         return members
 
     def check_given(self, optimizer: Optimizer | None, has_schedule: bool) -> None:
-        """Refuse an optimizer or schedule of the user's own where the file has one, too."""
+        """Refuse a user's own optimizer or schedule if the file has one too."""
         content = load_deepspeed_file(self.file)
         problems = [
-            f"compose() was given {what}, and {self.file} has a section `{section}`: leave one of "
-            "them out."
+            f"compose() got {what}, but {self.file} has a section `{section}`: give only one of "
+            "them."
             for what, section, is_given in (
                 ("an optimizer", "optimizer", optimizer is not None),
                 ("a schedule", "scheduler", has_schedule),
@@ -290,9 +291,9 @@ class DeepSpeedStrategy:
         is_safe = optimizer is None or names & set(_ELEMENTWISE) or self._allows_any
         if self.stage and not is_safe:
             problems.append(
-                f"DeepSpeed's ZeRO-{self.stage} cuts weights into pieces of any length, which "
-                f"{type(optimizer).__name__} may not bear: use AdamW or SGD, or stage 0; or, if it "
-                "treats every number by itself, set zero_allow_untested_optimizer to true in "
+                f"DeepSpeed's ZeRO-{self.stage} cuts weights into flat pieces of any length, which "
+                f"{type(optimizer).__name__} may not support: use AdamW or SGD, or stage 0; or, if "
+                "it works elementwise, set zero_allow_untested_optimizer to true in "
                 f"{self.file}."
             )
         if problems:
@@ -314,19 +315,19 @@ class DeepSpeedStrategy:
         ]
         if problems:
             raise ConfigurationError(
-                f"DeepSpeed's AutoTP does not split this model rightly ({'; '.join(problems[:3])}):"
+                f"DeepSpeed's AutoTP splits this model incorrectly ({'; '.join(problems[:3])}):"
                 " use --tensor-model-parallel-size without --deepspeed."
             )
 
     def _explain(self, reason: Exception) -> Exception:
-        """DeepSpeed's refusal in one line, with the way out where there is one."""
+        """DeepSpeed's refusal in one line, with a way out if there is one."""
         if isinstance(reason, (ConfigurationError, MissingPackageError)):
             return reason
         text = " ".join(str(reason).split()) or type(reason).__name__
         hint = ""
         if self._topology.tensor > 1:
             hint = " --tensor-model-parallel-size without --deepspeed splits more models."
-        return ConfigurationError(f"DeepSpeed refuses {self.file}: {text}{hint}")
+        return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}{hint}")
 
 
 def _cast_inputs(value: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""``--deepspeed``: gradients and updates are DeepSpeed's, once there is an optimizer."""
+"""``--deepspeed``: DeepSpeed handles gradients and updates, once there is an optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Prepare to hand the model over; evaluation alone needs no DeepSpeed."""
+    """Prepare to hand the model over; evaluation alone does not need DeepSpeed."""
     if not assembly.uses_deepspeed:
         return None
     strategy = DeepSpeedStrategy(

@@ -1,1 +1,1 @@
-"""Expert parallelism: the experts of a mixture spread over data-parallel ranks."""
+"""Expert parallelism: the experts of a mixture distributed over data-parallel ranks."""

@@ -1,12 +1,12 @@
-"""Expert parallelism: each process holds its share of every mixture's experts.
+"""Expert parallelism: each rank holds some of every mixture's experts.
 
-Tokens are routed as ever, on the process that has them; rows then travel to the owners of their
-experts, through them, and back. Nothing but the modules of experts is changed: their parameters
-become DTensors on the expert axis, split along dimension 0. What a reader would get wrong: the
-processes that share experts see *other* tokens (they are data- or context-parallel neighbours), so
-an expert's gradient has already been summed over them when it arrives, and is summed only over the
-processes that hold the same experts; everything else is summed over all. A compiled block pauses
-here: how many rows travel is known only when they do.
+Tokens are routed as usual, on their own rank; rows then travel to the owners of their experts,
+through them, and back. Only the expert modules change: their parameters become DTensors on the
+expert axis, split along dimension 0. The ranks that divide the experts among themselves see
+*different* tokens (they are data- or context-parallel neighbours), so an expert's gradient already
+includes all of their tokens when it arrives, and is summed only over the ranks that hold the same
+experts; all other gradients are summed over all replicas. A compiled block breaks its graph here:
+how many rows travel is known only at run time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def apply_expert_parallel(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
 ) -> list[nn.Module]:
     """Split the experts over the mesh, in place; returns the modules that hold them."""
-    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    # torch warns about every weight that an export joins in two steps, which is intended.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found = dict(_find_experts(model, plan))
     problems = list(_find_problems(model, found, mesh.size()))
@@ -67,7 +67,7 @@ def apply_expert_parallel(
 
 def _build_generate(cls: Any) -> dict[str, Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Rows of all processes pass through the experts: all must take equally many steps.
+        # Rows of all ranks pass through the experts: all must generate equally many tokens.
         return cls.generate(self, *args, **{"synced_gpus": True, **kwargs})
 
     return {"generate": generate}
@@ -76,7 +76,7 @@ def _build_generate(cls: Any) -> dict[str, Any]:
 def shard_experts(
     experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int, *, offloads: bool = False
 ) -> None:
-    """Split what each process holds of the experts over those that hold the same (ZeRO)."""
+    """Shard each rank's experts over the ranks that hold the same ones (ZeRO)."""
     for module in experts:
         fully_shard(module, **get_sharding_options(mesh, stage, offloads=offloads))
 
@@ -107,7 +107,7 @@ class ExpertGradients:
 
 
 def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
-    """Modules of experts, by the model's own plan or by transformers'."""
+    """Expert modules, by the model's own plan or by transformers'."""
     if plan.experts:
         yield from expand_patterns(model, dict.fromkeys(plan.experts, SortedExperts))
         return
@@ -122,9 +122,9 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
     model_name = describe_model(model)
     if not found:
         yield (
-            f"{_FLAG} {size}: {model_name} has no experts that could be shared: neither a plan of "
-            "transformers (base_model_ep_plan) nor rapidformer_plan() with 'experts' names any. "
-            "Leave it out."
+            f"{_FLAG} {size}: {model_name} has no experts to distribute: neither transformers' "
+            "plan (base_model_ep_plan) nor rapidformer_plan() with 'experts' names any. Remove "
+            "the flag."
         )
     for name, style in found.items():
         module = model.get_submodule(name)
@@ -133,7 +133,7 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
         if style is RoutedExperts and arguments[1:] != _ARGUMENTS:
             yield (
                 f"{_FLAG} {size}: {name} of {model_name} takes {', '.join(arguments[1:])} instead "
-                f"of {', '.join(_ARGUMENTS)}, so its rows cannot be sent to other processes."
+                f"of {', '.join(_ARGUMENTS)}, so its rows cannot be sent to other ranks."
             )
         elif len(numbers) != 1 or next(iter(numbers)) % size:
             number = min(numbers, default=0)
@@ -147,7 +147,7 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
 
 
 class SortedExperts(Style):
-    """Experts that take rows sorted by expert, and where each one's stretch ends."""
+    """Experts that take rows sorted by expert, and the end of each expert's rows."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class SortedExperts(Style):
 
 
 class RoutedExperts(Style):
-    """Hugging Face's experts: tokens with the experts that were chosen for them."""
+    """Hugging Face's experts: tokens with the experts chosen for them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class RoutedExperts(Style):
         copies = hidden_states.unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
         rows = route.send(copies.index_select(0, order))
         numbers = torch.arange(own, device=rows.device).repeat_interleave(route.counts)
-        # Each row goes to one expert whole; what it weighs is known where it came from.
+        # Each row is sent unweighted; its weight is known where it came from.
         ones = top_k_weights.new_ones(len(rows), 1)
         made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
         chosen = route.send_back(made).index_select(0, order.argsort()).unflatten(0, (-1, choices))

@@ -17,4 +17,4 @@ def apply(assembly: Assembly) -> str:
         is_mixed=assembly.precision.dtype is not None,
     )
     assembly.pipeline, assembly.plan = pipeline, pipeline.local_plan
-    return f"{assembly.topology.pipeline} processes ({pipeline.layout.describe()})"
+    return f"{assembly.topology.pipeline} ranks ({pipeline.layout.describe()})"

@@ -11,4 +11,4 @@ def apply(assembly: Assembly) -> str:
     mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None
     assembly.tensor_plan = apply_tensor_parallel(assembly.model, assembly.plan, mesh)
-    return f"{mesh.size()} processes (plan: {assembly.tensor_plan.source})"
+    return f"{mesh.size()} ranks (plan: {assembly.tensor_plan.source})"

@@ -26,7 +26,7 @@ def apply(assembly: Assembly) -> str | None:
     mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None
     is_split = apply_vocabulary_loss(assembly.model, assembly.plan, mesh)
-    return "no process holds a whole row of logits" if is_split else None
+    return "no rank holds a whole row of logits" if is_split else None
 
 
 def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:
