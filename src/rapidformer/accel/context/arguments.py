@@ -1,6 +1,6 @@
-"""What a block is told besides its hidden states, for a block that has a share of the tokens.
+"""The arguments of a block besides its hidden states, if it has a slice of the tokens.
 
-Positions (and anything else with a value for every token) are cut like the hidden states; masks,
+Positions (and anything else with one value per token) are split like the hidden states; masks,
 which say which tokens see which, stay whole: attention sees all tokens.
 """
 
@@ -18,7 +18,7 @@ from rapidformer.dist.context_region import TOKENS, ContextRegion
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How the arguments of a block are shared out."""
+    """How the arguments of a block are split."""
 
     region: ContextRegion
     token_dims: Mapping[str, int]
@@ -28,7 +28,7 @@ class Sharing:
 
 
 def find_argument_names(block: nn.Module) -> tuple[str, ...]:
-    """The positional arguments of a block's own forward, below what switches have put over it."""
+    """The positional arguments of a block's own forward, beneath the overlays of switches."""
     for cls in type(block).__mro__:
         if "forward" in vars(cls):
             parameters = inspect.signature(inspect.unwrap(vars(cls)["forward"])).parameters
@@ -40,7 +40,7 @@ def find_argument_names(block: nn.Module) -> tuple[str, ...]:
 def share_arguments(
     sharing: Sharing, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """This process's part of what the block is told of every token; hidden states as they are."""
+    """This rank's slice of the per-token arguments; hidden states unchanged."""
     names = (*sharing.names, *[""] * len(args))
     shared = [
         _share(sharing, name, value, length)

@@ -1,13 +1,12 @@
-"""Attention over whole sequences in a block that has a share of the tokens: Ulysses.
+"""Attention over whole sequences in a block that has a slice of the tokens: Ulysses.
 
-Queries, keys and values of this process's tokens go in; an exchange turns them into all tokens of
-its share of the heads; the model's own attention runs on those, with the whole mask; a second
-exchange turns heads into tokens again. Two ways in: Hugging Face's attention interface, under a
-name of our own that stands for the implementation the model had (so that sliding windows, soft caps
-and masks stay its own); and, for models that call it themselves, torch's
-``scaled_dot_product_attention``. What a reader would get wrong: key/value heads are repeated only
-where there are fewer of them than processes. Compiled blocks pause for it: the two exchanges take
-another shape for every length, and would be compiled for each.
+Queries, keys and values of this rank's tokens go in; an exchange turns them into all tokens of its
+slice of the heads; the model's own attention runs on those, with the whole mask; a second exchange
+turns heads back into tokens. There are two entry points: Hugging Face's attention interface, under
+a name of ours that wraps the model's implementation (so sliding windows, soft caps and masks stay
+its own); and, for models that call it directly, torch's ``scaled_dot_product_attention``. Key/value
+heads are repeated only if there are fewer of them than ranks. Compiled blocks break their graph
+here: the exchanges have another shape for every length, and would be recompiled for each.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ KNOWN = ("sdpa", "eager")
 def apply_context_attention(
     model: nn.Module, blocks: list[nn.Module], region: ContextRegion
 ) -> None:
-    """Send the attention of the blocks through our name in Hugging Face's interface."""
+    """Route the attention of the blocks through our name in Hugging Face's interface."""
     for block in blocks:
         for module in block.modules():
             setattr(module, MARK, region)
@@ -48,7 +47,7 @@ def apply_context_attention(
 
 
 def find_configs(model: nn.Module) -> list[Any]:
-    """The configurations inside a model that choose an attention; each part may have its own."""
+    """The nested configurations that choose an attention; each part may have its own."""
     found = (getattr(module, "config", None) for module in model.modules())
     by_id = {id(c): c for c in found if chooses_attention(c)}
     return list(by_id.values())
@@ -92,7 +91,7 @@ def _register(name: str) -> str:
 def exchange_heads(
     region: ContextRegion, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens of this process's heads, from its own tokens of all heads."""
+    """All tokens of this rank's heads, from its own tokens of all heads."""
     region.has_attended = True
     times = get_repeats(query.shape[1], key.shape[1], region.size)
     if times > 1:
@@ -101,13 +100,13 @@ def exchange_heads(
 
 
 def get_repeats(heads: int, key_heads: int, size: int) -> int:
-    """How often each key/value head is repeated, so that every process gets as many."""
+    """How often each key/value head is repeated, so that every rank gets equally many."""
     choices = (n for n in range(1, heads // key_heads + 1) if heads % (key_heads * n) == 0)
     return next(n for n in choices if key_heads * n % size == 0)
 
 
 def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tensor | None:
-    """A mask that differs between heads, for this process's."""
+    """This rank's part of a mask that differs between heads."""
     if mask is None or mask.dim() != 4 or mask.shape[1] == 1:
         return mask
     assert mask.shape[1] == heads
@@ -115,7 +114,7 @@ def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tenso
 
 
 class _Groups:
-    """Tells the model's attention how many heads share a key here, where it is fewer."""
+    """Tells the model's attention how many heads share a key here, if that is fewer."""
 
     def __init__(self, module: Any, before: int, now: int) -> None:
         self._module = module if hasattr(module, "num_key_value_groups") else None
@@ -131,7 +130,7 @@ class _Groups:
 
 
 def _find_eager(module: nn.Module) -> Callable[..., Any]:
-    """The attention that stands in the model's own file."""
+    """The attention function in the model's own file."""
     for cls in type(module).__mro__:
         module_of = sys.modules.get(cls.__module__)
         found: Callable[..., Any] | None = getattr(module_of, "eager_attention_forward", None)
@@ -149,7 +148,7 @@ _OTHER_MEETINGS = {
 
 
 class SharedTorchAttention(TorchFunctionMode):
-    """While a block runs: torch's attention sees all tokens of this process's heads."""
+    """While a block runs: torch's attention sees all tokens of this rank's heads."""
 
     def __init__(self, region: ContextRegion) -> None:
         super().__init__()

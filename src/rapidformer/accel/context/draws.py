@@ -1,8 +1,7 @@
-"""Random numbers of processes that share sequences: of their own inside the blocks, equal outside.
+"""Random numbers of ranks that split sequences: different inside the blocks, equal outside.
 
-What a reader would get wrong: outside of the blocks every process computes the whole sequence, so
-other masks there would be wrong gradients; inside, equal ones would drop the same units of
-neighbouring stretches of tokens.
+Outside the blocks every rank computes the whole sequence, so different dropout masks there would
+make gradients wrong; inside, equal masks would drop the same units in every slice of the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from rapidformer.dist.context_region import ContextRegion
 
 
 class OwnDraws:
-    """Switches to this process's own random numbers and back."""
+    """Switches to this rank's own random numbers and back."""
 
     def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
         self._region = region

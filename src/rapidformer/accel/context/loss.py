@@ -1,10 +1,10 @@
-"""Head and loss on each process's own tokens: of long sequences, the logits are the largest tensor.
+"""Head and loss on each rank's own tokens: for long sequences, logits are the largest tensor.
 
-It is switched on where the model computes its own loss by a function that we know: Hugging Face's
-``loss_function``, or a plan that says ``has_split_losses``. Everywhere else (losses that users
-compute from ``logits``, evaluation) every process has the logits of all tokens. What a reader would
-get wrong: only inside the model are logits then a DTensor over the tokens. ``outputs.logits`` are
-joined as soon as somebody computes with them (``accel/on_demand.py``).
+Used if the model computes its own loss by a function that we know: Hugging Face's
+``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
+``logits``, evaluation) every rank has the logits of all tokens. Logits are then a DTensor over the
+tokens only inside the model; ``outputs.logits`` are joined once something computes with them
+(``accel/on_demand.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedHeadPlace:
 def apply_shared_loss(
     model: Any, plan: ModelPlan, region: ContextRegion, mesh: DeviceMesh
 ) -> SharedHeadPlace | None:
-    """Let the head work on a share of the tokens where the model's loss allows it."""
+    """Let the head work on a slice of the tokens if the model's loss allows it."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return None
@@ -57,7 +57,7 @@ def apply_shared_loss(
 
 
 class SharedHead:
-    """The output layer: takes all tokens, and in training keeps this process's."""
+    """The output layer: takes all tokens, and in training keeps this rank's."""
 
     rapidformer_place: SharedHeadPlace
 

@@ -1,12 +1,11 @@
-"""Context parallelism: between embedding and head, each process holds its share of the tokens.
+"""Context parallelism: between embedding and head, each rank holds its slice of the tokens.
 
-Before the first block each process takes its tokens, after the last they are joined, so embeddings,
-heads, losses and the user's code see whole sequences. Blocks get a subclass whose ``__call__`` cuts
-and joins (outside recompute and compile) and whose ``forward`` tells attention how long the rows
-are. What a reader would get wrong: that length travels as an argument of the block, since a block
-that is recomputed in the backward pass must not meet the length of a later forward pass. Where the
-tokens cannot be shared (generation, rows shorter than the processes) every process computes them
-whole, which gives the same result.
+Each rank takes its tokens before the first block, and they are joined after the last, so
+embeddings, heads, losses and the user's code see whole sequences. A block's ``__call__`` splits and
+joins (outside recompute and compile), and its ``forward`` tells attention how long the rows are.
+That length is passed as an argument of the block, since a block recomputed in the backward pass
+must not see the length of a later forward pass. If the tokens cannot be split (generation, rows
+shorter than the number of ranks), every rank computes them whole, with the same result.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _LENGTH = "rapidformer_length"
 
 @dataclass(kw_only=True, eq=False)
 class _Place:
-    """What a block knows of its part; it is kept on the block itself."""
+    """What a block knows about its slice; stored on the block itself."""
 
     region: ContextRegion
     name: str
@@ -74,7 +73,7 @@ class _Place:
 
 
 def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> ContextRegion:
-    """Share the tokens of every sequence over the mesh, in place."""
+    """Split the tokens of every sequence over the mesh, in place."""
     region = ContextRegion(mesh.get_group())
     problems = list(_find_problems(model, plan, region.size))
     if problems:
@@ -155,7 +154,7 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
 
 
 def _count_heads(model: nn.Module) -> Iterator[int]:
-    """Attention heads that this process has, by whichever configuration says it."""
+    """This rank's attention heads, from whichever configuration has them."""
     for config in find_configs(model):
         heads = getattr(config, "num_attention_heads", None)
         if isinstance(heads, int):
@@ -187,12 +186,12 @@ class _WholeModel:
 
     region: ContextRegion
     head: SharedHeadPlace | None
-    """Of the output layer, where the model's own loss takes a share of the tokens."""
+    """The output layer's state, if the model's own loss takes a slice of the tokens."""
     inner: dict[str, nn.Module]
-    """The blocks and what is in them."""
+    """The blocks and their modules."""
 
     def find_reason(self, model: Any, kwargs: dict[str, Any]) -> str | None:
-        """Why somebody must see all tokens between the blocks; None: nobody does."""
+        """Why all tokens are needed between the blocks; None: they are not."""
         asked = find_asked(model, kwargs)
         if asked is not None:
             return f"{asked} asks"
@@ -201,7 +200,7 @@ class _WholeModel:
 
 
 class SharedModel:
-    """The whole model: says when sequences stay whole, and asks for no cache in vain."""
+    """The whole model: decides when sequences stay whole, and avoids useless caches."""
 
     rapidformer_place: _WholeModel
     training: bool
@@ -221,7 +220,7 @@ class SharedModel:
                 )
         cls: Any = type(self)
         if _takes_cache(cls) and not any(map(is_cache, (*args, *kwargs.values()))):
-            # A cache holds whole sequences, and would be made only to be thrown away.
+            # A cache holds whole sequences, and would be built only to be discarded.
             kwargs.setdefault("use_cache", False)
         if head is not None:
             head.keeps_share = self.training and has_labels(self, args, kwargs)
@@ -233,7 +232,7 @@ class SharedModel:
                 head.keeps_share = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Step by step there is no sequence to share: every process generates the same."""
+        """Step by step there is no sequence to split: every rank generates the same."""
         region = self.rapidformer_place.region
         region.is_off = True
         try:
@@ -252,7 +251,7 @@ def _takes_cache(cls: Any) -> bool:
 
 
 class SharedBlock:
-    """A block that works on this process's tokens."""
+    """A block that works on this rank's tokens."""
 
     rapidformer_place: _Place
     training: bool
@@ -265,7 +264,7 @@ class SharedBlock:
         if place.is_first:
             is_shared = hidden.dim() == 3 and region.can_share(length)
             for cache in filter(is_cache, (*args, *kwargs.values())):
-                # Made in vain in training; anywhere else somebody may go on from it.
+                # Useless in training; elsewhere something may continue from it.
                 is_shared &= self.training and not cache.get_seq_length()
             region.incoming = length = length if is_shared else 0
         if not length:

@@ -1,8 +1,8 @@
-"""A few tokens through the user's own model, whole and shared out: both must agree.
+"""Run a few tokens through the user's own model, whole and split: both must agree.
 
-What a reader would get wrong: no list of families decides what may be shared. A block may mix
-tokens by a convolution, by a state, by a bias of positions; none of that passes through attention,
-and nothing would fail. Seen is what it does to the outputs.
+There is no list of supported families. A block may mix tokens by a convolution, a state or a
+position bias; none of that goes through attention, and nothing would fail. So the effect on the
+outputs is measured.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.tensor_plans import describe_model
 
 _LARGEST_DIFFERENCE = 1e-3
-"""Of the largest output: far above round-off, far below what a lost token does."""
+"""Relative to the largest output: far above round-off, far below what a lost token causes."""
 
 
 def prove_context(model: Any, region: ContextRegion) -> None:
-    """Raise where sharing tokens changes what the model computes; all processes come here."""
+    """Raise if splitting tokens changes what the model computes; all ranks must call this."""
     inputs = _build_inputs(model, region)
     if inputs is None:
         return
@@ -35,7 +35,7 @@ def prove_context(model: Any, region: ContextRegion) -> None:
             shared = _run(model, inputs)
     except RapidformerError:
         raise
-    except Exception as reason:  # a block may choke on a share in any way it likes
+    except Exception as reason:  # a block may fail on a slice in any way
         finding = f"it fails ({str(reason).rstrip('.')})"
         raise ConfigurationError(_explain(model, region, finding)) from reason
     finally:
@@ -59,7 +59,7 @@ def _explain(model: Any, region: ContextRegion, finding: str) -> str:
 
 
 def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None:
-    """Two rows of words, one of them padded; None where the model takes something else."""
+    """Two rows of tokens, one of them padded; None if the model takes something else."""
     has_words = getattr(model, "main_input_name", "") == "input_ids"
     if not has_words or any(p.is_meta for p in model.parameters()):
         return None
@@ -71,7 +71,7 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
         return None
     dice = torch.Generator().manual_seed(0)
     words = min(embedding.num_embeddings, 5000)
-    # Not the first ones: padding and its like mean something to some models.
+    # Not the first ids: padding and similar tokens are special in some models.
     ids = torch.randint(min(5, words - 1), words, (2, length), generator=dice)
     mask = torch.ones_like(ids)
     mask[1, -2:] = 0

@@ -1,4 +1,4 @@
-"""``--context-parallel-size``: split every sequence over neighbouring processes."""
+"""``--context-parallel-size``: split every sequence over neighbouring ranks."""
 
 from __future__ import annotations
 

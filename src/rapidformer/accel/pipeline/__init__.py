@@ -1,7 +1,7 @@
-"""Pipeline parallelism: each process holds some of a model's blocks, micro-batches pass through.
+"""Pipeline parallelism: each rank holds some of a model's blocks, micro-batches pass through.
 
-Read in this order: ``layout`` (which blocks make a stage, and whose it is), ``discovery`` (where
-parameters outside of blocks are used), ``cut`` (which parameters stay here), ``gates`` (what a
-block does while a stage runs), ``schedule`` (torch's schedules over our stages), ``pipeline`` (an
-update, and what follows it), ``staged_model`` and ``relay`` (a call outside of training).
+Read in this order: ``layout`` (which blocks form a stage, and on which rank), ``discovery`` (where
+parameters outside blocks are used), ``cut`` (which parameters stay here), ``gates`` (what a block
+does while a stage runs), ``schedule`` (torch's schedules on our stages), ``pipeline`` (an update,
+and what follows it), ``staged_model`` and ``relay`` (a call outside training).
 """

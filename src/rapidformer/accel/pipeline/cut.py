@@ -1,8 +1,8 @@
-"""Which parameters stay on this process, and how the others leave.
+"""Which parameters stay on this rank, and how the others are dropped.
 
-Modules stay where they are, so names, indices and attributes that a model's code looks at are true
-on every process. A parameter that lives elsewhere is replaced by a stand-in that takes no memory
-and is not a number: were it ever used for a result, the loss would show it at once.
+Modules stay where they are, so names, indices and attributes that a model's code reads are valid on
+every rank. A parameter that lives elsewhere is replaced by a placeholder without memory that is
+NaN: if it were ever used, the loss would show it at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rapidformer.models.plan import ModelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """Every parameter's name to the processes of the pipeline that hold it."""
+    """Every parameter's name -> the pipeline ranks that hold it."""
 
     processes_of: dict[str, frozenset[int]]
 
     def get_held(self, process: int) -> set[str]:
-        """The names of all that stays on a process."""
+        """The names of everything that stays on a rank."""
         return {name for name, holders in self.processes_of.items() if process in holders}
 
 
 def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usage) -> Holdings:
-    """Where each parameter is needed. Names of one (tied) parameter stay together, as they are."""
+    """Where each parameter is needed. All names of a tied parameter stay together."""
     everywhere = frozenset(range(layout.num_processes))
     found: dict[str, frozenset[int]] = {}
     number_of = {f"{name}.": index for index, name in enumerate(plan.blocks)}
@@ -44,18 +44,18 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
     beside: dict[str, list[str]] = defaultdict(list)
     for name in found:
         beside[name.rpartition(".")[0]].append(name)
-    # A module's own parameters stay together too: a layer has its weight and its bias, or neither.
+    # A module's own parameters stay together too: a layer has both weight and bias, or neither.
     for names in (*plan.tied, *beside.values(), *plan.tied):
         together = frozenset[int]().union(*(found[name] for name in names))
         found |= dict.fromkeys(names, together)
-    # One that the hollow forward pass has not met may be needed anywhere.
+    # A parameter that the hollow forward pass did not meet may be needed anywhere.
     return Holdings(processes_of={name: found[name] or everywhere for name in found})
 
 
 def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Module:
-    """Let every parameter that is not held leave; the others move to the device.
+    """Drop every parameter that is not held; move the others to the device.
 
-    All processes get the first one's weights on the way, as in any run of several.
+    All ranks get the first one's weights on the way, as in any run.
     """
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
@@ -65,7 +65,7 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             if not parameter.is_meta and id(parameter) not in done:
-                done[id(parameter)] = parameter  # kept alive: an id may come again
+                done[id(parameter)] = parameter  # kept alive, since ids are reused
                 _take_first_weights(parameter, device, is_held=full_name in held)
             if full_name not in held:
                 _replace(module, name, parameter, device)
@@ -74,10 +74,10 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
 
 
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
-    """Give every process the first one's buffers; only the owner of a layer speaks for its own.
+    """Give every rank the first one's buffers; only a layer's owner may save them.
 
-    They stay everywhere, since masks are needed where no weight is. But what a layer counts in them
-    (running means) is true only where its weights are, so no other process may save it.
+    Buffers stay everywhere, since masks are needed where no weight is. But what a layer counts in
+    them (running means) is right only where its weights are, so no other rank may save it.
     """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():
@@ -92,7 +92,7 @@ def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torc
 
 
 def _is_here(module: str, names: Set[str], held: Set[str]) -> bool:
-    """Whether this process holds parameters of a module; of what surrounds one without any."""
+    """Whether this rank holds parameters of a module, or of its parents if it has none."""
     inside = {name for name in names if not module or name.startswith(f"{module}.")}
     if module and not inside:
         return _is_here(module.rpartition(".")[0], names, held)
@@ -114,5 +114,5 @@ def _broadcast(values: torch.Tensor) -> torch.Tensor:
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
     del get_parameter_table(module)[name]
     value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
-    # A plain attribute, not a buffer: it belongs to no checkpoint and moves nowhere.
+    # A plain attribute, not a buffer: it is in no checkpoint and never moves.
     module.__dict__[name] = value.expand(parameter.shape)

@@ -1,10 +1,10 @@
-"""Where a model uses the parameters that stand outside of its blocks: found out, not written down.
+"""Find out where a model uses the parameters outside its blocks.
 
-One forward pass of a few tokens in which every block only notes what it is given and hands on a
-fresh tensor. Parameters are stood in for by single numbers, so nothing large is computed or held,
-and autograd then tells which of them each block's inputs, and the model's output, were made from.
-What a reader would get wrong: the model's own code between blocks runs, so whatever it does there
-(an embedding added in front of every block, a bias that all blocks share) is seen as well.
+One forward pass of a few tokens, in which every block only records its inputs and returns a new
+tensor. Parameters are replaced by single numbers, so nothing large is computed or held, and
+autograd then says which of them each block's inputs, and the model's output, depend on. The model's
+own code between blocks runs, so whatever it does there (an embedding added before every block, a
+bias that all blocks share) is seen too.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, remove
 
-# As many rows as tokens: a model of multiple choices takes the second size for the choices, and
-# puts its rows together by that number.
+# As many rows as tokens: a multiple-choice model takes the second size for the number of choices,
+# and regroups its rows by it.
 _ROWS, _TOKENS = 4, 4
 
 
 @dataclass(kw_only=True)
 class Usage:
-    """Where parameters outside of blocks are used, and what blocks return."""
+    """Where parameters outside blocks are used, and what blocks return."""
 
     blocks_of: dict[str, set[int]]
-    """A parameter's name to the blocks whose stages need it; empty: unknown, so all of them do."""
+    """A parameter's name -> the blocks whose stages need it; empty: unknown, so all of them do."""
     returns_tuple: bool = False
 
 
 @dataclass(eq=False)
 class _Recorder:
-    """What the blocks of one hollow forward pass were given."""
+    """The inputs of the blocks in one hollow forward pass."""
 
     returns_tuple: bool
     hidden: list[Tensor] = field(default_factory=list)
-    """The hidden state that each block got, in order."""
+    """Each block's hidden state, in order."""
     others: list[list[Tensor]] = field(default_factory=list)
-    """The other tensors that each block got: masks, positions, biases."""
+    """Each block's other tensors: masks, positions, biases."""
     given_on: list[Tensor] = field(default_factory=list)
-    """The fresh tensors that they handed on."""
+    """The new tensors that they returned."""
     order: list[int] = field(default_factory=list)
 
     def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,14 +69,14 @@ class _Recorder:
 
 
 class _WrongFormError(Exception):
-    """The model expects tuples of its blocks and was given tensors, or the other way round."""
+    """The model expects tuples from its blocks and got tensors, or vice versa."""
 
     def __str__(self) -> str:
         return "its blocks are not each given the output of the one before"
 
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
-    """Run the hollow forward pass; an error says what the plan should tell instead."""
+    """Run the hollow forward pass; an error says what the plan should declare instead."""
     outside = _find_outside(model, plan)
     if plan.before or plan.after:
         return _read_plan(outside, plan)
@@ -86,7 +86,8 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
         try:
             return _run_hollow(model, plan, outside, inputs, returns_tuple=returns_tuple)
         except Exception as reason:  # whatever the model's own code may raise
-            # The other form's complaint is no reason; a model's own error is, and ours above all.
+            # Report a model's own error, and ours above all; the other form's complaint says
+            # nothing.
             is_better = isinstance(reason, ModelError) and not isinstance(problem, ModelError)
             if problem is None or isinstance(problem, _WrongFormError) or is_better:
                 problem = reason
@@ -139,7 +140,7 @@ def _run_hollow(
     try:
         model.eval()
         with torch.enable_grad(), _recording(model, plan, recorder):
-            # Tied names are told apart here on purpose: each use is found on its own.
+            # Tied names are kept separate here on purpose: each use is found on its own.
             output = functional_call(
                 model, {**stand_ins, **buffers}, (), dict(inputs), tie_weights=False
             )
@@ -155,10 +156,11 @@ def _run_hollow(
 def _read_recorder(
     usage: Usage, recorder: _Recorder, leaves: Mapping[str, Tensor], output: Sequence[Tensor]
 ) -> None:
-    """Note where parameters are used; refuse a model that hands on more than its hidden state."""
+    """Record where parameters are used; refuse a model that passes on more than hidden states."""
     last = len(recorder.order) - 1
     for index, (hidden, others) in enumerate(zip(recorder.hidden, recorder.others, strict=True)):
-        # What is done to the hidden state between two blocks is done by the earlier one's stage.
+        # Whatever happens to the hidden state between two blocks belongs to the earlier one's
+        # stage.
         _note_uses(usage, [hidden], leaves, max(index - 1, 0))
         _note_uses(usage, others, leaves, index)
         earlier = recorder.given_on[: max(index - 1, 0)]
@@ -182,7 +184,7 @@ def _note_uses(
 
 
 def _is_made_from(tensors: Sequence[Tensor], sources: list[Tensor]) -> bool:
-    # A block that is handed the very tensor of another has it as its source, too.
+    # A block that gets exactly the tensor of another one has it as its source, too.
     if any(tensor is source for tensor in tensors for source in sources):
         return True
     return any(gradient is not None for gradient in _differentiate(tensors, sources))
@@ -218,7 +220,7 @@ def _note(recorder: _Recorder, index: int, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A block's hidden state: its first argument, by whatever name it comes."""
+    """A block's hidden state: its first argument, under any name."""
     found: list[Any] = []
 
     def keep(hidden: Any) -> Any:
@@ -230,7 +232,7 @@ def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Every floating tensor of a nested value."""
+    """Every floating-point tensor of a nested value."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -250,7 +252,7 @@ def _get_float(parameter: Tensor) -> torch.dtype:
 
 
 def _build_inputs(model: nn.Module) -> dict[str, Any]:
-    """A few tokens (or pixels), under the names that the model's forward asks for."""
+    """A few tokens (or pixels), under the names of the model's forward arguments."""
     signature = inspect.signature(model.forward)
     known = {
         name: torch.ones(_ROWS, _TOKENS, dtype=torch.long)

@@ -1,10 +1,10 @@
 """What a block does while one stage of the model runs: pass on, take over, run, or end the call.
 
-The model's own forward runs on every stage, with the real batch, so masks and positions are made
-where they are needed. Blocks before the stage hand on what they get; the stage's first block takes
-the hidden state that was received; the block after its last one ends the call. What a reader would
-get wrong: the end is an exception that passes through the user's code, so nothing behind the call
-of the model runs there, except on the last stage, where the model returns its real output.
+The model's own forward runs on every stage, with the real batch, so masks and positions are
+computed where they are needed. Blocks before the stage pass on their input; the stage's first block
+takes the hidden state that was received; the block after its last one ends the call. It ends with
+an exception that passes through the user's code, so nothing after the call of the model runs there,
+except on the last stage, where the model returns its real output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rapidformer.overlay import extend
 
 
 class StageEnd(BaseException):
-    """Ends a stage's forward pass. Not an Exception, so that no user's code takes it for one."""
+    """Ends a stage's forward pass. Not an ``Exception``, so user code does not catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -36,21 +36,21 @@ class StageEnd(BaseException):
 
 @dataclass(eq=False, kw_only=True)
 class StageContext:
-    """What the blocks of a model know about the pass that is under way."""
+    """What a model's blocks know about the current pass."""
 
     dtype: torch.dtype
     """Of hidden states between stages."""
     returns_tuple: bool
     """Whether the model expects its blocks to return tuples."""
     stage: Stage | None = None
-    """The stage that runs; None between passes."""
+    """The running stage; None between passes."""
     received: Tensor | None = None
     is_probing: bool = False
-    """Whether only the shape of the stage's input is asked for."""
+    """Whether only the shape of the stage's input is needed."""
     on_entry: Callable[[], None] | None = None
     has_called: bool = False
     is_in_model: bool = False
-    """Whether the model's own code runs, not what the user's forward step does around it."""
+    """Whether the model's own code runs, not the user's forward step around it."""
     ended_with: Tensor | None = None
 
     @contextmanager
@@ -62,7 +62,7 @@ class StageContext:
         is_probing: bool = False,
         on_entry: Callable[[], None] | None = None,
     ) -> Iterator[None]:
-        """Let the model be this stage of itself for one pass."""
+        """Make the model this stage of itself for one pass."""
         self.stage, self.received, self.is_probing = stage, received, is_probing
         self.on_entry, self.has_called, self.ended_with = on_entry, False, None
         try:
@@ -73,7 +73,7 @@ class StageContext:
     def pass_block(
         self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What block ``index`` does in the pass that is under way."""
+        """What block ``index`` does in the current pass."""
         stage = self.stage
         if stage is None:
             raise ModelError(
@@ -106,12 +106,13 @@ class StageContext:
             )
         if self.on_entry is not None:
             self.on_entry()
-        # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients so.
+        # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients in
+        # 16 bits.
         return replace_first(args, kwargs, lambda _: received.view_as(received))
 
     def _prepare(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.dtype).contiguous()
-        # torch detaches a stage's output in place where backward passes are split: not a view.
+        # torch detaches a stage's output in place if backward passes are split: not a view.
         return hidden.clone() if is_view(hidden) else hidden
 
     def _check_output(self, index: int, output: Any) -> None:
@@ -125,7 +126,7 @@ class StageContext:
 
 
 def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:
-    """Let every block ask the context first, in place; outside of all that was switched on."""
+    """Make every block ask the context first, in place; outside all other overlays."""
     for index, block in enumerate(blocks):
         block.__dict__["rapidformer_gate"] = functools.partial(context.pass_block, index)
         extend(block, "stages", _build_gate, is_shared=True)

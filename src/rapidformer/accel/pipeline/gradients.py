@@ -1,8 +1,8 @@
 """Gradients of parameters that several stages hold, and the norm over all stages.
 
-A tied embedding and head live on the first stage and on the last, each with its share of the
-gradient: the shares are summed, so that both copies make the same update and stay equal. The norm
-counts such a parameter once.
+A tied embedding and head are on the first stage and on the last, each with a part of the gradient:
+the parts are summed, so both copies get the same update and stay equal. The norm counts such a
+parameter once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Group = dist.ProcessGroup
 
 
 class SharedGradients:
-    """The parameters of this process that others of the pipeline hold as well."""
+    """The parameters of this rank that other pipeline ranks hold too."""
 
     def __init__(self, model: nn.Module, holdings: Holdings, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group("pipeline")
@@ -39,7 +39,7 @@ class SharedGradients:
         self._groups = groups
 
     def sum(self, model: nn.Module) -> None:
-        """Add up the shares, in the same order on every process that holds one."""
+        """Sum the parts, in the same order on every rank that holds one."""
         if not self._names:
             return
         parameters = dict(model.named_parameters())
@@ -67,7 +67,7 @@ class SharedGradients:
 
 
 def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset[int], Group]:
-    """A group for each set of holders; every process of the run must make all of them."""
+    """A group for each set of holders; every rank of the run must create all of them."""
     pipelines = mesh.mesh.movedim(_get_axis(mesh), -1).reshape(-1, mesh["pipeline"].size())
     groups: dict[frozenset[int], Group] = {}
     for holders in sorted((s for s in sets if len(s) > 1), key=sorted):
@@ -88,7 +88,7 @@ def _get_axis(mesh: DeviceMesh) -> int:
 
 
 def _sum_gradients(parameters: list[nn.Parameter], group: Group) -> None:
-    """Sum in place; a holder that has no gradient takes part with zeros."""
+    """Sum in place; a holder without a gradient contributes zeros."""
     users = torch.ones(len(parameters), device=get_local(parameters[0]).device)
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
@@ -102,6 +102,6 @@ def _sum_gradients(parameters: list[nn.Parameter], group: Group) -> None:
         if gradient is not None:
             if part is not local:
                 local.copy_(part)
-        # Only a process that lacks it has to ask (and wait) whether another one had it.
+        # Only a rank without the gradient must ask (and wait) whether another rank had it.
         elif float(users[index]) > 0:
             parameter.grad = shape_like(part.reshape(-1), parameter)

@@ -1,9 +1,8 @@
-"""Which blocks make a stage, and which process each stage lives on.
+"""Which blocks form a stage, and on which rank each stage lives.
 
-Stages are balanced by cost: the head of a language model may weigh as much as several blocks, so
-the process that has it gets fewer of them. What a reader would get wrong: a process may have
-several stages, in turn with the others (interleaved) or there and back (zero-bubble's V: the first
-process has the first stage and the last).
+Stages are balanced by cost: the head of a language model may cost as much as several blocks, so its
+rank gets fewer of them. A rank may have several stages, alternating with the others (interleaved)
+or there and back (zero-bubble's V: the first rank has the first stage and the last).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Blocks ``start`` to ``end`` (without), with what stands before or after all of them."""
+    """Blocks ``start`` to ``end`` (exclusive), with the modules before or after all of them."""
 
     index: int
     start: int
@@ -27,7 +26,7 @@ class Stage:
     is_first: bool
     is_last: bool
     owner: int
-    """The process of the pipeline's group that runs it."""
+    """The pipeline rank that runs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +41,11 @@ class Layout:
         return [stage for stage in self.stages if stage.owner == process]
 
     def find_owner(self, block: int) -> int:
-        """The process that has a block."""
+        """The rank that has a block."""
         return next(s.owner for s in self.stages if s.start <= block < s.end)
 
     def describe(self) -> str:
-        """In words, for the start-up summary: blocks of each process."""
+        """The blocks of each rank as text, for the start-up summary."""
         parts = []
         for process in range(self.num_processes):
             ranges = (
@@ -138,7 +137,7 @@ def _find_problems(
 def balance(
     costs: Sequence[float], count: int, *, before: float = 0.0, after: float = 0.0
 ) -> list[int]:
-    """Bounds of ``count`` stages whose dearest is as cheap as can be; each has a block."""
+    """Bounds of ``count`` stages that minimize the most expensive one; each has a block."""
     blocks = len(costs)
     sums = [0.0]
     for cost in costs:
@@ -148,7 +147,8 @@ def balance(
         extra = before * (start == 0) + after * (end == blocks)
         return sums[end] - sums[start] + extra
 
-    # worst[k][end]: the dearest of k stages over the first `end` blocks, and where the last begins.
+    # worst[k][end]: the most expensive of k stages over the first `end` blocks, and where the last
+    # begins.
     worst: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for number in range(1, count + 1):
         row: dict[int, tuple[float, int]] = {}

@@ -1,10 +1,9 @@
-"""A model that is cut into stages, and one update of it.
+"""A model cut into stages, and one update of it.
 
-``build_pipeline`` decides and cuts, before anything else is switched on; ``attach`` puts the gates
-around what was switched on meanwhile; ``run`` is an update: shapes, schedule, sums over replicas
-and over holders of one parameter. What a reader would get wrong: gradients are left as *sums* over
-the micro-batches; the division by the total weight, which the last stage alone knows and tells the
-others, happens in the engine as in any other run.
+``build_pipeline`` decides and cuts, before any other switch; ``attach`` puts the gates around all
+other overlays; ``run`` is an update: shapes, schedule, sums over replicas and over holders of one
+parameter. Gradients are left as *sums* over the micro-batches; the division by the total weight,
+which only the last stage knows and sends to the others, happens in the engine as in any other run.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 
-# A lookup has no product to compute, but its weights are kept and updated like any others.
+# A lookup has no product to compute, but its weights are stored and updated like any others.
 _LOOKUP_COST = 0.1
 
 Compute = Callable[[int], tuple[Tensor, MicroBatchResult]]
-"""The user's forward step for a micro-batch, by number: what to back-propagate, what to show."""
+"""The user's forward step for a micro-batch, by number: what to back-propagate, what to log."""
 
 
 class Pipeline:
-    """The stages of one model, as this process sees them."""
+    """The stages of one model, as this rank sees them."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Pipeline:
 
     @property
     def local_plan(self) -> ModelPlan:
-        """The plan with the blocks that are here: what other switches work on."""
+        """The plan with this rank's blocks: what other switches work on."""
         held = self.holdings.get_held(self._process)
         return replace(
             self.plan,
@@ -95,11 +94,11 @@ class Pipeline:
 
     @property
     def stacks(self) -> list[tuple[str, ...]]:
-        """The names of the blocks of each stage that is here."""
+        """The names of the blocks of each stage on this rank."""
         return [self.plan.blocks[stage.start : stage.end] for stage in self.stages]
 
     def attach(self, model: nn.Module) -> None:
-        """Put the gates around everything that has been switched on."""
+        """Put the gates around everything that has been applied."""
         self.model = model
         self._far_modules = list_far_modules(model, self.layout, self.plan)
         apply_gates(model, self.plan.get_blocks(model), self._context)
@@ -125,7 +124,8 @@ class Pipeline:
         self._results.clear()
         synchronizer.before_backward(False)
         try:
-            # At first on all stages, so that a mistake in the forward step is found by all at once.
+            # At first on all stages, so that all of them find a mistake in the forward step at
+            # once.
             self._shapes = {
                 (stage.index, number): self._probe(stage, number)
                 for stage in self.stages
@@ -134,12 +134,12 @@ class Pipeline:
             }
             self._get_steps(count).run()
         except RuntimeError as error:
-            # torch puts its own words around an error of the user's forward step.
+            # torch wraps an error of the user's forward step in its own text.
             if isinstance(error.__cause__, RapidformerError):
                 raise error.__cause__ from None
             raise
         finally:
-            # Where evaluation goes on from: the same random numbers on all stages.
+            # Evaluation continues from here: the same random numbers on all stages.
             self._seed_all(count, 0)
         synchronizer.before_backward(True)
         if isinstance(self.model, FSDPModule):
@@ -163,7 +163,7 @@ class Pipeline:
     def _probe(self, stage: Stage, number: int) -> torch.Size:
         """The shape of a stage's input: what the model would have given its first block."""
         self._seed_all(number, 0)
-        # What stands before the blocks counts its running means where its weights are: once.
+        # Modules before the blocks update their running means where their weights are: once.
         before = [b.clone() for b in self.model.buffers()] if stage.is_first else []
         with torch.no_grad(), self._context.at(stage, is_probing=True):
             try:
@@ -175,7 +175,8 @@ class Pipeline:
         raise _no_call()
 
     def _run_stage(self, stage: Stage, number: int, received: Tensor | None) -> Tensor:
-        # All stages draw alike in the user's code before the model, and each its own in its blocks.
+        # All stages draw the same numbers in the user's code before the model, and their own in
+        # their blocks.
         self._seed_all(number, 0)
         on_entry = functools.partial(self._seed_all, number, stage.index)
         with self._context.at(stage, received, on_entry=on_entry):
@@ -200,7 +201,7 @@ class Pipeline:
     # ---- after it ------------------------------------------------------------------------------
 
     def share_results(self, count: int) -> list[MicroBatchResult]:
-        """The last stage's losses and weights, on every process, in one small message."""
+        """The last stage's losses and weights, on every rank, in one small message."""
         source = self.layout.stages[-1].owner
         if self._names is None:
             names = list(self._results[0].parts) if self._process == source else []
@@ -256,7 +257,9 @@ def _no_call() -> RapidformerError:
 
 
 def _finish_sharded(model: nn.Module) -> None:
-    """Reduce and scatter what is left, once: torch's own end of a stage, for the whole model."""
+    """Reduce and scatter the remaining gradients, once: torch's own end of a stage, for the whole
+    model.
+    """
     PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
 
 
@@ -272,7 +275,7 @@ def build_pipeline(
     topology: Topology,
     is_mixed: bool,
 ) -> Pipeline:
-    """Decide on the stages and let all parameters of other processes go."""
+    """Decide on the stages and drop all parameters of other ranks."""
     problems = _find_problems(model, plan)
     if problems:
         raise ConfigurationError(problems)
@@ -323,9 +326,9 @@ def build_pipeline(
 
 
 def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> str:
-    """Zero-bubble takes a stage's gradients apart into those of inputs and those of weights.
+    """Zero-bubble separates a stage's gradients into those of inputs and those of weights.
 
-    torch loses, or counts wrongly, what comes to a weight from several blocks of a stage.
+    torch loses, or miscounts, what a weight gets from several blocks of a stage.
     """
     ends = {0, layout.stages[-1].end - 1}
     shared = [name for name, blocks in usage.blocks_of.items() if blocks - ends]

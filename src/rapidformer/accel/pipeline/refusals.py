@@ -1,8 +1,8 @@
-"""What a loss must not be made from where each process holds one stage of the model.
+"""What a loss must not use if each rank holds one stage of the model.
 
 The loss is computed on the last stage. What it takes from other stages besides the hidden state
 (activations caught by hooks, their parameters) would be missing there, and nothing would fail. The
-same is true of a norm over ``model.parameters()``: each process has its own stage's.
+same goes for a norm over ``model.parameters()``: each rank has only its own stage's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CLIPPING = ("torch.nn.utils.clip_grad", "clip_grad_norm_")
 
 
 def list_far_modules(model: nn.Module, layout: Layout, plan: ModelPlan) -> dict[str, nn.Module]:
-    """The blocks, and what is in them, that do not run where the loss is computed."""
+    """The blocks, and their modules, that do not run where the loss is computed."""
     return list_inner_modules(model, plan.blocks[: layout.stages[-1].start])
 
 
 def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
-    """Say that a hook watches what the loss cannot see; empty where none does."""
+    """The problem with a hook that sees what the loss cannot; empty if there is none."""
     watched = find_watched(far)
     if not watched:
         return ""
@@ -40,7 +40,7 @@ def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
 
 
 def refuse_reading_all(context: StageContext) -> None:
-    """Raise where all parameters are read for a loss, or for torch's clipping by their norm."""
+    """Raise if all parameters are read for a loss, or for torch's clipping by their norm."""
     if context.stage is not None and not context.is_in_model:
         raise RapidformerError(
             f"{FLAG}: the forward step goes through all of model.parameters(), of which each "
@@ -56,7 +56,7 @@ def refuse_reading_all(context: StageContext) -> None:
 
 
 def _is_clipping() -> bool:
-    """Whether torch's own clipping is asking."""
+    """Whether the caller is torch's own clipping."""
     frame = inspect.currentframe()
     for _ in range(8):
         if frame is None:
@@ -68,7 +68,7 @@ def _is_clipping() -> bool:
 
 
 def explain_gradient_error(error: RuntimeError) -> Exception:
-    """The same, or what it means where the forward step asked for gradients itself."""
+    """The same error, or an explanation if the forward step asked for gradients itself."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

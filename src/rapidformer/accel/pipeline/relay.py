@@ -1,8 +1,8 @@
-"""A call of the model outside of training: each stage runs its part, everybody gets the output.
+"""A call of the model outside training: each stage runs its part, all ranks get the output.
 
-So evaluation, prediction and generation are written as for a whole model. It is slow on purpose:
-one process works at a time. What a reader would get wrong: every process of the pipeline must make
-the same calls, as all of them do where they run the same program on the same rows.
+So evaluation, prediction and generation are written as for a whole model. It is slow: one rank
+works at a time. Every rank of the pipeline must make the same calls, as all do when they run the
+same program on the same rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def relay_call(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Any:
-    """``run()`` calls the model; returns the last stage's output, on every process."""
+    """``run()`` calls the model; returns the last stage's output, on every rank."""
     process = dist.get_rank(group)
     hidden: Tensor | None = None
     output: Any = None
@@ -73,7 +73,7 @@ def _receive(
 
 
 class _Slot:
-    """Where a tensor stands in an output whose tensors travel on their own."""
+    """The position of a tensor in an output whose tensors are sent separately."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -82,7 +82,7 @@ class _Slot:
 def broadcast_nested(
     value: Any, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> Any:
-    """A nested value of one process of the group, on all of them; tensors travel as tensors."""
+    """A nested value of one rank of the group, on all of them; tensors are sent as tensors."""
     is_source = dist.get_rank(group) == source
     tensors: list[Tensor] = []
     box: list[Any] = [None]

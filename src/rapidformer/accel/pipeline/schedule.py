@@ -1,9 +1,9 @@
-"""torch's pipeline schedules over our stages, for micro-batches of any shape.
+"""torch's pipeline schedules on our stages, for micro-batches of any shape.
 
 torch fixes the shapes between stages at the first step. Here a stage asks, before each receive,
-what shape its input will have; gradients have the shape of what was sent. What a reader would get
-wrong: the tensors that travel through ``step`` are only the *numbers* of micro-batches; the
-micro-batches themselves are on every process.
+what shape its input will have; gradients have the shape of what was sent. The tensors passed
+through ``step`` are only the *numbers* of micro-batches; the micro-batches themselves are on every
+rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rapidformer.accel.pipeline.layout import Layout, Stage
 from rapidformer.log import warn_once
 
 RunStage = Callable[[Stage, int, Tensor | None], Tensor]
-"""A stage's forward pass for the micro-batch of that number; gives its output, or the loss."""
+"""A stage's forward pass for the micro-batch of that number; returns its output, or the loss."""
 
 
 class StageModule(nn.Module):
@@ -40,7 +40,7 @@ class StageModule(nn.Module):
         self._get_parameters = parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All of the model's on this process: zero-bubble looks for those of the stage itself."""
+        """All of the model's on this rank: zero-bubble picks those of the stage itself."""
         return (p for p in self._get_parameters() if p.requires_grad)
 
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
@@ -97,16 +97,16 @@ class _FlexibleStage(PipelineStage):
         """Shapes are checked where a stage is entered."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """The same: torch knows the placeholder's shape only."""
+        """The same: torch knows only the placeholder's shape."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # A process that has two neighbouring stages would send to itself, which gloo cannot.
+        # A rank with two neighbouring stages would send to itself, which gloo cannot.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
 class ScheduledSteps:
-    """One schedule for so many micro-batches; made anew where their number changes."""
+    """One schedule for this many micro-batches; rebuilt when their number changes."""
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class ScheduledSteps:
 
 
 def choose_kind(layout: Layout, count: int) -> type:
-    """torch's class for the schedule; another one where there are too few micro-batches for it."""
+    """torch's class for the schedule; a different one if there are too few micro-batches for it."""
     processes = layout.num_processes
     if layout.schedule == "zero-bubble":
         return ScheduleZBVZeroBubble
     if layout.schedule == "interleaved":
         if count % max(1, count // processes) == 0:
             return ScheduleInterleaved1F1B
-        # Not an even number of rounds; all forward passes come before all backward passes then.
+        # The micro-batches do not divide into equal rounds: all forward passes come first.
         warn_once(
             f"--pipeline-schedule interleaved: {count} micro-batches per update do not come in "
             f"equal rounds of {processes} processes or more, so such an update runs its forward "
@@ -176,5 +176,5 @@ def choose_kind(layout: Layout, count: int) -> type:
 
 
 def _pass_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is the loss already."""
+    """The last stage's output is already the loss."""
     return output

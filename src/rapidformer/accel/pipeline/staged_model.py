@@ -1,10 +1,10 @@
 """The user's model, once it is cut: what a call of it means.
 
-In a schedule a call runs the stage at hand and, unless that is the last, ends the user's forward
-step. Anywhere else, without gradients, it is relayed through all stages and returns the real output
-on every process. What a reader would get wrong: two methods are needed for the end of a stage.
-``forward`` catches it, so that hooks around it (FSDP's) see an ordinary return; ``__call__``,
-outside of all hooks, raises it again for the user's code.
+In a schedule a call runs the current stage and, unless that is the last, ends the user's forward
+step. Elsewhere, without gradients, it is relayed through all stages and returns the real output on
+every rank. Ending a stage takes two methods: ``forward`` catches the end, so that hooks around it
+(FSDP's) see an ordinary return; ``__call__``, outside all hooks, raises it again for the user's
+code.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Relay = Callable[[Callable[[], Any]], Any]
 
 
 def apply_staged_calls(model: nn.Module, context: StageContext, relay: Relay) -> nn.Module:
-    """Let calls of the model go by the context, or through the relay; in place."""
+    """Make calls of the model follow the context, or go through the relay; in place."""
     extend(model, "stages", lambda cls: _build_staged(cls, context, relay))
     return model
 
 
 def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, Any]:
     accepted = inspect.signature(cls.forward).parameters
-    # An adapter's model hands what it does not know to the one inside.
+    # An adapter's model passes unknown attributes on to the one inside.
     is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
 
     @functools.wraps(cls.forward)
@@ -72,7 +72,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, An
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
         yield from cls.named_parameters(self, *args, **kwargs)
-        # At the end: to ask the first one for its device is no harm.
+        # At the end of the list: reading the first one's device is harmless.
         refuse_reading_all(context)
 
     members: dict[str, Any] = {
@@ -117,11 +117,11 @@ def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _build_generate(cls: Any, context: StageContext, relay: Relay) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without a cache, which would hold the blocks of one process only.
+        # Without a cache, which would hold one rank's blocks only.
         kwargs["use_cache"] = False
         if not hasattr(self, "get_base_model"):
             return cls.generate(self, *args, **kwargs)
-        # An adapter's model lets the one inside generate: for so long, that one is called.
+        # An adapter's model lets the one inside generate: meanwhile, that one is called.
         inner = self.get_base_model()
         apply_staged_calls(inner, context, relay)
         try:

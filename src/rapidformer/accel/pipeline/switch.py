@@ -7,7 +7,7 @@ from rapidformer.accel.pipeline.pipeline import build_pipeline
 
 
 def apply(assembly: Assembly) -> str:
-    """Keep this process's stages only: the plan that follows is theirs."""
+    """Keep only this rank's stages; the plan then covers just those."""
     pipeline = build_pipeline(
         assembly.model,
         assembly.whole_plan,

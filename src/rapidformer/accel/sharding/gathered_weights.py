@@ -1,10 +1,10 @@
-"""Gathered weights: when they are released, so that nobody uses or changes a stale copy.
+"""Gathered weights: when they are released, so that no stale copy is used or changed.
 
 ZeRO-1 and ZeRO-2 keep weights gathered from a forward pass to the end of its backward pass. After a
-pass without a backward pass (a look at validation data) they would stay gathered: the optimizer
-would update the shards while later passes used the old copies, and a user's change to the weights
-would change only the copies. So weights are resharded after such a pass and before every update,
-and changes that were made to gathered weights are copied to the shards.
+pass without a backward pass (on validation data, say) they would stay gathered: the optimizer would
+update the shards while later passes used the old copies, and a user's change to the weights would
+change only the copies. So weights are resharded after such a pass and before every update, and
+changes made to gathered weights are copied to the shards.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class GatheredWeights:
         self.is_kept = False
         self._versions: dict[Any, int] = {}
         if stage < 3:  # ZeRO-3 reshards after every forward pass anyway
-            # Kept out of a model that is compiled as a whole, as torch does with its own hooks.
+            # Kept out of a model compiled as a whole, like torch's own hooks.
             skip = torch.compiler.disable
             model.register_forward_pre_hook(skip(self._before_forward), prepend=True)
             model.register_forward_hook(skip(self._after_forward))
 
     def release(self) -> None:
-        """Reshard what is gathered."""
+        """Reshard gathered weights."""
         self._keep_changes()
         for module in self._modules:
             module.reshard()
@@ -62,7 +62,7 @@ class GatheredWeights:
         return whole
 
     def _wait_for_reductions(self, gradient: torch.Tensor) -> None:
-        # fully_shard adds to the shard's gradient on streams that autograd knows nothing of.
+        # fully_shard adds to the shard's gradient on streams that autograd does not know about.
         wait_for_reductions(self._modules[0])
 
     def watch_updates(self, optimizer: Optimizer) -> None:
@@ -78,12 +78,12 @@ class GatheredWeights:
             self.release()
 
     def _keep_changes(self) -> None:
-        """Copy to the shards what a user has done to gathered weights."""
+        """Copy a user's changes to gathered weights to the shards."""
         for group in self._list_groups():
             if not group.is_unsharded:
                 continue
             for parameter in group.fsdp_params:
-                # Gathering leaves the version counter alone: only a user's change moves it.
+                # Gathering does not change the version counter: only a user's change does.
                 whole = parameter.unsharded_param
                 if whole.requires_grad != parameter.sharded_param.requires_grad:
                     parameter.sharded_param.requires_grad_(whole.requires_grad)

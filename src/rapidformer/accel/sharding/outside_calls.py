@@ -1,8 +1,8 @@
-"""Parts of a sharded model that the user calls past the model itself.
+"""Parts of a sharded model that the user calls directly, not through the model.
 
-``fully_shard`` gathers the weights that are in no block (embeddings, the last norm, the head) when
-the model is called. A call of ``model.get_input_embeddings()(ids)`` would find their shards, or,
-where weights are still gathered, compute a gradient after the model's own has been reduced. So each
+``fully_shard`` gathers the weights outside blocks (embeddings, the last norm, the head) when the
+model is called. A call of ``model.get_input_embeddings()(ids)`` would find their shards or, if
+weights are still gathered, compute a gradient after the model's own has been reduced. So each
 module that owns such weights gathers them for a call from outside, and their gradient goes to the
 shards directly.
 """
@@ -28,7 +28,7 @@ from rapidformer.errors import ModelError
 
 
 def serve_outside_calls(model: nn.Module, gathered: GatheredWeights) -> None:
-    """Let embeddings, norms and heads of a sharded model be called by themselves."""
+    """Let embeddings, norms and heads of a sharded model be called on their own."""
     assert isinstance(model, FSDPModule)
     owned: dict[nn.Module, dict[str, Any]] = {}
     for group in list_parameter_groups(model):
@@ -41,7 +41,7 @@ def serve_outside_calls(model: nn.Module, gathered: GatheredWeights) -> None:
 
 
 class _OutsideCall:
-    """Gives a module its whole weights while it is called from outside of the model."""
+    """Gives a module its whole weights while it is called from outside the model."""
 
     def __init__(
         self,
@@ -83,5 +83,5 @@ class _OutsideCall:
     def _is_outside(self) -> bool:
         if self._gathered.is_kept or is_in_forward(self._root):
             return False
-        # Recomputation in the backward pass: what is needed has been gathered.
+        # Recomputation in the backward pass: everything needed is gathered already.
         return not is_in_backward()

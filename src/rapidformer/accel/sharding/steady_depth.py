@@ -1,9 +1,9 @@
-"""Refuses a depth that depends on the data (LayerDrop, early exit) under ZeRO.
+"""Refuse a depth that depends on the data (LayerDrop, early exit) under ZeRO.
 
 Every rank gathers a block's weights when it calls the block, and all ranks must do so together. If
 one rank skips a block, its next call meets the other ranks' call of another block: the run hangs,
-or goes on with weights of the wrong block. So calls of the model with the same arguments must run
-the same blocks every time, which each rank checks by itself before it gathers anything.
+or continues with the wrong block's weights. So calls of the model with the same arguments must run
+the same blocks every time, which each rank checks on its own before it gathers anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Call = tuple[bool, bool, int, frozenset[str]]
 
 
 def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
-    """Raise where a call of the model runs other blocks than an earlier one like it."""
+    """Raise if a call of the model runs other blocks than an earlier one like it."""
     depth = _Depth()
     skip = torch.compiler.disable
     model.register_forward_pre_hook(skip(depth.start), prepend=True, with_kwargs=True)
@@ -48,7 +48,7 @@ class _Depth:
         self._run = []
 
     def note(self, name: str) -> None:
-        if self._call is None or is_in_backward():  # a block by itself, or recomputed
+        if self._call is None or is_in_backward():  # a block on its own, or recomputed
             return
         expected = self._known.get(self._call)
         place = len(self._run)

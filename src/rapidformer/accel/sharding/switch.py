@@ -1,4 +1,6 @@
-"""ZeRO, with its copies (``--hybrid-sharding-size``) and the host's memory (``--cpu-offload``)."""
+"""ZeRO, with replicas of the shards (``--hybrid-sharding-size``) and host memory
+(``--cpu-offload``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from rapidformer.log import warn_once
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Shard the training state over the processes that see different tokens."""
+    """Shard the training state over the ranks with different tokens."""
     model, args = assembly.model, assembly.args
     mesh = _find_mesh(assembly)
     if mesh is None:
@@ -32,7 +34,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
-    """The processes that see different tokens; a single one, where its weights live elsewhere."""
+    """The ranks with different tokens; a single rank if its weights are offloaded."""
     args, topology, device = assembly.args, assembly.topology, assembly.device
     mesh = topology.get_sharding_mesh()
     if mesh is not None:
@@ -50,7 +52,7 @@ def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
 
 
 def _is_reduced_late(args: Settings) -> bool:
-    """Zero-bubble assigns gradients where fully_shard's hooks cannot see it: reduced at the end."""
+    """Zero-bubble assigns gradients unseen by fully_shard's hooks, so they are reduced at the end."""
     return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
 
 

@@ -4,10 +4,10 @@ What each stage keeps whole:
   1  parameters and gradients between micro-batches; gradients are reduced once, at the last one
   2  parameters; gradients are reduced and scattered in every micro-batch
   3  nothing: parameters are gathered block by block
-Optimizer state is split in all of them. On a mesh of two axes (copies x shards) each group of
-processes along the second has the whole state between them, and gradients are summed along the
-first as well. A module that owns a tied weight stays in the root's group, since two groups cannot
-own one parameter.
+Optimizer state is sharded in all of them. On a mesh of two axes (replicas x shards), each group of
+ranks along the second has a complete copy of the state, and gradients are also summed along the
+first. A module that owns a tied weight stays in the root's group, since two groups cannot own one
+parameter.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ShardedGradients:
             self._root.set_reshard_after_backward(is_last)
 
     def after_backward(self) -> None:
-        """Nothing: fully_shard finishes in the backward pass itself."""
+        """Nothing to do: fully_shard finishes in the backward pass itself."""
 
 
 def apply_sharding(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int, *, offloads: bool = False
 ) -> ShardedGradients:
-    """Split parameters, gradients and optimizer state over the mesh, in place.
+    """Shard parameters, gradients and optimizer state over the mesh, in place.
 
-    With ``offloads`` the shares stay in the host's memory and visit the device for their block.
+    With ``offloads`` the shards stay in host memory and visit the device for their block.
     """
     options = get_sharding_options(mesh, stage, offloads=offloads)
     tied_names = {name for group in plan.tied for name in group}
@@ -65,11 +65,11 @@ def apply_sharding(
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are sums over the processes; the engine divides once, by the true count.
-            # Both calls are needed: the factor alone is refused by gloo.
+            # Gradients are sums over the ranks; the engine divides once, by the exact count. Both
+            # calls are needed: gloo refuses the factor alone.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            # Over torch's own refusal, which says neither why nor what to do.
+            # Instead of torch's own refusal, which says neither why nor what to do.
             module.__dict__["__deepcopy__"] = _refuse_copy
     gradients = ShardedGradients(model, stage)
     serve_outside_calls(model, gradients.gathered_weights)
@@ -80,7 +80,7 @@ def apply_sharding(
 
 
 def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
-    """What ``fully_shard`` is told, for every module of a model."""
+    """The arguments of ``fully_shard``, for every module of a model."""
     policy = OffloadPolicy()
     if offloads:
         # Pinned memory needs an accelerator; asking for it without one is an error.
@@ -91,10 +91,10 @@ def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dic
 def _build_generate(
     cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool
 ) -> dict[str, Any]:
-    """Let ``generate`` work on split weights.
+    """Let ``generate`` work on sharded weights.
 
-    It calls an encoder by itself, past the root whose weights (the embeddings) the encoder uses;
-    and where weights are gathered in every forward pass, all processes must do equally many.
+    It calls an encoder directly, bypassing the root whose weights (the embeddings) the encoder
+    uses; and if weights are gathered in every forward pass, all ranks must do equally many.
     """
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,3 +1,3 @@
-"""Tensor parallelism: ``parallel`` applies it, ``styles`` are the layers, ``sequence`` splits
-tokens as well.
+"""Tensor parallelism: ``parallel`` applies it, ``styles`` are the split layers, ``sequence`` also
+splits tokens.
 """

@@ -1,9 +1,8 @@
-"""Whether the weights that tensor parallelism keeps whole have one gradient on all their processes.
+"""Check that weights kept whole under tensor parallelism have the same gradient on all ranks.
 
-A plan may leave out a layer that works on a share of the heads or of the width (a norm of each
-head, an activation with weights of its own). Its gradient is then a part on each process, the
-copies drift apart, and no loss shows it. So the first update compares them; it is the only one that
-waits for the answer.
+A plan may miss a layer that works on a slice of the heads or of the width (a norm per head, an
+activation with weights). Each rank's gradient is then only a part, the copies drift apart, and no
+loss shows it. So the first update compares them; it is the only one that waits for the answer.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from torch.distributed.tensor import DTensor
 from rapidformer.errors import TrainingError
 
 _SHOWN = 5
-# Far above what another order of additions does, far below what a missing sum does.
+# Far above what a different order of summation causes, far below what a missing sum does.
 _TOLERANCE = 0.02
 _FLOOR = 1e-5
 
 
 def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise where processes that share layers have other gradients of a weight they all hold."""
+    """Raise if ranks that share layers have different gradients for a weight they all hold."""
     names, sums = [], []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad and _is_whole(parameter):
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else torch.zeros(1)
             names.append(name)
-            # Two numbers of each gradient: copies that differ differ in one of them.
+            # Two numbers per gradient: copies that differ do so in at least one of them.
             size = max(local.numel(), 1) ** 0.5
             sums.append(torch.stack([local.float().norm(), local.float().sum() / size]).cpu())
     if not names:
         return
     everyone: list[list[list[float]]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, torch.stack(sums).tolist(), group=group)
-    values = torch.tensor(everyone)  # [process, weight, number]
+    values = torch.tensor(everyone)  # [rank, weight, number]
     spread = values.amax(0) - values.amin(0)
     norms = values[:, :, :1].amax(0)
     differing = (spread > norms * _TOLERANCE + norms.amax() * _FLOOR).any(1).tolist()

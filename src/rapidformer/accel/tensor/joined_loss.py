@@ -1,7 +1,8 @@
-"""A loss to which a user has added something made from split parameters: a DTensor.
+"""A loss to which a user has added a term over split parameters: a DTensor.
 
 The sum is right, but its backward pass would send DTensors into the model's plain operations. So
-wherever a plain tensor went into an operation on DTensors, its gradient is made plain again.
+wherever a plain tensor enters an operation on DTensors, its gradient is converted back to a plain
+tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FROM_PLAIN = ("_FromTorchTensorBackward",)
 def join_loss(loss: Tensor) -> Tensor:
     """The loss as a plain tensor that can be back-propagated."""
     if not isinstance(loss, DTensor) or loss.device_mesh.mesh_dim_names != ("tensor",):
-        return loss  # over data-parallel ranks each has its own rows: no sum of theirs is a loss
+        return loss  # data-parallel ranks have their own rows: a sum over them is not the loss
     joined = loss.full_tensor()
     if loss.grad_fn is not None:
         _make_plain_again(loss.grad_fn)
@@ -27,7 +28,7 @@ def join_loss(loss: Tensor) -> Tensor:
 
 
 def _make_plain_again(root: Any) -> None:
-    """Hook every plain operation whose result an operation on DTensors takes."""
+    """Hook every plain operation whose result is used by an operation on DTensors."""
     is_split = _find_split(root)
     waiting, seen = [root], {root}
     while waiting:
@@ -44,7 +45,7 @@ def _make_plain_again(root: Any) -> None:
 
 
 def _find_split(root: Any) -> dict[Any, bool]:
-    """Of each operation of the graph, whether its result is a DTensor: one of its inputs is."""
+    """For each operation of the graph, whether its result is a DTensor: one of its inputs is."""
     found: dict[Any, bool] = {}
     waiting = [root]
     while waiting:

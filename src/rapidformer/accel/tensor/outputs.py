@@ -1,7 +1,7 @@
-"""What a split model hands to its caller: whole, like a model in one process.
+"""The outputs of a split model: whole, like those of one process.
 
 Attention weights are joined over the heads; logits that the model kept split for its own loss are
-joined as soon as somebody computes with them.
+joined once something computes with them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tensor parallelism: each process holds its share of every layer, by the model's plan.
+"""Tensor parallelism: each rank holds its slice of every layer, by the model's plan.
 
-Every parameter becomes a DTensor on the tensor axis: a slice where the plan splits the layer, whole
-(Replicate) elsewhere. Sharding over data-parallel processes then goes on top. A parameter is
-replaced once, for all modules that own it, so tied weights stay tied. What a reader would get
-wrong: nothing is communicated here; all processes hold equal weights already and cut their own.
+Every parameter becomes a DTensor on the tensor axis: a slice if the plan splits the layer, else
+whole (Replicate). Sharding over data-parallel ranks is then applied on top. A parameter is replaced
+once, for all modules that own it, so tied weights stay tied. Nothing is communicated here: all
+ranks already hold equal weights and cut their own slices.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ _COMPUTED = (
 
 @dataclass(kw_only=True)
 class _Cut:
-    """What becomes of one parameter of one module."""
+    """How one parameter of one module is split."""
 
     placement: Placement
     reading: Reading | None = None
 
 
 def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:
-    """Split the model's layers over the mesh, in place; all processes must hold equal weights."""
-    # torch remarks on every weight that is joined for an export in two steps: as it must be.
+    """Split the model's layers over the mesh, in place; all ranks must hold equal weights."""
+    # torch warns about every weight that an export joins in two steps, which is intended.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tensor_plan = find_tensor_plan(model, plan)
     styles = _resolve_styles(model, tensor_plan)
@@ -105,7 +105,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
 
 
 def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
-    """Let attributes that count heads count this process's."""
+    """Make attributes that count heads count this rank's."""
     for name, attributes in plan.divided.items():
         owner = model.get_submodule(name)
         for attribute in attributes:
@@ -115,7 +115,7 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         attention: Any = model.get_submodule(name)
         groups = getattr(attention, "num_key_value_groups", 0)
         if groups and (heads // groups) % size:
-            # Transformers repeats each key head so often; here there is one for all local heads.
+            # transformers repeats each key head this many times; here one serves all local heads.
             attention.num_key_value_groups = heads // size
 
 
@@ -129,7 +129,7 @@ def count_key_value_heads(model: nn.Module, name: str) -> int:
 
 
 def _count_shared_outputs(model: nn.Module, name: str) -> int:
-    """The outputs that are a key of all heads: its turned part. The rest goes to a split layer."""
+    """The outputs that are a key for all heads (its rotated part); a split layer takes the rest."""
     attention: Any = model.get_submodule(name.rpartition(".")[0])
     return int(attention.qk_rope_head_dim)
 
@@ -141,9 +141,9 @@ def _get_split(model: nn.Module, name: str) -> Split:
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
-    """Module to style; a tied weight that one of its owners splits is split for the others too."""
+    """Module -> style; a tied weight that one of its owners splits is split for the others too."""
     styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
-    # A layer whose weights are on another stage of a pipeline has nothing to split.
+    # A layer whose weights are on another pipeline stage has nothing to split.
     styles = {
         m: s
         for m, s in styles.items()
@@ -202,7 +202,7 @@ def _find_problems(
 
 
 def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[str]:
-    """Numbers that each process would have its share of."""
+    """Numbers that are divided by the tensor-parallel size on each rank."""
     for name, attributes in plan.divided.items():
         for attribute in attributes:
             number = getattr(model.get_submodule(name), attribute, None)
@@ -249,15 +249,15 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
 
 
 def list_choices(number: int) -> str:
-    """The divisors of a number, in words: what may be chosen."""
+    """The divisors of a number as text: the possible choices."""
     choices = [str(n) for n in range(1, number + 1) if number % n == 0]
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
-    """A number from the model's configuration; 0 where it has none."""
+    """A number from the model's configuration; 0 if it has none."""
     config = getattr(model, "config", None)
-    # A model of pictures and words keeps the heads in a configuration inside.
+    # A multimodal model keeps the heads in a nested configuration.
     text_config = getattr(config, "get_text_config", lambda: config)()
     number = getattr(text_config, name, None)
     return number if isinstance(number, int) else 0
@@ -275,7 +275,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _get_dim(module: nn.Module, style: str) -> int:
-    """The dimension of the weight that is split: outputs of a Linear come first, of others last."""
+    """The dimension to split: a Linear's outputs come first, those of other layers last."""
     is_row = style.startswith("rowwise")
     if style == "embedding_rowwise":
         return 0
@@ -304,10 +304,10 @@ def _cut_module(
 
 
 def _cut_fused(module: nn.Module, parts: int, mesh: DeviceMesh) -> dict[str, _Cut]:
-    """Matrices side by side, of each of which this process has its share.
+    """Fused matrices, each of them split over the ranks.
 
-    The bias stays whole and is sliced when it is read: FSDP, which splits dimension 0 as well,
-    would put its strided slices together in the wrong order.
+    The bias stays whole and is sliced when read: FSDP, which shards dimension 0 as well, would join
+    its strided slices in the wrong order.
     """
     group = mesh.get_group()
     dim = _get_dim(module, "colwise")
@@ -324,7 +324,7 @@ def _cut_fused(module: nn.Module, parts: int, mesh: DeviceMesh) -> dict[str, _Cu
 
 
 def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[str, _Cut]:
-    """More processes than key/value heads: the weight stays whole, each process reads its head."""
+    """More ranks than key/value heads: the weight stays whole, and each rank reads its head."""
     group = mesh.get_group()
     head = mesh.get_local_rank() * heads // mesh.size()
     size = _get_weight(module).shape[0] // heads
@@ -338,7 +338,7 @@ def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[st
 def _replace_parameters(
     model: nn.Module, cuts: dict[nn.Module, dict[str, _Cut]], mesh: DeviceMesh
 ) -> dict[nn.Module, dict[str, Reading]]:
-    """Put DTensors in the parameters' places, one for all owners; returns how they are read."""
+    """Replace parameters by DTensors, one for all owners; returns how they are read."""
     readings: dict[nn.Module, dict[str, Reading]] = defaultdict(dict)
     for owners in _find_owners(model).values():
         found = [cuts[module][name] for module, name in owners if name in cuts.get(module, {})]
@@ -363,7 +363,7 @@ def _get_weight(module: nn.Module) -> Tensor:
 
 
 def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """This process's part of a weight that all of them hold, as a DTensor."""
+    """This rank's slice of a weight that all ranks hold, as a DTensor."""
     whole = parameter.data
     if placement.is_replicate():
         local = whole
@@ -396,7 +396,7 @@ def _extend(
     if style in _CLASSES:
         classes = (_CLASSES[style],)
     if isinstance(module, nn.Embedding) and style == "colwise":
-        classes = ()  # ids are whole, and its rows are read in parts: nothing to send
+        classes = ()  # ids are whole, and its rows are read by slice: nothing to send
     if style in ("embedding_rowwise", "colwise_gather_output"):
         split.length = _get_weight(module).shape[0]
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
@@ -405,7 +405,7 @@ def _extend(
 
 
 def _localize_padding(module: nn.Embedding, split: Split) -> None:
-    """The padding row, which gets no gradient, lies in one process's part alone."""
+    """The padding row, which gets no gradient, is in one rank's slice only."""
     if module.padding_idx is not None:
         start, end = get_share(split.length, split.group)
         is_mine = start <= module.padding_idx < end

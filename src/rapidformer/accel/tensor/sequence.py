@@ -1,12 +1,12 @@
-"""Sequence parallelism: between its split layers, each process holds its share of the tokens.
+"""Sequence parallelism: between its split layers, each rank holds its slice of the tokens.
 
-What tensor parallelism leaves whole on every process (norms, dropout, residual sums) is divided by
-tokens: each rank takes its share before the first block; attention and feed-forward layers gather
+What tensor parallelism leaves whole on every rank (norms, dropout, residual sums) is split by
+tokens: each rank takes its slice before the first block; attention and feed-forward layers gather
 all tokens and scatter their sums; after the last block tokens are joined. A part of a block that
-the plan does not know is given all tokens, as without the switch. Only in training: an evaluation
-keeps its tokens together. Rows of any length will do; shares may differ by a few tokens. Where
-somebody looks at activations between the blocks (a hook, ``output_hidden_states``), that forward
-pass keeps its tokens together as well.
+the plan does not know gets all tokens, as without the switch. Only in training: an evaluation keeps
+its tokens together. Rows may have any length; slices may differ by a few tokens. If something reads
+activations between the blocks (a hook, ``output_hidden_states``), that forward pass keeps its
+tokens together too.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
 
 _GATHERED = {"colwise", "key_value", "fused_qkv"}
-# Styles after which the outputs are a share, whose sums may be scattered by tokens.
+# Styles whose outputs are a slice, and whose sums can be scattered by tokens.
 _KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
 def apply(assembly: Assembly) -> str:
-    """Split the tokens of the blocks that this process has."""
+    """Split the tokens of this rank's blocks."""
     mesh, tensor_plan = assembly.topology.get_submesh("tensor"), assembly.tensor_plan
     assert mesh is not None and tensor_plan is not None
     stacks = assembly.pipeline.stacks if assembly.pipeline else ()
@@ -60,9 +60,9 @@ def apply_sequence_parallel(
     mesh: DeviceMesh,
     stacks: Sequence[tuple[str, ...]] = (),
 ) -> nn.Module:
-    """Split the tokens between the layers of every block, which are split already.
+    """Split the tokens between the layers of every block, which are already split.
 
-    ``stacks`` are the blocks of each stage of a pipeline, between which tokens are whole.
+    ``stacks`` are the blocks of each pipeline stage, between which tokens are whole.
     """
     problem = _find_problem(model, plan, tensor_plan)
     if problem:
@@ -95,7 +95,7 @@ def apply_sequence_parallel(
 
 
 class SequenceModel(Style):
-    """The whole model: says which forward passes keep their tokens together."""
+    """The whole model: decides which forward passes keep their tokens together."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = self.rapidformer_split
@@ -104,7 +104,7 @@ class SequenceModel(Style):
         watched = find_watched(split.inner)
         if watched:
             reason = f"a hook on {describe_watched(watched)}"
-        # Not reset at the end: a block that is recomputed in the backward pass must find it.
+        # Not reset at the end: a block recomputed in the backward pass must find it.
         split.region.is_off = reason is not None
         if reason and self.training:
             warn_once(
@@ -116,17 +116,17 @@ class SequenceModel(Style):
 
 
 def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:
-    """Modules whose own layers are split by outputs: before them the tokens must be whole."""
+    """Modules whose own layers are split by outputs: they need whole tokens as input."""
     return {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
 
 
 def _find_whole(
     block: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
 ) -> Iterator[str]:
-    """Parts of a block that must be given all tokens, and give all of them back.
+    """Parts of a block that must get all tokens, and return all of them.
 
-    A part has a style that keeps its outputs together, or something inside that the plan does not
-    know (it may be an attention, or a mixture of experts).
+    Such a part has a style that keeps its outputs together, or contains something the plan does not
+    know (possibly an attention, or a mixture of experts).
     """
     for child, part in module.named_children():
         name = f"{block}.{child}"
@@ -142,7 +142,7 @@ def _find_whole(
 def _find_unknown(
     name: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
 ) -> Iterator[str]:
-    """Modules that are not known to treat each token by itself."""
+    """Modules that are not known to treat each token separately."""
     if name in plan.styles or name in gatherers or not any(True for _ in module.parameters()):
         return
     children = list(module.named_children())

@@ -1,12 +1,11 @@
 """What a module does once its layer is split: a subclass of its own class, per style.
 
-Parameters are DTensors on the tensor axis; whoever *reads* one (``self.weight``, in whatever code)
-gets this process's part as a plain tensor, with the right gradient behind it (outside of any
-module's call: the whole weight). So arithmetic in a layer is plain, and clipping, optimizers and
-checkpoints see one kind of tensor. What a reader would get wrong: a weight that every process holds
-whole but uses on its own share (of heads, or of tokens) has a different gradient on each; it is
-read through ``copy_in``, which sums them in each backward pass, so that accumulation adds sums and
-never sums twice.
+Parameters are DTensors on the tensor axis; code that *reads* one (``self.weight``, anywhere) gets
+this rank's slice as a plain tensor, with the right gradient behind it (outside any module's call:
+the whole weight). So arithmetic in a layer is plain, and clipping, optimizers and checkpoints see
+one kind of tensor. A weight that every rank holds whole but uses on its own slice (of heads, or of
+tokens) has a different gradient on each; it is read through ``copy_in``, which sums them in each
+backward pass, so accumulation adds sums and never sums twice.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ _SEQUENCE_DIM = 1
 
 @dataclass(eq=False)
 class SequenceRegion:
-    """The stretch of a model in which each process holds its share of the tokens."""
+    """The part of a model in which each rank holds its slice of the tokens."""
 
     group: Group
     length: int = 0
-    """Tokens of the rows that are passing through."""
+    """Number of tokens in the current rows."""
     is_off: bool = False
-    """True while tokens stay whole: somebody looks at them between the blocks."""
+    """True while tokens stay whole: something reads them between the blocks."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         if hidden.dim() != 3:
@@ -85,26 +84,27 @@ class SequenceRegion:
 
 @dataclass(kw_only=True, eq=False)
 class Split:
-    """What a module needs to know of its part; it is kept on the module itself."""
+    """What a module needs to know about its slice; stored on the module itself."""
 
     mesh: DeviceMesh
     readings: Mapping[str, Reading] = field(default_factory=dict)
-    """What a whole parameter becomes where this process uses a part of it only."""
+    """How to read a whole parameter of which this rank uses only a slice."""
     length: int = 0
-    """Size of the split dimension, all processes together (vocabulary)."""
+    """Size of the split dimension over all ranks (vocabulary)."""
     keeps_output_split: bool = False
-    """True while the loss is computed from split logits: they are not joined then."""
+    """True while the loss is computed from split logits, which are not joined then."""
     region: SequenceRegion | None = None
     """Set for modules inside blocks whose tokens are split in training."""
     shared_outputs: int = 0
-    """How many of the last outputs, whole here, every process uses on its own heads."""
+    """How many of the last outputs, whole here, every rank uses on its own heads."""
     head: Split | None = None
     """For a model whose loss takes split logits: its head's."""
     inner: Mapping[str, nn.Module] = field(default_factory=dict)
-    """For a model whose tokens are split: its blocks and what is in them."""
+    """For a model whose tokens are split: its blocks and their modules."""
     surroundings: SequenceRegion | None = None
-    """Set where tokens are split around the module: whole weights then have partial gradients (of
-    this process's tokens, or heads), which are summed."""
+    """Set if tokens are split around the module: whole weights then have partial gradients (of this
+    rank's tokens, or heads), which are summed.
+    """
 
     @property
     def group(self) -> Group:
@@ -112,12 +112,12 @@ class Split:
 
 
 def read_parameter(module: nn.Module, name: str) -> Tensor | None:
-    """This process's part of a parameter, for arithmetic."""
+    """This rank's slice of a parameter, for arithmetic."""
     parameter = get_parameter_table(module)[name]
     holder: Any = module
     split: Split = holder.rapidformer_split
     if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
-        # At rest, sharded over other processes too: only those who shard it look at it now.
+        # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
         return parameter
     if not _is_inside_a_call():
         return _read_outside(parameter, split)
@@ -134,20 +134,20 @@ _running_calls = 0
 
 
 def _is_inside_a_call() -> bool:
-    """Whether a split module runs: its own arithmetic takes this process's part of a weight."""
-    # In a backward pass blocks are recomputed; a compiled block knows nothing of who calls it.
+    """Whether a split module runs: its own arithmetic uses this rank's slice of a weight."""
+    # Blocks are recomputed in a backward pass; a compiled block does not know its caller.
     return torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()
 
 
 def _read_outside(parameter: DTensor, split: Split) -> Tensor:
-    """A weight in a user's hands: whole, as in one process; to be changed, the parameter itself."""
+    """A weight in user code: whole, as in one process; for changing it, the parameter itself."""
     placement: Any = parameter.placements[0]
     if not torch.is_grad_enabled():
         return parameter
     if placement.is_replicate():
         return parameter.to_local()
     if type(placement) is not Shard:
-        return parameter  # parts that are apart: torch's own operations join them
+        return parameter  # the slices are not contiguous: torch's own operations join them
     dim = placement.dim
     return join_on_demand(
         parameter.to_local(), dim, parameter.shape[dim], split.group, source=parameter
@@ -155,12 +155,12 @@ def _read_outside(parameter: DTensor, split: Split) -> Tensor:
 
 
 def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegion]:
-    """Whether processes hold shares of the tokens there, if a module trains."""
+    """Whether ranks hold slices of the tokens there, if a module trains."""
     return region is not None and not region.is_off
 
 
 def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
-    """Give a module the subclass that reads its parameters in parts and acts by the styles."""
+    """Give a module the subclass that reads its parameters in slices and acts by the styles."""
     names = tuple(name for name, p in get_parameter_table(module).items() if p is not None)
     holder: Any = module
     holder.rapidformer_split = split
@@ -209,7 +209,7 @@ def _build_reader(name: str) -> property:
 
 
 class Style:
-    """What the style classes rely on; each stands before the module's own class."""
+    """What the style classes rely on; each is placed in front of the module's own class."""
 
     rapidformer_split: Split
     training: bool
@@ -232,21 +232,21 @@ class Style:
     def _multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self, nn.Linear):
             return functional.linear(hidden, self.weight, bias)
-        # GPT-2's Conv1D: the weight is the other way round.
+        # GPT-2's Conv1D: the weight is transposed.
         rows = hidden.reshape(-1, hidden.shape[-1])
         product = rows @ self.weight if bias is None else torch.addmm(bias, rows, self.weight)
         return product.view(*hidden.shape[:-1], -1)
 
 
 class Colwise(Style):
-    """Computes this process's share of the outputs."""
+    """Computes this rank's slice of the outputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._multiply(self._take_whole(hidden), self.bias)
 
 
 class ColwiseGathered(Style):
-    """Computes this process's share of the outputs and joins all of them."""
+    """Computes this rank's slice of the outputs and joins all of them."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         split = self.rapidformer_split
@@ -262,25 +262,26 @@ class ColwiseGathered(Style):
 
 
 class Rowwise(Style):
-    """Multiplies this process's share of the inputs; the products of all are summed."""
+    """Multiplies this rank's slice of the inputs; the products of all ranks are summed."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         total = self._sum(self._multiply(hidden, None))
         bias = self.bias
-        # In the sum's own precision, as a whole layer would: not promoted to the bias's fp32.
+        # In the sum's own precision, like a whole layer: not promoted to the bias's fp32.
         return total if bias is None else total + bias.to(total.dtype)
 
 
 class RowwiseSplit(Rowwise):
-    """The same from a whole input."""
+    """The same for a whole input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(slice_in(hidden, -1, self.rapidformer_split.group))
 
 
 class SharedOutputs(Style):
-    """A whole layer, of whose outputs the first go on to a split layer, which takes care of their
-    gradients, and the last are used on each process's own heads: their gradients are summed."""
+    """A whole layer whose first outputs go to a split layer, which handles their gradients, and
+    whose last outputs are used on each rank's own heads: those gradients are summed.
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
         split = self.rapidformer_split
@@ -292,12 +293,12 @@ class SharedOutputs(Style):
 
 
 class VocabularyEmbedding(Style):
-    """Looks up the ids of this process's part of the vocabulary; the others give zero."""
+    """Looks up the ids in this rank's slice of the vocabulary; others give zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.rapidformer_split
         first, end = get_share(split.length, split.group)
-        # An id that nobody has would become zeros; a whole embedding refuses it.
+        # An id that no rank has would become zeros; a whole embedding refuses it.
         check_ids(ids, split.length, "an id of the batch")
         is_foreign = (ids < first) | (ids >= end)
         found = super().forward((ids - first).masked_fill(is_foreign, 0))  # type: ignore[misc]
@@ -308,7 +309,7 @@ class VocabularyEmbedding(Style):
 
 
 class TokenGatherer(Style):
-    """An attention or feed-forward layer: takes a share of the tokens, works on all of them."""
+    """An attention or feed-forward layer: takes a slice of the tokens, works on all of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
@@ -318,7 +319,7 @@ class TokenGatherer(Style):
 
 
 class WholeTokens(Style):
-    """A layer that knows nothing of split tokens: it is given all of them, and its result split."""
+    """A layer that knows nothing of split tokens: gets all of them, and its result is split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
@@ -329,7 +330,7 @@ class WholeTokens(Style):
 
 
 class FirstBlock(Style):
-    """The block before which each process takes its share of the tokens."""
+    """The block before which each rank takes its slice of the tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region = self.rapidformer_split.region
@@ -352,7 +353,7 @@ class LastBlock(Style):
 def replace_first(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Change a layer's hidden states: its first argument, by whatever name it comes."""
+    """Change a layer's hidden states: its first argument, under any name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states"
@@ -360,7 +361,7 @@ def replace_first(
 
 
 def replace_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change a layer's hidden states: what it returns, or the first of it."""
+    """Change a layer's hidden states: its result, or the first element of it."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     return change(output)

@@ -1,4 +1,4 @@
-"""``--tensor-model-parallel-size``: split every layer over neighbouring processes."""
+"""``--tensor-model-parallel-size``: split every layer over neighbouring ranks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The loss over a split vocabulary: in training, no process holds a whole row of logits.
+"""The loss over a split vocabulary: in training, no rank holds a whole row of logits.
 
-It is switched on where the model computes its own loss by a function that we know: Hugging Face's
-``loss_function``, or a plan that says ``has_split_losses``. Everywhere else (losses that users
-compute from ``logits``, evaluation) the head joins its outputs, which is right for any code. What a
-reader would get wrong: only inside of the model are logits then a DTensor. ``outputs.logits`` are
-joined as soon as somebody computes with them (``accel/on_demand.py``).
+Used if the model computes its own loss by a function that we know: Hugging Face's
+``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
+``logits``, evaluation) the head joins its outputs, which is right for any code. Logits are then a
+DTensor only inside the model; ``outputs.logits`` are joined once something computes with them
+(``accel/on_demand.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:
-    """Keep the logits split where the model's loss allows it; whether it does."""
+    """Keep the logits split if the model's loss allows it; returns whether it does."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, ColwiseGathered):
         return False
@@ -51,7 +51,7 @@ def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool
 
 
 class LossKeeper(Style):
-    """A model that is given labels in training: its head need not join the logits."""
+    """A model called with labels in training: its head need not join the logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         head = self.rapidformer_split.head
