@@ -60,11 +60,11 @@ def test_who_has_which_stage() -> None:
 @pytest.mark.parametrize(
     ("blocks", "processes", "schedule", "layers", "reason"),
     [
-        (3, 4, None, None, "Model has 3 blocks, and every process needs one: use 3 or fewer"),
-        (1, 2, None, None, "has 1 block, and every process needs one: leave it out"),
-        (6, 4, "zero-bubble", None, "needs two stages on each of the 4 processes.* use 1f1b"),
-        (12, 2, None, 4, "of the 12 blocks of Model: use 1 or 2 or 3"),
-        (12, 2, None, 6, "does not make two or more equal stages per process"),
+        (3, 4, None, None, "Model has 3 blocks, and every rank needs one: use 3 or fewer"),
+        (1, 2, None, None, "has 1 block, and every rank needs one: remove the flag"),
+        (6, 4, "zero-bubble", None, "needs two stages on each of the 4 ranks.* use 1f1b"),
+        (12, 2, None, 4, "the 12 blocks of Model into .* per rank: use 1 or 2 or 3"),
+        (12, 2, None, 6, "into two or more equal stages per rank"),
     ],
 )
 def test_what_cannot_be_laid_out_says_what_can(
@@ -135,7 +135,7 @@ class Mapped(nn.Module):
 
 
 def test_blocks_that_run_twice_are_refused() -> None:
-    with pytest.raises(ModelError, match="do not run one after the other, each of them once"):
+    with pytest.raises(ModelError, match="do not run one after the other, each once"):
         _find(Mapped(calls_twice=True))
 
 

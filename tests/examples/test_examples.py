@@ -46,7 +46,7 @@ def test_black_box(processes: int, small_model: Path, small_data: Path, tmp_path
     assert "64 = 16 micro" in done.stderr
     assert "torch.compile of 2 blocks with inductor" in done.stderr
     if processes == 2:
-        assert "ZeRO: stage 1 over 2 processes" in done.stderr
+        assert "ZeRO: stage 1 over 2 ranks" in done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [1, 2, 3, 4, 5, 6]

@@ -365,11 +365,11 @@ def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
     for message, reason in zip(
         two,
         (
-            "its decoder looks at an encoder's output, which has tokens of its own",
-            "let rapidformer_plan() say 'has_split_attention': True",
-            "a block calls multi_head_attention_forward, in which tokens meet as well",
-            "layers.0 has not called the attention that shares tokens",
-            "LlamaForCausalLM: something besides its attention looks at all tokens",
+            "its decoder also uses an encoder's output, which has other tokens",
+            "let rapidformer_plan() return 'has_split_attention': True",
+            "a block calls multi_head_attention_forward, which also mixes tokens",
+            "layers.0 did not call the attention that exchanges tokens",
+            "LlamaForCausalLM: something besides its attention uses all tokens",
         ),
         strict=True,
     ):

@@ -308,5 +308,5 @@ def test_a_depth_that_depends_on_the_data_is_refused() -> None:
     runs = [(leave_early, zero(stage), options) for stage in (1, 3)]
     for ranks in run_on_ranks(runs):
         for outcome in ranks:
-            assert outcome.error.startswith("ModelError: the model went on to the end where an")
-            assert "went on to layers.1: its depth depends on the data" in outcome.error
+            assert outcome.error.startswith("ModelError: the model ran no further block, but an")
+            assert "ran layers.1: its depth depends on the data" in outcome.error

@@ -281,8 +281,8 @@ def run_pipelined(loss: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        ("parameters", "the forward step goes through all of model.parameters()"),
-        ("input gradient", "asks for a gradient (torch.autograd.grad) with respect to what"),
+        ("parameters", "the forward step iterates over model.parameters()"),
+        ("input gradient", "takes a gradient (torch.autograd.grad) with respect to what"),
     ],
 )
 def test_a_loss_from_other_stages_is_refused_by_the_last_one(loss: str, message: str) -> None:

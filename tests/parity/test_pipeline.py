@@ -426,14 +426,14 @@ def _refuse(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
 def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     expected = [
         ("t5", {}, "has an encoder and a decoder, not one stack"),
-        ("albert", {}, "the layers of AlbertForMaskedLM are one and the same"),
-        ("skipping", {}, "its output is made from several blocks, not from the last alone"),
+        ("albert", {}, "all layers of AlbertForMaskedLM are the same module"),
+        ("skipping", {}, "its output depends on several blocks, not only on the last"),
         ("moe", {}, "adds a loss of its own in every mixture of experts"),
-        ("gpt2", {"num_layers_per_virtual_pipeline_stage": 3}, "of the 4 blocks of GPT2LMHeadMo"),
+        ("gpt2", {"num_layers_per_virtual_pipeline_stage": 3}, "the 4 blocks of GPT2LMHeadModel"),
         (
             "gpt2",
             {"pipeline_schedule": "zero-bubble", "num_layers_per_virtual_pipeline_stage": 1},
-            "zero-bubble has two stages on each process by itself",
+            "zero-bubble always has two stages on each rank",
         ),
         (
             "gpt2",
@@ -449,7 +449,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
         (
             "shared-bias",
             {"pipeline_schedule": "zero-bubble"},
-            "of SharedBias is handed to several blocks",
+            "of SharedBias is passed to several blocks",
         ),
     ]
     messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]

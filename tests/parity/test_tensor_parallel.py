@@ -442,5 +442,5 @@ def _feed_unknown_ids() -> list[str]:
 def test_ids_that_no_process_has_are_refused() -> None:
     """Each process takes those it does not know for another's: they would become zeros."""
     for first, second in run_in_processes(_feed_unknown_ids, 2):
-        assert "an id of the batch is outside of the 67 of the vocabulary" in first
+        assert "an id in the batch is outside of the 67 of the vocabulary" in first
         assert "a label is outside of the 67 of the vocabulary" in second

@@ -160,9 +160,9 @@ class SharedTorchAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OTHER_MEETINGS:
             raise TrainingError(
-                f"--context-parallel-size: a block calls {func.__name__}, in which tokens meet as "
-                "well. Only torch's scaled_dot_product_attention can be shared: call it instead, "
-                "or leave --context-parallel-size out."
+                f"--context-parallel-size: a block calls {func.__name__}, which also mixes tokens. "
+                "Only torch's scaled_dot_product_attention can be split: call it instead, or "
+                "remove --context-parallel-size."
             )
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)

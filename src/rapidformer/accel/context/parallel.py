@@ -114,7 +114,7 @@ def _find_problems(model: nn.Module, plan: ModelPlan, size: int) -> Iterator[str
     reason = _find_reason(model, plan)
     if reason:
         yield (
-            f"{_FLAG} {size} cannot share the sequences of {name}: {reason} "
+            f"{_FLAG} {size} cannot split the sequences of {name}: {reason} "
             "--zero-3-memory-optimization and --checkpoint-activations save memory on any model."
         )
         return
@@ -131,18 +131,18 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
     if getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     ):
-        return "its decoder looks at an encoder's output, which has tokens of its own."
+        return "its decoder also uses an encoder's output, which has other tokens."
     if len({block.rpartition(".")[0] for block in plan.blocks}) != 1:
         return "its blocks are not one list."
     if any("forward" in vars(block) for block in plan.get_blocks(model)):
-        return "forward was replaced on its blocks themselves (by hooks of another library)."
+        return "forward was replaced on the blocks themselves (by another library's hooks)."
     if plan.has_split_attention:
         return None
     configs = find_configs(model)
     if not configs:
         return (
-            "nothing says where its tokens meet. If that is in torch's "
-            "scaled_dot_product_attention alone, let rapidformer_plan() say "
+            "it is not known where it mixes tokens. If only in torch's "
+            "scaled_dot_product_attention, let rapidformer_plan() return "
             "'has_split_attention': True."
         )
     others = sorted({get_attention(config) for config in configs} - set(KNOWN))
@@ -174,7 +174,7 @@ def _get_tensor_size(model: nn.Module) -> int:
 
 
 def _get_tensor_share(model: nn.Module) -> str:
-    return " per tensor-parallel process" if _get_tensor_size(model) > 1 else ""
+    return " per tensor-parallel rank" if _get_tensor_size(model) > 1 else ""
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -214,9 +214,9 @@ class SharedModel:
             region.is_off = True
             if self.training:
                 warn_once(
-                    f"{_FLAG}: {reason} for activations of all tokens, so every process computes "
-                    "whole sequences: right, but no memory is saved. (A hook that only looks may "
-                    "say so: hook.only_looks = True.)"
+                    f"{_FLAG}: {reason} for activations of all tokens, so every rank computes "
+                    "whole sequences: the result is right, but no memory is saved. (If a hook "
+                    "only looks, set hook.only_looks = True.)"
                 )
         cls: Any = type(self)
         if _takes_cache(cls) and not any(map(is_cache, (*args, *kwargs.values()))):
@@ -296,9 +296,9 @@ class SharedBlock:
             region.length = 0
         if not region.has_attended:
             raise TrainingError(
-                f"{_FLAG}: {place.name} has not called the attention that shares tokens, so its "
-                "tokens meet in some other way, and sharing them would change the result. "
-                f"Leave {_FLAG} out for this model."
+                f"{_FLAG}: {place.name} did not call the attention that exchanges tokens, so it "
+                "mixes them in some other way, and splitting them would change the result. "
+                f"Remove {_FLAG} for this model."
             )
         return output
 

@@ -51,9 +51,9 @@ def prove_context(model: Any, region: ContextRegion) -> None:
 
 def _explain(model: Any, region: ContextRegion, finding: str) -> str:
     return (
-        f"--context-parallel-size {region.size} cannot share the sequences of "
-        f"{describe_model(model)}: something besides its attention looks at all tokens, or at all "
-        f"heads. Tried on a few tokens, whole and shared out, {finding}. Leave it out; "
+        f"--context-parallel-size {region.size} cannot split the sequences of "
+        f"{describe_model(model)}: something besides its attention uses all tokens, or all heads. "
+        f"In a trial on a few tokens, whole and split, {finding}. Remove the switch; "
         "--zero-3-memory-optimization and --checkpoint-activations save memory on any model."
     )
 

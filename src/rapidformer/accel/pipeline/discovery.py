@@ -57,7 +57,7 @@ class _Recorder:
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             if self.hidden:
                 raise _WrongFormError
-            raise ModelError(f"block {index} is not given a hidden state as its first argument")
+            raise ModelError(f"the first argument of block {index} is not a hidden state")
         if self.hidden and hidden.shape != self.hidden[0].shape:
             raise _WrongFormError
         self.order.append(index)
@@ -72,7 +72,7 @@ class _WrongFormError(Exception):
     """The model expects tuples from its blocks and got tensors, or vice versa."""
 
     def __str__(self) -> str:
-        return "its blocks are not each given the output of the one before"
+        return "not every block gets the output of the one before"
 
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
@@ -147,7 +147,7 @@ def _run_hollow(
     finally:
         model.train(was_training)
     if recorder.order != list(range(len(plan.blocks))):
-        raise ModelError("its blocks do not run one after the other, each of them once")
+        raise ModelError("its blocks do not run one after the other, each once")
     usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)
     _read_recorder(usage, recorder, leaves, list(iterate_tensors(output)))
     return usage
@@ -159,19 +159,20 @@ def _read_recorder(
     """Record where parameters are used; refuse a model that passes on more than hidden states."""
     last = len(recorder.order) - 1
     for index, (hidden, others) in enumerate(zip(recorder.hidden, recorder.others, strict=True)):
-        # Whatever happens to the hidden state between two blocks belongs to the earlier one's
-        # stage.
+        # What happens to the hidden state between two blocks belongs to the earlier one's stage.
         _note_uses(usage, [hidden], leaves, max(index - 1, 0))
         _note_uses(usage, others, leaves, index)
         earlier = recorder.given_on[: max(index - 1, 0)]
         is_chained = index == 0 or _is_made_from([hidden], recorder.given_on[index - 1 : index])
         if not is_chained or _is_made_from([hidden], earlier):
-            raise ModelError(f"block {index} does not get the output of the block before it alone")
+            raise ModelError(
+                f"block {index} gets more or other than the output of the block before it"
+            )
         if _is_made_from(others, recorder.given_on[:index]):
-            raise ModelError(f"block {index} is given more of other blocks than its hidden state")
+            raise ModelError(f"block {index} gets more from other blocks than its hidden state")
     _note_uses(usage, output, leaves, last)
     if _is_made_from(output, recorder.given_on[:last]):
-        raise ModelError("its output is made from several blocks, not from the last alone")
+        raise ModelError("its output depends on several blocks, not only on the last")
 
 
 def _note_uses(
@@ -277,7 +278,7 @@ def _explain(model: nn.Module, problem: Exception | None) -> str:
     return (
         f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages: {why}. "
         "Give it a method rapidformer_plan() that returns {'blocks': 'name.of.list', 'before': "
-        "['embedding'], 'after': ['norm', 'head']}: the modules that are used before the first "
+        "['embedding'], 'after': ['norm', 'head']}: the modules used before the first "
         "block and after the last. --tensor-model-parallel-size and --zero-3-memory-optimization "
         "split a model in other ways."
     )

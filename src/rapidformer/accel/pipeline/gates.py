@@ -77,7 +77,7 @@ class StageContext:
         stage = self.stage
         if stage is None:
             raise ModelError(
-                "a part of a model was called by itself, though the model is cut into stages "
+                "a part of a model was called on its own, but the model is cut into stages "
                 "(--pipeline-model-parallel-size): call the whole model."
             )
         if index < stage.start:
@@ -101,8 +101,8 @@ class StageContext:
         assert received is not None
         if received.shape != expected.shape:
             raise RapidformerError(
-                f"a stage received a hidden state of shape {list(received.shape)} and expects "
-                f"{list(expected.shape)}: the forward step must do the same on every process."
+                f"a stage received a hidden state of shape {list(received.shape)} but expected "
+                f"{list(expected.shape)}: the forward step must do the same on every rank."
             )
         if self.on_entry is not None:
             self.on_entry()
@@ -118,9 +118,9 @@ class StageContext:
     def _check_output(self, index: int, output: Any) -> None:
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_tensors(output[1:])):
             raise ModelError(
-                f"block {index} returns more than its hidden state that gradients flow through (a "
-                "mixture of experts' loss?), which --pipeline-model-parallel-size cannot pass on "
-                "between stages. Use --tensor-model-parallel-size or "
+                f"block {index} returns more than its hidden state with a gradient (a mixture of "
+                "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
+                "stages. Use --tensor-model-parallel-size or "
                 "--zero-3-memory-optimization instead."
             )
 

@@ -102,35 +102,35 @@ def _find_problems(
 ) -> Iterator[str]:
     given = f"{FLAG} {processes}"
     if blocks < processes:
-        most = f"use {blocks} or fewer" if blocks > 1 else "leave it out"
+        most = f"use {blocks} or fewer" if blocks > 1 else "remove the flag"
         yield (
-            f"{given}: {model} has {blocks} block{'s' * (blocks != 1)}, and every process needs "
+            f"{given}: {model} has {blocks} block{'s' * (blocks != 1)}, and every rank needs "
             f"one: {most}. --tensor-model-parallel-size and --zero-3-memory-optimization split "
             "the blocks themselves."
         )
         return
     if name == "zero-bubble" and layers is not None:
         yield (
-            f"{_VIRTUAL} {layers}: --pipeline-schedule zero-bubble has two stages on each process "
-            "by itself. Leave one of them out."
+            f"{_VIRTUAL} {layers}: --pipeline-schedule zero-bubble always has two stages on each "
+            "rank. Give only one of them."
         )
     elif name in ("1f1b", "gpipe") and layers is not None:
         yield (
-            f"{_VIRTUAL} {layers} makes several stages of a process, which --pipeline-schedule "
-            f"{name} does not have: use --pipeline-schedule interleaved."
+            f"{_VIRTUAL} {layers} gives a rank several stages, which --pipeline-schedule {name} "
+            "does not support: use --pipeline-schedule interleaved."
         )
     elif layers is not None and (blocks % (layers * processes) or blocks == layers * processes):
         fitting = [n for n in range(1, blocks) if blocks % (n * processes) == 0]
         fitting = [n for n in fitting if n * processes < blocks]
-        choices = f"use {' or '.join(map(str, fitting))}" if fitting else "leave it out"
+        choices = f"use {' or '.join(map(str, fitting))}" if fitting else "remove the flag"
         yield (
-            f"{_VIRTUAL} {layers} x {given} does not make two or more equal stages per process of "
-            f"the {blocks} blocks of {model}: {choices}."
+            f"{_VIRTUAL} {layers} x {given} does not divide the {blocks} blocks of {model} into "
+            f"two or more equal stages per rank: {choices}."
         )
     elif name in ("interleaved", "zero-bubble") and layers is None and blocks < 2 * processes:
         yield (
-            f"--pipeline-schedule {name} needs two stages on each of the {processes} processes, "
-            f"and {model} has {blocks} blocks only: use 1f1b."
+            f"--pipeline-schedule {name} needs two stages on each of the {processes} ranks, "
+            f"but {model} has only {blocks} blocks: use 1f1b."
         )
 
 

@@ -221,8 +221,8 @@ class Pipeline:
         unknown = [name for name in result.parts if name not in self._names]
         if unknown:
             warn_once(
-                f"the forward step names {', '.join(unknown)} in some micro-batches only: with "
-                f"{FLAG} the names of the first one count."
+                f"the forward step returns {', '.join(unknown)} in some micro-batches only: with "
+                f"{FLAG} only the names of the first one are reported."
             )
         nothing = (torch.zeros(()), 0.0)
         pairs = [(result.loss, result.weight)]
@@ -251,15 +251,13 @@ class Pipeline:
 
 def _no_call() -> RapidformerError:
     return RapidformerError(
-        "the forward step returned without calling the model it was given, or called a part of it "
-        f"only: with {FLAG} it must call the model itself, once per micro-batch."
+        "the forward step returned without calling the model, or called only a part of it: with "
+        f"{FLAG} it must call the model itself, once per micro-batch."
     )
 
 
 def _finish_sharded(model: nn.Module) -> None:
-    """Reduce and scatter the remaining gradients, once: torch's own end of a stage, for the whole
-    model.
-    """
+    """Reduce and scatter the remaining gradients, once: torch's end of a stage, for all stages."""
     PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
 
 
@@ -335,23 +333,21 @@ def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> st
     if layout.schedule != "zero-bubble" or not shared:
         return ""
     return (
-        f"--pipeline-schedule zero-bubble: {shared[0]} of {type(model).__name__} is handed to "
-        "several blocks, and this order of work cannot tell what each adds to its gradient: use "
-        "--pipeline-schedule 1f1b or interleaved."
+        f"--pipeline-schedule zero-bubble: {shared[0]} of {type(model).__name__} is passed to "
+        "several blocks, and this schedule cannot separate their contributions to its gradient: "
+        "use --pipeline-schedule 1f1b or interleaved."
     )
 
 
 def _find_problems(model: Any, plan: ModelPlan) -> list[str]:
     config = getattr(model, "config", None)
-    instead = (
-        "--tensor-model-parallel-size and --zero-3-memory-optimization split such a model as well."
-    )
+    instead = "Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
     name = type(model).__name__
     problems = []
     if getattr(config, "is_encoder_decoder", False):
         problems.append(f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}")
     elif getattr(config, "model_type", "") == "albert":
-        problems.append(f"{FLAG}: the layers of {name} are one and the same. {instead}")
+        problems.append(f"{FLAG}: all layers of {name} are the same module. {instead}")
     elif not plan.blocks:
         problems.append(
             f"{FLAG}: no repeated blocks were found in {name}. Give it a method "

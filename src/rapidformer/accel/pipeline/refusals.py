@@ -33,9 +33,9 @@ def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
         return ""
     return (
         f"{FLAG}: there is a hook on {describe_watched(watched)}, which runs on another stage than "
-        "the loss, so a loss made from what it catches would be another one. Hook blocks of the "
-        "last stage only, or use --tensor-model-parallel-size or --zero-3-memory-optimization "
-        "instead. If the hook only looks, say so: hook.only_looks = True."
+        "the loss, so a loss that uses its results would be wrong. Hook blocks of the last stage "
+        "only, or use --tensor-model-parallel-size or --zero-3-memory-optimization instead. If the "
+        "hook only looks, set hook.only_looks = True."
     )
 
 
@@ -43,14 +43,14 @@ def refuse_reading_all(context: StageContext) -> None:
     """Raise if all parameters are read for a loss, or for torch's clipping by their norm."""
     if context.stage is not None and not context.is_in_model:
         raise RapidformerError(
-            f"{FLAG}: the forward step goes through all of model.parameters(), of which each "
-            "process holds those of its own stage, so a penalty over them would be another one. "
-            "For a penalty on their size use --weight-decay; otherwise use "
-            "--tensor-model-parallel-size or data parallelism, which take such a loss as it is."
+            f"{FLAG}: the forward step iterates over model.parameters(), but each rank holds only "
+            "those of its own stage, so a penalty over them would be wrong. For a penalty on their "
+            "size use --weight-decay; otherwise use --tensor-model-parallel-size or data "
+            "parallelism, which support such a loss."
         )
     if _is_clipping():
         raise RapidformerError(
-            f"{FLAG}: torch's clip_grad_norm_ takes the norm of this process's own stage. Call "
+            f"{FLAG}: torch's clip_grad_norm_ uses the norm of this rank's own stage only. Call "
             "engine.clip_grad_norm(max_norm) instead, or leave it to --clip-grad."
         )
 
@@ -76,8 +76,8 @@ def explain_gradient_error(error: RuntimeError) -> Exception:
     if not where.startswith("torch.autograd"):
         return error
     return RapidformerError(
-        f"{FLAG}: the forward step asks for a gradient (torch.autograd.grad) with respect to what "
-        "another stage has computed, such as an embedding's output. Stages pass on hidden states "
+        f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what "
+        "another stage has computed, such as an embedding's output. Stages exchange hidden states "
         "only: use --tensor-model-parallel-size, --context-parallel-size or data parallelism. "
         f"({error})"
     )

@@ -158,19 +158,18 @@ def choose_kind(layout: Layout, count: int) -> type:
             return ScheduleInterleaved1F1B
         # The micro-batches do not divide into equal rounds: all forward passes come first.
         warn_once(
-            f"--pipeline-schedule interleaved: {count} micro-batches per update do not come in "
-            f"equal rounds of {processes} processes or more, so such an update runs its forward "
-            "passes first, which takes more memory. A multiple of "
-            f"{processes} (--global-batch-size) avoids it."
+            f"--pipeline-schedule interleaved: {count} micro-batches per step do not divide into "
+            f"equal rounds of {processes} or more, so such a step runs all forward passes first, "
+            f"which takes more memory. Use a multiple of {processes} (--global-batch-size)."
         )
         return ScheduleLoopedBFS
     if layout.schedule == "1f1b" and count >= processes:
         return Schedule1F1B
     if layout.schedule == "1f1b":
         warn_once(
-            f"--pipeline-schedule 1f1b: an update of {count} micro-batches leaves some of the "
-            f"{processes} processes idle (gpipe's order is used). {processes} or more of them "
-            "(--global-batch-size, --micro-batch-size) keep all busy."
+            f"--pipeline-schedule 1f1b: a step of {count} micro-batches leaves some of the "
+            f"{processes} ranks idle (gpipe's order is used). Use {processes} or more "
+            "micro-batches (--global-batch-size, --micro-batch-size) to keep all busy."
         )
     return ScheduleGPipe
 

@@ -57,7 +57,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, An
         if self.training and torch.is_grad_enabled():
             raise RapidformerError(
                 "this model is cut into stages (--pipeline-model-parallel-size), so a loop cannot "
-                "call it and engine.backward() by itself: several micro-batches are under way at "
+                "call it and engine.backward() itself: several micro-batches are in flight at "
                 "once. Let the engine run the update:\n"
                 "    for update in engine.iterate_updates(loader):\n"
                 "        engine.run_update(forward, update)  # forward(batch) returns the loss\n"
@@ -89,7 +89,7 @@ def _call_stage(
     if context.has_called:
         raise RapidformerError(
             "the forward step called the model twice. With --pipeline-model-parallel-size it may "
-            "call it once per micro-batch: join the two batches, or leave the switch out."
+            "call it once per micro-batch: join the two batches, or remove the switch."
         )
     context.has_called = context.is_in_model = True
     try:
@@ -110,8 +110,8 @@ def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
     for name in _COLLECTED:
         if kwargs.get(name) or (kwargs.get(name) is None and getattr(config, name, False)):
             raise RapidformerError(
-                f"{name}=True collects something from every block, and this model's blocks are on "
-                "other processes as well (--pipeline-model-parallel-size). Leave one of them out."
+                f"{name}=True collects something from every block, but other ranks hold some of "
+                "this model's blocks (--pipeline-model-parallel-size). Use only one of them."
             )
 
 

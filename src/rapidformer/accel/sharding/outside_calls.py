@@ -69,9 +69,9 @@ class _OutsideCall:
             shard = parameter.sharded_param
             if "tensor" in (shard.device_mesh.mesh_dim_names or ()):
                 raise ModelError(
-                    f"a {type(module).__name__} was called outside of the model, whose layers are "
-                    "split by both ZeRO and tensor parallelism: call the model itself, or leave "
-                    "one of the two switches out."
+                    f"a {type(module).__name__} was called outside the model, whose layers are "
+                    "split by both ZeRO and tensor parallelism: call the model itself, or use "
+                    "only one of the two switches."
                 )
             held[name] = table[name]
             table[name] = self._gathered.gather(shard)  # type: ignore[assignment]

@@ -69,12 +69,12 @@ def _refuse(expected: list[str], run: list[str]) -> ModelError:
     place = next(
         (i for i, (a, b) in enumerate(zip(expected, run, strict=False)) if a != b), len(run)
     )
-    before = expected[place] if place < len(expected) else "the end"
-    now = run[place] if place < len(run) else "the end"
+    before = expected[place] if place < len(expected) else "no further block"
+    now = run[place] if place < len(run) else "no further block"
     return ModelError(
-        f"the model went on to {now} where an earlier call with the same arguments went on to "
+        f"the model ran {now}, but an earlier call with the same arguments ran "
         f"{before}: its depth depends on the data or on chance (LayerDrop, early exit). Under "
         "ZeRO/FSDP all ranks gather the weights of a block together, so every rank must run the "
-        "same blocks. Switch it off (layerdrop=0), run every block and drop its result, or use "
+        "same blocks. Turn it off (layerdrop=0), run every block and drop its result, or use "
         "data parallelism without ZeRO."
     )

@@ -44,23 +44,25 @@ def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
     if args.cpu_offload and device.type != "cpu":
         return build_lone_mesh(device.type)
     if args.cpu_offload:
-        warn_once("--cpu-offload has no effect on one CPU process: everything is there already.")
+        warn_once(
+            "--cpu-offload has no effect on a single CPU rank: everything is in host memory anyway."
+        )
     elif topology.is_first_process:
         where = "in one process" if topology.mesh is None else "without data parallelism"
-        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: nothing to split.")
+        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: there is nothing to shard.")
     return None
 
 
 def _is_reduced_late(args: Settings) -> bool:
-    """Zero-bubble assigns gradients unseen by fully_shard's hooks, so they are reduced at the end."""
+    """Zero-bubble assigns gradients unseen by fully_shard's hooks: they are reduced at the end."""
     return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
 
 
 def _describe(args: Settings, mesh: DeviceMesh) -> str:
     count = mesh.size(mesh.ndim - 1)
-    text = f"stage {args.zero_stage} over {count} process{'es' * (count > 1)}"
+    text = f"stage {args.zero_stage} over {count} rank{'s' * (count > 1)}"
     if mesh.ndim > 1:
-        text += f", {mesh.size(0)} copies"
+        text += f", {mesh.size(0)} replicas"
     if _is_reduced_late(args):
-        text += ", but weights and gradients are whole during an update"
-    return text + (", kept in the host's memory" if args.cpu_offload else "")
+        text += ", but weights and gradients are whole during an optimizer step"
+    return text + (", kept in host memory" if args.cpu_offload else "")

@@ -114,7 +114,7 @@ def _refuse_copy(memo: Any) -> NoReturn:
         "copies after optimizer.step():\n"
         "    average = [p.detach().clone() for p in model.parameters()]\n"
         "    for mean, p in zip(average, model.parameters()): mean.lerp_(p.detach(), 0.01)\n"
-        "To evaluate it, exchange the values (p.data.copy_(mean)) and put them back afterwards. "
+        "To evaluate it, swap the values in (p.data.copy_(mean)) and swap them back afterwards. "
         "engine.export(folder) writes the whole model."
     )
 

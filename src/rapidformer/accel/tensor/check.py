@@ -43,12 +43,12 @@ def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise TrainingError(
-            "--tensor-model-parallel-size: processes that share layers have other gradients of "
+            "--tensor-model-parallel-size: tensor-parallel ranks have different gradients for "
             f"weights that each of them holds whole: {', '.join(found[:_SHOWN])}{more}. The copies "
-            "would drift apart. If such a layer works on a share of the heads or of the width, its "
-            "plan must say 'replicated_with_grad_allreduce' (engine.compose(plan=...) may); if the "
-            "forward pass draws random numbers or reads data by rank, it must be alike on all of "
-            "them."
+            "would drift apart. If such a layer works on a slice of the heads or of the width, "
+            "give it the style 'replicated_with_grad_allreduce' (engine.compose(plan=...)); if the "
+            "forward pass draws random numbers or reads data by rank, it must do the same on all "
+            "of them."
         )
 
 

@@ -26,8 +26,8 @@ class WholeOutputs(Style):
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("output_attentions") and not isinstance(output, Mapping):
             raise TrainingError(
-                "--tensor-model-parallel-size: output_attentions=True with return_dict=False hands "
-                "out the attention weights of each process's own heads. Leave return_dict out."
+                "--tensor-model-parallel-size: output_attentions=True with return_dict=False would "
+                "return only the attention weights of each rank's own heads. Remove return_dict."
             )
         if isinstance(output, Mapping):
             _join_heads(output, self.rapidformer_split.group)

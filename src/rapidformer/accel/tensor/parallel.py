@@ -187,7 +187,7 @@ def _find_problems(
         if few and few % size and size % few:
             yield (
                 f"{_FLAG} {size} and the {few} key/value heads of {describe_model(model)} "
-                "do not divide one another."
+                "do not divide each other."
             )
     names = {module: name for name, module in model.named_modules()}
     for module, style in styles.items():
@@ -209,14 +209,14 @@ def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iter
             if not isinstance(number, int) or isinstance(number, bool) or number % size:
                 yield (
                     f"{_FLAG} {size}: {name}.{attribute} of {describe_model(model)} is {number}, "
-                    "which cannot be divided by it ('divided' of the plan)."
+                    f"which is not a multiple of {size} ('divided' in the plan)."
                 )
     for name in sorted(plan.parameters):
         length = model.get_parameter(name).shape[0]
         if length % size:
             yield (
-                f"{_FLAG} {size}: {name} of {describe_model(model)} has {length} entries, which it "
-                "does not divide."
+                f"{_FLAG} {size}: {name} of {describe_model(model)} has {length} entries, not a "
+                f"multiple of {size}."
             )
 
 
@@ -237,7 +237,7 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         return "has max_norm or scale_grad_by_freq, which need the whole embedding."
     rows = _get_weight(module).shape[0]
     if style == "embedding_rowwise" and -(-rows // size) * (size - 1) >= rows:
-        return f"has {rows} rows, of which some processes would get none."
+        return f"has {rows} rows, so some ranks would get none."
     if style in ("embedding_rowwise", "colwise_gather_output", "mla_kv_a_proj"):
         return None
     length = _get_weight(module).shape[_get_dim(module, style)]

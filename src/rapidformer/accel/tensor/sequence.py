@@ -68,7 +68,7 @@ def apply_sequence_parallel(
     if problem:
         raise ConfigurationError(
             f"--sequence-parallel cannot split the tokens of {describe_model(model)}: {problem} "
-            "Leave the switch out; --tensor-model-parallel-size works without it."
+            "Remove the switch; --tensor-model-parallel-size works without it."
         )
     region = SequenceRegion(mesh.get_group())
     gatherers = _find_gatherers(tensor_plan)
@@ -108,9 +108,9 @@ class SequenceModel(Style):
         split.region.is_off = reason is not None
         if reason and self.training:
             warn_once(
-                f"--sequence-parallel: {reason} asks for activations of all tokens, so they stay "
-                "together in such a forward pass: right, but no memory is saved. (A hook that only "
-                "looks may say so: hook.only_looks = True.)"
+                f"--sequence-parallel: {reason} needs the activations of all tokens, so such a "
+                "forward pass does not split them: the result is right, but no memory is saved. "
+                "(If a hook only looks, set hook.only_looks = True.)"
             )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -163,15 +163,15 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
         return "its blocks are not one list."
     config = getattr(model, "config", None)
     if getattr(config, "add_cross_attention", False):
-        return "its blocks look at an encoder's output too, whose tokens are whole."
+        return "its blocks also use an encoder's output, whose tokens are not split."
     if getattr(config, "hidden_size_per_layer_input", 0):
-        return "its blocks are given inputs of their own, whose tokens are whole."
+        return "its blocks have inputs of their own, whose tokens are not split."
     if any(_get_parent(name) in plan.blocks for name in tensor_plan.parameters) or any(
         _get_parent(name) in plan.blocks
         for name, style in tensor_plan.styles.items()
         if style != "rowwise" and style != "replicated_with_grad_allreduce"
     ):
-        return "layers of its plan stand in the block itself, not in a module of it."
+        return "layers of its plan are in the block itself, not in a module of it."
     return None
 
 

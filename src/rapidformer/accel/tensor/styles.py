@@ -55,8 +55,8 @@ class SequenceRegion:
     def enter(self, hidden: Tensor) -> Tensor:
         if hidden.dim() != 3:
             raise TrainingError(
-                f"--sequence-parallel: a layer of this model passes on {list(hidden.shape)}, not "
-                "[batch, tokens, hidden]. Leave the switch out."
+                f"--sequence-parallel: a layer of this model returns {list(hidden.shape)}, not "
+                "[batch, tokens, hidden]. Remove the switch."
             )
         self.length = hidden.shape[_SEQUENCE_DIM]
         return slice_in(hidden, _SEQUENCE_DIM, self.group)
@@ -77,8 +77,8 @@ class SequenceRegion:
         if hidden.shape[_SEQUENCE_DIM] != end - start:
             # Recompute runs blocks again after another forward pass has changed the length.
             raise TrainingError(
-                "--sequence-parallel: the tokens of another forward pass were met. Call "
-                "engine.backward() after each forward pass, or pad both to one length."
+                "--sequence-parallel: a block was recomputed after another forward pass. Call "
+                "engine.backward() after each forward pass, or pad both to the same length."
             )
 
 
@@ -299,7 +299,7 @@ class VocabularyEmbedding(Style):
         split = self.rapidformer_split
         first, end = get_share(split.length, split.group)
         # An id that no rank has would become zeros; a whole embedding refuses it.
-        check_ids(ids, split.length, "an id of the batch")
+        check_ids(ids, split.length, "an id in the batch")
         is_foreign = (ids < first) | (ids >= end)
         found = super().forward((ids - first).masked_fill(is_foreign, 0))  # type: ignore[misc]
         return sum_out(found.masked_fill(is_foreign[..., None], 0.0), split.group)
