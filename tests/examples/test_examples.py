@@ -132,5 +132,5 @@ def test_pretraining_from_the_standard_library(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "$ rapidformer preprocess" in done.stdout
-    assert "largest difference of the script's run  0.00e+00" in done.stdout
+    assert "largest difference between the two runs  0.00e+00" in done.stdout
     assert "unigram entropy of the held-out part" in done.stdout

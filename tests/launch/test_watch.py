@@ -141,7 +141,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
     from rapidformer import RapidformerEngine
     from rapidformer.data import loader as loader_module
     from rapidformer.engine import engine as engine_module
-    from rapidformer.engine import run as run_module
+    from rapidformer.engine import own_loop, updates
     from tests.launch.training import LineTrainer
 
     seen: list[tuple[str, int]] = []
@@ -151,7 +151,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append((phase, heartbeat._own.step))
 
     original = heartbeat.beat
-    for module in (heartbeat, engine_module, run_module, loader_module):
+    for module in (heartbeat, engine_module, own_loop, updates, loader_module):
         monkeypatch.setattr(module, "beat", note)
     settings = {"micro_batch_size": 4, "train_iters": 2, "lr": 0.1, "save": str(beating / "run")}
     settings |= {"device": "cpu", "log_level": "error", "optimizer": "sgd", "save_interval": 2}

@@ -166,7 +166,7 @@ def test_pretrained_gpt_writes_text(command: Any, gpt_corpus: list[object], tmp_
     assert done.returncode == 0, done.stderr
     assert '"abc' in done.stdout or "text" in done.stdout
     done = command("predict", "--task", "pretraining", *words)
-    assert "ask a pre-trained model with `rapidformer predict --task causal_lm`" in done.stderr
+    assert "to use a pre-trained model, run `rapidformer predict --task causal_lm`" in done.stderr
 
 
 def test_length_in_tokens_and_a_growing_batch(
@@ -284,4 +284,4 @@ def test_a_model_that_learns_nothing_from_text(command: Any, gpt_corpus: list[ob
 
 
 def test_tasks_list_pretraining(command: Any) -> None:
-    assert "pretraining\n    Train a model from raw text" in command("tasks").stdout
+    assert "pretraining\n    Train a model on raw text" in command("tasks").stdout
