@@ -192,4 +192,4 @@ def test_a_folder_without_a_model_is_refused(
         "evaluate", "--task", "sequence_classification", "--data-path", small_data,
         "--load", tmp_path,
     )  # fmt: skip
-    assert done.returncode == 1 and "holds no model" in done.stderr
+    assert done.returncode == 1 and "has no model" in done.stderr

@@ -72,11 +72,11 @@ def test_wrong_answer_is_asked_for_again(ask: Run, tmp_path: Path) -> None:
     done = ask(answers="tpu\ncpu\n0\nmany\n1\n\n4\nno\nfp8\nfp16\n")
     assert done.returncode == 0, done.stderr
     for text in (
-        "one of cpu, cuda, not 'tpu'.",
-        "a whole number from 1, not '0'.",
-        "a whole number from 1, not 'many'.",
-        "one of no, 1, 2, 3, not '4'.",
-        "one of no, fp16, bf16, not 'fp8'.",
+        "must be one of cpu, cuda, not 'tpu'.",
+        "must be a whole number of at least 1, not '0'.",
+        "must be a whole number of at least 1, not 'many'.",
+        "must be one of no, 1, 2, 3, not '4'.",
+        "must be one of no, fp16, bf16, not 'fp8'.",
     ):
         assert text in done.stdout
 
@@ -84,12 +84,15 @@ def test_wrong_answer_is_asked_for_again(ask: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--device", "tpu"], "--device: one of cpu, cuda, not 'tpu'."),
-        (["--yes", "--nproc-per-node", "0"], "--nproc-per-node: a whole number from 1, not '0'."),
+        (["--device", "tpu"], "--device: must be one of cpu, cuda, not 'tpu'."),
+        (
+            ["--yes", "--nproc-per-node", "0"],
+            "--nproc-per-node: must be a whole number of at least 1",
+        ),
         (["--yes", "--nnodes", "2", "--master-port", "70000"], "at most 65535, not 70000"),
         (["--yes", "--nope"], "unrecognized arguments: --nope"),
         (["--yes", "--output", "no/such/file"], "there is no folder no/such"),
-        ([], "the answers ended before the questions did"),
+        ([], "the input ended before all questions were answered"),
     ],
 )
 def test_what_cannot_be_is_told_and_nothing_is_written(
@@ -106,7 +109,10 @@ def test_older_file_is_kept_unless_said(ask: Run, tmp_path: Path) -> None:
     (tmp_path / "rapidformer.yaml").write_text("seed: 1\n")
     done = ask("--yes")
     assert done.returncode == 1
-    assert "rapidformer.yaml exists: choose another --output, or say --overwrite" in done.stderr
+    assert (
+        "rapidformer.yaml already exists: choose another --output, or add --overwrite"
+        in done.stderr
+    )
     assert ask("--yes", "--overwrite").returncode == 0
     assert "seed" not in (tmp_path / "rapidformer.yaml").read_text()
 

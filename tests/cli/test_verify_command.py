@@ -125,7 +125,7 @@ def test_a_script_whose_switches_change_nothing(verify: Any, tmp_path: Path) -> 
     assert out.strip().endswith("equal: these switches change nothing.")
     assert "data parallelism over 2" in err
     assert "left out --bf16: precision changes the numbers by design" in err
-    assert "Model, 261 parameters, fp32 on cpu; 3 updates of 8 rows" in err
+    assert "Model, 261 parameters, fp32 on cpu; 3 steps of 8 rows" in err
     assert verify.kinds == ["switched", "whole"]
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
@@ -162,17 +162,19 @@ def test_a_random_forward_step_is_not_blamed_on_the_switches(verify: Any, tmp_pa
         "--user-script", script, "--nproc-per-node", 2, "--micro-batch-size", 4, "--epochs", 1
     )
     assert status == 4, out + err
-    assert "cannot be told: one process with other random numbers differs" in out
+    assert "undecided: one process with other random numbers gives a different result too" in out
 
 
-def test_a_loss_with_a_wrong_count_is_told_from_a_wrong_switch(verify: Any, tmp_path: Path) -> None:
+def test_a_loss_with_a_wrong_count_is_distinguished_from_a_wrong_switch(
+    verify: Any, tmp_path: Path
+) -> None:
     """A sum that is said to be a mean: the smaller the pieces, the smaller the gradient."""
     script = write_script(tmp_path, forward="return model(**batch) * len(batch['labels'])")
     status, out, err = verify(
         "--user-script", script, "--nproc-per-node", 2, "--micro-batch-size", 2, "--epochs", 1
     )
     assert status == 3, out + err
-    assert "different, but not by the switches" in out
+    assert "different, but not because of the switches" in out
     status, out, _ = verify(
         "--user-script", script, "--nproc-per-node", 2, "--micro-batch-size", 2, "--epochs", 1,
         "--same-micro-batches",
@@ -186,9 +188,9 @@ def test_flags_that_split_nothing_are_refused(command: Any, tmp_path: Path) -> N
     assert "--verify-steps must be at least 1, got 0" in done.stderr
     done = command("verify", "--user-script", write_script(tmp_path))
     assert done.returncode == 1
-    assert "nothing to verify: these flags split nothing" in done.stderr
+    assert "nothing to verify: these flags neither split anything" in done.stderr
     done = command("verify", "--tensor-model-parallel-size", 2)
-    assert "what to verify?" in done.stderr
+    assert "nothing to verify: give the flags of a run" in done.stderr
     assert "--verify-steps N" in command("verify", "--help").stdout
 
 

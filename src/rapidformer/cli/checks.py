@@ -1,4 +1,4 @@
-"""Every problem of a black-box command at once, before torch or any process is started."""
+"""Report every problem of a black-box command at once, before torch or any process is started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rapidformer.tasks.preflight import find_task_problems
 
 
 def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
-    """The settings of the command and how many processes it takes, or an error with everything."""
+    """The settings of the command and its launch plan, or an error with all problems."""
     problems: list[str] = []
     args = _parse(words, problems)
     if name in ("evaluate", "predict"):
@@ -30,7 +30,7 @@ def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
 
 
 def _parse(words: list[str], problems: list[str]) -> Settings:
-    """The settings; unknown flags are problems among others, and hide none of them."""
+    """The settings; unknown flags are collected like other problems, and hide none of them."""
     try:
         return parse_arguments(words)
     except ConfigurationError as error:

@@ -1,19 +1,31 @@
-"""The sub-commands: where each one lives and what it does. Imports nothing heavy."""
+"""The sub-commands: their modules and descriptions. Imports nothing heavy."""
 
 from __future__ import annotations
 
-# Commands with flags of their own, and so with a help of their own.
+# Commands with their own flags, and therefore their own help.
 OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config", "verify"})
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
-    "evaluate": ("rapidformer.cli.evaluate", True, "metrics of a model on a split of the data"),
-    "predict": ("rapidformer.cli.predict", True, "a model's answers to texts or a file"),
+    "evaluate": (
+        "rapidformer.cli.evaluate",
+        True,
+        "compute a model's metrics on a split of the data",
+    ),
+    "predict": ("rapidformer.cli.predict", True, "predict on texts or a file"),
     "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
-    "verify": ("rapidformer.cli.verify", False, "prove that the switches of a run change nothing"),
-    "config": ("rapidformer.cli.config", False, "ask a few questions, write a file for --config"),
+    "verify": (
+        "rapidformer.cli.verify",
+        False,
+        "prove that a run's switches do not change its result",
+    ),
+    "config": (
+        "rapidformer.cli.config",
+        False,
+        "ask a few questions and write a file for --config",
+    ),
     "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
-    "preprocess": ("rapidformer.cli.preprocess", False, "a corpus into pre-training files"),
-    "data": ("rapidformer.cli.data", False, "look into pre-training files, or merge them"),
-    "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve as a picture"),
+    "preprocess": ("rapidformer.cli.preprocess", False, "turn a corpus into pre-training files"),
+    "data": ("rapidformer.cli.data", False, "inspect or merge pre-training files"),
+    "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve"),
 }

@@ -1,7 +1,8 @@
-"""``rapidformer config``: a few questions, and a YAML file that every command reads by --config.
+"""``rapidformer config``: ask a few questions, and write a YAML file for --config.
 
-The file lies where the user says (``rapidformer.yaml`` here) and is read when it is named. There is
-no file in the home folder that changes runs unseen: the same command must mean the same tomorrow.
+The file is written where the user says (default: ``rapidformer.yaml`` in the current folder) and
+read only if it is named. There is no file in the home folder that changes runs silently: the same
+command must mean the same tomorrow.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _MEETING = ("variables", "hostfile", "slurm")
 
 
 class _Questions:
-    """Asks on the terminal; with a given answer, or none to ask, it does not."""
+    """Asks on the terminal, except for answers that were given or if asking is off."""
 
     def __init__(self, given: dict[str, str | None], *, is_asking: bool) -> None:
         self._given = given
         self._is_asking = is_asking
 
     def ask(self, name: str, question: str, default: str, check: Callable[[str], str] = str) -> str:
-        """An answer that passes the check; a wrong one is asked for again."""
+        """An answer that passes the check; asks again after a wrong one."""
         answer = self._given.get(name)
         if answer is not None:
             return self._check_given(name, answer, check)
@@ -41,8 +42,8 @@ class _Questions:
             if not line:
                 sys.stdout.write("\n")
                 raise ConfigurationError(
-                    "the answers ended before the questions did: nothing was written. "
-                    "--yes takes the defaults, and each answer has a flag."
+                    "the input ended before all questions were answered: nothing was written. "
+                    "--yes accepts the defaults, and each answer has a flag."
                 )
             try:
                 return check(line.strip() or default)
@@ -66,11 +67,13 @@ def run(argv: list[str]) -> None:
     path = Path(options.pop("output")).expanduser()
     is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")
     if path.exists() and not is_overwriting:
-        raise ConfigurationError(f"{path} exists: choose another --output, or say --overwrite.")
+        raise ConfigurationError(
+            f"{path} already exists: choose another --output, or add --overwrite."
+        )
     if not path.parent.is_dir():
         raise ConfigurationError(f"--output {path}: there is no folder {path.parent}.")
     if not takes_defaults and not sys.stdin.isatty() and sys.stdin.closed:
-        raise ConfigurationError("there is no terminal to ask at: say --yes.")
+        raise ConfigurationError("there is no terminal to ask on: add --yes.")
     values, notes = _collect(_Questions(options, is_asking=not takes_defaults))
     path.write_text(_render(values, notes, path), encoding="utf-8")
     sys.stdout.write(f"written: {path}\n")
@@ -83,7 +86,7 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     notes: list[str] = []
     gpus = count_gpus()
     values["device"] = questions.ask(
-        "device", "What do you compute on? (cpu, cuda)", "cuda" if gpus else "cpu",
+        "device", "Which device? (cpu, cuda)", "cuda" if gpus else "cpu",
         _one_of(("cpu", "cuda")),
     )  # fmt: skip
     nodes = int(questions.ask("nnodes", "How many machines?", "1", _whole_number))
@@ -92,7 +95,7 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     if "hostfile" not in values:
         default = str(gpus or 1) if values["device"] == "cuda" else "1"
         count = questions.ask(
-            "nproc_per_node", "How many processes on each machine?", default, _whole_number
+            "nproc_per_node", "How many processes per machine?", default, _whole_number
         )
         values["nproc_per_node"] = int(count)
     for question in _QUESTIONS:
@@ -105,13 +108,13 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
 def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dict[str, Any]:
     way = questions.ask(
         "start",
-        "How are they started? (variables: the command on each, with NODE_RANK; hostfile: over ssh "
-        "from one; slurm: by srun)",
+        "How are they started? (variables: run the command on each, with NODE_RANK; hostfile: over "
+        "ssh from one; slurm: with srun)",
         "variables",
         _one_of(_MEETING),
     )
     if way == "slurm":
-        notes.append(f"{nodes} nodes: srun --ntasks-per-node=1 says how many and which.")
+        notes.append(f"{nodes} nodes: srun --ntasks-per-node=1 determines how many and which.")
         return {}
     if way == "hostfile":
         file = questions.ask(
@@ -119,10 +122,10 @@ def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dic
         )
         return {"hostfile": file}
     address = questions.ask(
-        "master_addr", "Which address has the first machine?", "127.0.0.1", _no_spaces
+        "master_addr", "What is the address of the first machine?", "127.0.0.1", _no_spaces
     )
     port = questions.ask("master_port", "Which port is free there?", "29500", _port)
-    notes.append("on each machine: NODE_RANK=0 (on the first), 1, ... before the command")
+    notes.append("on each machine, put NODE_RANK=0 (on the first), 1, ... before the command")
     return {"nnodes": nodes, "master_addr": address, "master_port": int(port)}
 
 
@@ -141,7 +144,7 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     def check(answer: str) -> str:
         text = answer.lower()
         if text not in choices:
-            raise ValueError(f"one of {', '.join(choices)}, not {answer!r}.")
+            raise ValueError(f"must be one of {', '.join(choices)}, not {answer!r}.")
         return text
 
     return check
@@ -149,19 +152,19 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 def _whole_number(answer: str) -> str:
     if not answer.isascii() or not answer.isdigit() or int(answer) < 1:
-        raise ValueError(f"a whole number from 1, not {answer!r}.")
+        raise ValueError(f"must be a whole number of at least 1, not {answer!r}.")
     return answer
 
 
 def _port(answer: str) -> str:
     if int(_whole_number(answer)) > 65535:
-        raise ValueError(f"a port is at most 65535, not {answer}.")
+        raise ValueError(f"must be a port of at most 65535, not {answer}.")
     return answer
 
 
 def _no_spaces(answer: str) -> str:
     if not answer or any(letter.isspace() for letter in answer):
-        raise ValueError(f"a name or an address, not {answer!r}.")
+        raise ValueError(f"must be a name or an address, not {answer!r}.")
     return answer
 
 
@@ -174,20 +177,22 @@ def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer config",
         description="Ask a few questions and write a file for --config. Each answer has a flag; "
-        "what a flag answers is not asked.",
+        "questions that a flag answers are skipped.",
         allow_abbrev=False,
     )
     parser.add_argument("--output", default=_DEFAULT_FILE, metavar="FILE", help="the file to write")
-    parser.add_argument("--overwrite", action="store_true", help="write over an older file")
-    parser.add_argument("--yes", action="store_true", help="ask nothing: defaults for the rest")
+    parser.add_argument("--overwrite", action="store_true", help="overwrite an existing file")
+    parser.add_argument(
+        "--yes", action="store_true", help="ask nothing: use the defaults for the rest"
+    )
     for name, text in (
         ("device", "cpu or cuda"),
-        ("nnodes", "machines"),
+        ("nnodes", "number of machines"),
         ("start", "variables, hostfile or slurm"),
         ("hostfile", "file with lines `host slots=N`"),
         ("master-addr", "address of the first machine"),
         ("master-port", "a free port there"),
-        ("nproc-per-node", "processes on each machine"),
+        ("nproc-per-node", "processes per machine"),
         *((question.flag, f"no, {', '.join(question.answers)}") for question in _QUESTIONS),
     ):
         parser.add_argument(to_flag(name), metavar="ANSWER", help=text)

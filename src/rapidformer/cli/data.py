@@ -1,6 +1,6 @@
-"""``rapidformer data``: look into Megatron's ``.bin/.idx`` files and join them.
+"""``rapidformer data``: inspect Megatron's ``.bin/.idx`` files and merge them.
 
-Help and errors in flags answer without torch; a tokenizer is loaded only where ``head`` needs one.
+Help and flag errors do not import torch; a tokenizer is loaded only if ``head`` needs one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> None:
 def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer data",
-        description="Look into Megatron's .bin/.idx files and join them.",
+        description="Inspect Megatron's .bin/.idx files and merge them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,13 +51,13 @@ def _build_parser() -> CommandParser:
     info.add_argument("--json", action="store_true", help="one JSON object per line and PREFIX")
     info.set_defaults(function=_info)
     _add_head(commands.add_parser("head", help="the first documents, as text or as ids"))
-    merge = commands.add_parser("merge", help="join several pairs into one")
+    merge = commands.add_parser("merge", help="merge several pairs into one")
     merge.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PREFIX|FOLDER",
-        help="pairs in the order given; of a folder all its pairs, sorted by name",
+        help="pairs in the order given; for a folder, all its pairs, sorted by name",
     )
     merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
     merge.add_argument("--overwrite", action="store_true", help="replace a pair of that name")
@@ -67,7 +67,9 @@ def _build_parser() -> CommandParser:
 
 def _add_head(head: argparse.ArgumentParser) -> None:
     head.add_argument("prefix", metavar="PREFIX")
-    head.add_argument("-n", "--documents", type=int, default=3, help="how many (default: 3)")
+    head.add_argument(
+        "-n", "--documents", type=int, default=3, help="number of documents (default: 3)"
+    )
     head.add_argument(
         "--tokens",
         type=int,
@@ -98,7 +100,7 @@ def _info(options: argparse.Namespace) -> None:
         damaged += [facts["prefix"]] if facts["damage"] else []
         sys.stdout.write((json.dumps(facts) if options.json else _format_facts(facts)) + "\n")
     if damaged:
-        # Said at the end, so that the other pairs are shown and a script sees the exit status.
+        # Raised at the end, so that the other pairs are shown and a script sees the exit status.
         raise DataError(f"{', '.join(damaged)} cannot be used for training.")
 
 
@@ -110,7 +112,7 @@ def _format_facts(facts: dict[str, Any]) -> str:
         lines += [f"  {'bytes':<14}{listed}"]
         lines += [f"  {'problem':<14}{reason}" for reason in facts["damage"]]
         return "\n".join(lines)
-    kind = "mmap" if facts["format"] == "mmap" else "lazy/cached (the older one)"
+    kind = "mmap" if facts["format"] == "mmap" else "lazy/cached (older format)"
     rows = {
         "format": kind + (", with multimodal modes" if facts["multimodal"] else ""),
         "documents": f"{facts['documents']:,}",
@@ -126,7 +128,7 @@ def _format_facts(facts: dict[str, Any]) -> str:
 
 def _format_lengths(lengths: dict[str, float] | None) -> str:
     if lengths is None:
-        return "there is none"
+        return "none"
     return ", ".join(f"{name} {value:,.10g}" for name, value in lengths.items()) + " tokens"
 
 
@@ -138,7 +140,7 @@ def _head(options: argparse.Namespace) -> None:
 
     problems = []
     if options.documents < 1:
-        problems.append(f"-n {options.documents}: give a number of at least 1.")
+        problems.append(f"-n {options.documents}: must be at least 1.")
     if options.tokens < 0:
         problems.append(f"--tokens {options.tokens}: give a number of tokens, or 0 for all.")
     if problems:
@@ -147,7 +149,7 @@ def _head(options: argparse.Namespace) -> None:
     tokenizer = _build_tokenizer(options)
     count = min(options.documents, dataset.num_documents)
     if count == 0:
-        sys.stdout.write(f"{dataset.prefix} holds no documents.\n")
+        sys.stdout.write(f"{dataset.prefix} has no documents.\n")
     for document in range(count):
         for line in _format_document(dataset, document, tokenizer, options.tokens):
             sys.stdout.write(line + "\n")
@@ -169,7 +171,7 @@ def _build_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 def _format_document(
     dataset: IndexedDataset, document: int, tokenizer: Tokenizer | None, limit: int
 ) -> list[str]:
-    """A title, then one line per sequence (more where the text itself has line ends)."""
+    """A title, then one line per sequence (more if the text itself has line breaks)."""
     first, last = (int(mark) for mark in dataset.doc_idx[document : document + 2])
     total = int(dataset.sizes[first:last].sum())
     lines = [
@@ -196,8 +198,8 @@ def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
     if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise DataError(
-            f"the files hold the token id {wrong}, but {tokenizer.name} has "
-            f"{tokenizer.vocab_size} tokens: they were made with another tokenizer."
+            f"the files contain the token id {wrong}, but {tokenizer.name} has only "
+            f"{tokenizer.vocab_size} tokens: they were created with another tokenizer."
         )
     return tokenizer.detokenize(ids)
 
@@ -216,7 +218,7 @@ def _merge(options: argparse.Namespace) -> None:
         if folder.is_dir() and not has_indexed(given):
             found = [str(folder / name) for name in list_prefixes(folder)]
             if not found:
-                raise DataError(f"--input {given}: the folder holds no .bin/.idx pair.")
+                raise DataError(f"--input {given}: the folder has no .bin/.idx pair.")
             prefixes += found
         else:
             prefixes.append(given)
@@ -225,7 +227,7 @@ def _merge(options: argparse.Namespace) -> None:
     existing = [path for path in paths if is_file(path)]
     if existing and not options.overwrite:
         raise DataError(
-            f"{existing[0]} exists already: choose another --output-prefix, or replace it with "
+            f"{existing[0]} already exists: choose another --output-prefix, or replace it with "
             "--overwrite."
         )
     merge_indexed(prefixes, output)

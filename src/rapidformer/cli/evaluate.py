@@ -13,7 +13,7 @@ from rapidformer.tasks.registry import is_pretraining
 
 
 def run(argv: list[str]) -> None:
-    """Print the metrics, and write them to ``--output`` where it is given."""
+    """Print the metrics, and write them to ``--output`` if given."""
     args = choose_run_model(parse_arguments(argv), "evaluate")
     if args.task is None:
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")

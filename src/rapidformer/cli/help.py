@@ -1,4 +1,4 @@
-"""Help and ``--print-config``, both made from the settings themselves."""
+"""Help and ``--print-config``, both generated from the settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMMON = {
 
 
 def show_help(command: str | None) -> None:
-    """Everything on one page, grouped as the settings are."""
+    """Everything on one page, grouped like the settings."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     write = sys.stdout.write
     if command in ("tasks", "plot"):
@@ -46,9 +46,9 @@ def show_help(command: str | None) -> None:
         for setting in settings:
             write(format_setting(setting, width))
     write(
-        "\nEvery switch has a --no- form. Names of Hugging Face, Megatron, FlagAI and MindFormers\n"
-        "are understood too (--learning-rate, --per-device-train-batch-size, ...), as are\n"
-        "underscores. --print-config shows every value and where it comes from.\n"
+        "\nEvery switch has a --no- form. The names that Hugging Face, Megatron, FlagAI and\n"
+        "MindFormers use are accepted too (--learning-rate, --per-device-train-batch-size, ...),\n"
+        "as are underscores. --print-config shows every value and where it comes from.\n"
     )
 
 
@@ -67,7 +67,7 @@ def format_setting(setting: Setting, width: int) -> str:
 
 
 def _has_many_choices(setting: Setting) -> bool:
-    """More than stand well beside the flag."""
+    """Whether there are more choices than fit next to the flag."""
     return len(" ".join(setting.choices)) > 60
 
 
@@ -84,6 +84,6 @@ def _format_value(setting: Setting) -> str:
 def print_config(argv: list[str]) -> None:
     """Every setting as YAML that ``--config`` reads back, with the origin of each value."""
     given = parse_arguments(argv)
-    # Accumulation follows from the number of processes: those that this command would start.
+    # Accumulation depends on the number of processes that this command would start.
     for line in render_arguments(resolve(given, world_size=plan_launch(given).world_size)):
         sys.stdout.write(line + "\n")

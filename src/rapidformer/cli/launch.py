@@ -1,7 +1,7 @@
-"""``rapidformer launch [flags] SCRIPT [the script's flags]``: any script, in every process.
+"""``rapidformer launch [flags] SCRIPT [the script's flags]``: run any script in every process.
 
-What stands before the script is for the launcher; what stands behind it is the script's, untouched.
-Launch flags behind it are obeyed too, since a script of ours would take them without a word.
+Flags before the script are for the launcher; those after it are passed to the script unchanged.
+Launch flags after the script are obeyed too, since a script of ours would silently accept them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ usage: rapidformer launch [flags] SCRIPT [the script's flags]
 
 
 def run(argv: list[str]) -> None:
-    """In a worker, or where one process is enough: run the script as ``python SCRIPT`` would."""
+    """In a worker, or if one process is enough: run the script as ``python SCRIPT`` would."""
     if wants_help(argv):
         _show_help()
         return
@@ -44,19 +44,19 @@ def wants_help(words: list[str]) -> bool:
 
 
 def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """The launcher's flags, the script, and the script's own words."""
+    """The launcher's flags, the script, and the script's arguments."""
     known = _get_flags()
     position = 0
     while position < len(words) and words[position].startswith("-"):
         name, equals, _ = words[position].partition("=")
         if _dashed(name) not in known:
             raise ConfigurationError(
-                f"{name} is not a flag of the launcher: flags of the script stand behind it, "
-                "`rapidformer launch --help` lists the launcher's."
+                f"{name} is not a flag of the launcher: put the script's flags after the script; "
+                "`rapidformer launch --help` lists the launcher's flags."
             )
         position += 1 if equals else 2
     if position >= len(words):
-        raise ConfigurationError("which script? rapidformer launch [flags] SCRIPT [its flags].")
+        raise ConfigurationError("no script: use rapidformer launch [flags] SCRIPT [its flags].")
     script = words[position]
     if not Path(script).is_file():
         raise ConfigurationError(f"{script} is not a file: give the script's path.")
@@ -64,7 +64,7 @@ def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def read_launch_settings(words: list[str]) -> Settings:
-    """The launcher's settings; its flags are handed on to the script's engine."""
+    """The launcher's settings; its flags are passed on to the script's engine."""
     own, _, rest = split_words(words)
     args = parse_arguments([*_find_launch_flags(rest), *own])
     problems = find_problems(args)
@@ -86,9 +86,9 @@ def _spell(names: set[str]) -> set[str]:
 
 
 def _find_launch_flags(rest: list[str]) -> list[str]:
-    """Launch flags among the script's, where their values can be meant so.
+    """Launch flags among the script's, if their values are valid for them.
 
-    ``--save`` too: the ranks' logs lie there.
+    ``--save`` too: the ranks' logs are written there.
     """
     known, found = (_get_flags() - {"--config"}) | _spell({"save"}), []
     for index, word in enumerate(rest):
@@ -101,7 +101,7 @@ def _find_launch_flags(rest: list[str]) -> list[str]:
         try:
             parse_arguments(words)
         except ConfigurationError:
-            continue  # a flag of the script's own, such as --device cuda:1
+            continue  # one of the script's own flags, such as --device cuda:1
         found += words
     return found
 

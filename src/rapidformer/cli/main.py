@@ -1,6 +1,6 @@
-"""The door of the command: which sub-command, how many processes, and how errors are shown.
+"""The entry point: which sub-command, how many processes, and how errors are shown.
 
-Importing this imports no torch: help, ``tasks`` and errors in flags answer at once.
+Importing this imports no torch, so that help, ``tasks`` and flag errors are instant.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(error)
         return _get_status(error)
     except KeyboardInterrupt as stop:
-        # The training loop says itself what it saved, and the launcher speaks for its processes.
+        # The training loop reports what it saved, and the launcher reports for its processes.
         if not stop.args and not _is_launched_by_us():
-            sys.stderr.write("\nstopped by Ctrl-C: nothing was saved since the last checkpoint.\n")
+            sys.stderr.write("\nstopped by Ctrl-C: nothing after the last checkpoint was saved.\n")
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
+        # The reader (`| head`) closed the pipe. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        # A defect, ours or the script's. Under our launcher only the process that failed first
-        # is shown: the others fail because of it.
+        # A bug, ours or the script's. Under our launcher, only the process that failed first is
+        # shown: the others fail because of it.
         from rapidformer.launch.failures import report_failure
 
         error.__traceback__ = _drop_our_frames(error.__traceback__)
@@ -73,7 +73,7 @@ def _get_status(error: RapidformerError) -> int:
 
 
 def _drop_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback that begins in the script, where it runs one: not with what runs scripts."""
+    """A traceback that begins in the user's script, if one runs, without the frames that run it."""
     inner = trace
     while inner is not None and inner.tb_frame.f_globals.get("__name__") != "runpy":
         inner = inner.tb_next
@@ -112,7 +112,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _starts_processes(name: str, words: list[str]) -> bool:
-    """Start one process per GPU, if there are several; False where this one is enough."""
+    """Start one process per GPU, if there are several; False if this process is enough."""
     from rapidformer.config import parse_arguments
     from rapidformer.config.parse import drop_unknown_flags
     from rapidformer.launch.environment import is_launched
@@ -128,8 +128,9 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     args = parse_arguments(drop_unknown_flags(words))
     plan = None
     if args.user_script is None and args.hostfile is None:
-        # Said before any process is started; a script may have flags of its own and checks later,
-        # and only the hosts know how many they are.
+        # Checked before any process is started, except for scripts, which may have their own flags
+        # and check later, and for hostfiles, since only the hosts know how many processes there
+        # will be.
         from rapidformer.cli.checks import check_command
 
         args, plan = check_command(name, words)
@@ -139,7 +140,7 @@ def _starts_processes(name: str, words: list[str]) -> bool:
 
 
 def _say_loading(args: Settings) -> None:
-    """At once: the imports that follow take seconds on which nothing else would be seen."""
+    """Printed at once: the imports that follow take seconds without any output."""
     model = args.load or args.pretrained_model_name_or_path or args.model_type
     data = args.data_path or args.data_dir or args.data_name or args.train_data
     named = [args.user_script, model, *(data if isinstance(data, list) else [data])]
@@ -149,9 +150,9 @@ def _say_loading(args: Settings) -> None:
 
 
 def _start(args: Settings, words: list[str], plan: LaunchPlan | None = None) -> bool:
-    """Hand over to the launcher; False where this process is enough.
+    """Hand over to the launcher; False if this process is enough.
 
-    A plan that was made already is not made again: it asks the driver for the GPUs.
+    An existing plan is reused, because making one queries the GPU driver.
     """
     from rapidformer.launch.environment import is_started_node, needs_agent, plan_launch
 

@@ -1,7 +1,7 @@
 """``from megatron import mpu`` in a user's script, on a machine without Megatron.
 
-Scripts written for Megatron import a handful of its names. Where no such package is installed they
-get ours, which do the same; where one is, it is left alone.
+Scripts written for Megatron import a few of its names. If Megatron is not installed, they get ours,
+which do the same; if it is, nothing changes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
 
 
 class _Alias(ModuleType):
-    """A module whose names are found elsewhere when they are first asked for."""
+    """A module that looks its names up elsewhere on first use."""
 
     def __init__(self, name: str, names: dict[str, tuple[str, str | None]]) -> None:
         super().__init__(name)
         self._names = names
         self.__path__: list[str] = []
-        # Without one, to ask whether Megatron is there (importlib's find_spec) is an error.
+        # Without a spec, importlib's find_spec("megatron") would raise an error.
         self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -50,15 +50,14 @@ class _Alias(ModuleType):
         if where is None:
             known = ", ".join(self.__dict__.get("_names", ())) or "nothing"
             raise AttributeError(
-                f"Megatron is not installed, and {self.__name__} stands in with {known}: "
-                f"not with {name}"
+                f"Megatron is not installed, and our {self.__name__} has only {known}, not {name}"
             )
         module = importlib.import_module(where[0])
         return module if where[1] is None else getattr(module, where[1])
 
 
 def provide_megatron_names() -> None:
-    """Make Megatron's names importable, unless Megatron itself is."""
+    """Make Megatron's names importable, unless Megatron itself is installed."""
     if "megatron" in sys.modules or importlib.util.find_spec("megatron") is not None:
         return
     for name, names in _NAMES.items():
@@ -66,6 +65,6 @@ def provide_megatron_names() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, alias)
-    # `from megatron.mpu import …` and `import megatron.mpu` as well.
+    # Also for `from megatron.mpu import …` and `import megatron.mpu`.
     mpu = importlib.import_module(_MPU)
     sys.modules["megatron.mpu"] = sys.modules["megatron.core.mpu"] = mpu

@@ -1,4 +1,4 @@
-"""What commands with flags of their own share: argparse whose errors are the project's own."""
+"""Argparse for commands with their own flags; its errors become ours."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rapidformer.errors import ConfigurationError
 
 
 class HelpShownError(Exception):
-    """Help was asked for and has been written: there is nothing left to do."""
+    """Help was requested and printed: there is nothing left to do."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises what is wrong, with the usage, and never ends the process."""
+    """Raises errors, with the usage, and never exits the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
@@ -23,6 +23,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def with_dashes(word: str) -> str:
-    """--output_prefix is --output-prefix here too."""
+    """Accept --output_prefix for --output-prefix."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word

@@ -1,4 +1,4 @@
-"""``rapidformer plot RUN``: the run's loss curve as a picture."""
+"""``rapidformer plot RUN``: draw the run's loss curve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(argv: list[str]) -> None:
     if "--output" in words:
         at = words.index("--output")
         if at + 1 == len(words):
-            raise ConfigurationError("--output needs the name of a picture, such as curve.png.")
+            raise ConfigurationError("--output needs the name of an image, such as curve.png.")
         output = words.pop(at + 1)
         words.pop(at)
     if len(words) != 1:
@@ -23,7 +23,7 @@ def run(argv: list[str]) -> None:
     source = Path(words[0])
     metrics = source / "metrics.jsonl" if source.is_dir() else source
     if not metrics.is_file():
-        raise DataError(f"{source} holds no metrics.jsonl: give the folder of a run (--save).")
+        raise DataError(f"{source} has no metrics.jsonl: give the folder of a run (--save).")
     from rapidformer.training.curve import plot_run
 
     picture = plot_run(metrics, Path(output) if output else metrics.with_name("curve.png"))

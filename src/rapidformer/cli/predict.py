@@ -36,7 +36,9 @@ def _read_rows(args: Settings) -> list[dict[str, Any] | str]:
     if args.input is not None:
         return [_read_one(text) for text in args.input]
     if args.data_path is None and args.data_dir is None and args.test_data is None:
-        raise ConfigurationError("what to predict on? Give --input TEXT ... or --data-path FILE.")
+        raise ConfigurationError(
+            "nothing to predict on: give --input TEXT ... or --data-path FILE."
+        )
     from rapidformer.data.sources import load_splits
 
     splits = load_splits(args)

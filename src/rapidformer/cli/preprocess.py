@@ -1,8 +1,7 @@
-"""``rapidformer preprocess``: a corpus into Megatron's mmap files.
+"""``rapidformer preprocess``: turn a corpus into Megatron's mmap files.
 
-What a reader would get wrong: values are read as text and converted here, not by argparse, so that
-every problem of a command line is told at once. Help and errors in flags import neither torch nor
-transformers.
+Values are parsed as text and converted here, not by argparse, so that every problem of a command
+line is reported at once. Help and flag errors import neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ examples:
   rapidformer preprocess --input texts/ --output-prefix texts --append-eod \\
       --tokenizer-name-or-path my-model/
 
-A run that was stopped or killed goes on where it was when the same command is given again.
+To resume a run that was stopped or killed, run the same command again.
 """
 _WITHOUT_VALUE = "\0"
 _TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
@@ -44,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """A value is shown as `FILE`: that argparse may do without it is only for our own errors."""
+    """Show a value as `FILE`: argparse sees it as optional, so that we can report it ourselves."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=100)
@@ -55,7 +54,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def run(argv: list[str]) -> None:
-    """Preprocess, and write what was made to standard output."""
+    """Preprocess, and print a summary to standard output."""
     parser = _build_parser()
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(parser.format_help())
@@ -68,7 +67,7 @@ def run(argv: list[str]) -> None:
 
     configure_logging()
     if "partitions" in values:
-        warn_once("--partitions has no effect: the input is cut into parts by itself.")
+        warn_once("--partitions has no effect: the input is split automatically.")
     summary = preprocess(settings, tokenizer)
     sys.stdout.write(format_summary(summary))
 
@@ -90,21 +89,21 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_input(parser.add_argument_group("input"))
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     _add_output(parser.add_argument_group("output"))
-    _add_course(parser.add_argument_group("course of the run"))
+    _add_course(parser.add_argument_group("run"))
     return parser
 
 
 def _add_input(group: Any) -> None:
     _add_list(group, "--input", "FILE", "files, patterns and folders: JSON lines, plain text or "
-              "Parquet, also packed with gzip or zstd")  # fmt: skip
-    _add_list(group, "--json-keys", "KEY", "what to take from each JSON object or table row, each "
-              "into files of its own (default: text)")  # fmt: skip
-    _add_text(group, "--text-documents", "HOW", "what a document of a plain text file is: the "
-              "whole file, each of its lines, or what stands between blank lines "
+              "Parquet, also compressed with gzip or zstd")  # fmt: skip
+    _add_list(group, "--json-keys", "KEY", "fields to read from each JSON object or table row, "
+              "each written to separate files (default: text)")  # fmt: skip
+    _add_text(group, "--text-documents", "HOW", "what counts as a document in a plain text "
+              "file: the whole file, each line, or each block between blank lines "
               "(file|lines|blank-line, default: file)")  # fmt: skip
     _add_text(group, "--max-documents", "N", "only the first N lines (rows, files) of the input")
-    _add_switch(group, "--strict", "stop at the first line that cannot be used, instead of "
-                "counting and telling them")  # fmt: skip
+    _add_switch(group, "--strict", "stop at the first bad line, instead of counting and "
+                "reporting bad lines")  # fmt: skip
 
 
 def _add_tokenizer(group: Any) -> None:
@@ -116,29 +115,29 @@ def _add_tokenizer(group: Any) -> None:
     _add_text(group, "--tokenizer-model", "FILE", "a SentencePiece model")
     _add_text(group, "--tokenizer-name-or-path", "NAME", "a folder with a Hugging Face tokenizer, "
               "or its name on the Hub")  # fmt: skip
-    _add_text(group, "--vocab-size", "N", "of NullTokenizer, whose texts are numbers already")
-    _add_switch(group, "--append-eod", "end each document with the tokenizer's end-of-document")
-    _add_switch(group, "--split-sentences", "a sequence per sentence, as BERT needs it")
-    _add_switch(group, "--keep-newlines", "keep the white space behind each sentence")
-    _add_text(group, "--lang", "LANGUAGE", "of the sentences; english knows abbreviations, the "
-              "others share the rules without (default: english)")  # fmt: skip
+    _add_text(group, "--vocab-size", "N", "for NullTokenizer, whose texts are already token ids")
+    _add_switch(group, "--append-eod", "end each document with the end-of-document token")
+    _add_switch(group, "--split-sentences", "one sequence per sentence, as BERT needs")
+    _add_switch(group, "--keep-newlines", "keep the whitespace after each sentence")
+    _add_text(group, "--lang", "LANGUAGE", "language of the sentences; only english has rules for "
+              "abbreviations (default: english)")  # fmt: skip
 
 
 def _add_output(group: Any) -> None:
-    _add_text(group, "--output-prefix", "PREFIX", "how the files' names begin; `_KEY_document` or "
-              "`_KEY_sentence` follows")  # fmt: skip
-    _add_text(group, "--dataset-impl", "mmap", "the files' format; mmap is the one that is written")
-    _add_switch(group, "--overwrite", "replace files of the same names")
+    _add_text(group, "--output-prefix", "PREFIX", "prefix of the file names; `_KEY_document` or "
+              "`_KEY_sentence` is appended")  # fmt: skip
+    _add_text(group, "--dataset-impl", "mmap", "format of the files; only mmap can be written")
+    _add_switch(group, "--overwrite", "replace existing files")
 
 
 def _add_course(group: Any) -> None:
-    _add_text(group, "--workers", "N", "processes that tokenize, one core each (default: every "
-              "core that may be used)")  # fmt: skip
-    _add_text(group, "--log-interval", "N", "documents between two lines of progress, where there "
-              "is no terminal for a bar (default: 1000)")  # fmt: skip
-    _add_text(group, "--part-megabytes", "X", "how much input a part holds: what a kill may cost "
-              "each worker (default: 1 to 32, by the size of the input)")  # fmt: skip
-    _add_text(group, "--partitions", "N", "accepted: the input is cut into parts by itself")
+    _add_text(group, "--workers", "N", "processes that tokenize, one core each (default: all "
+              "available cores)")  # fmt: skip
+    _add_text(group, "--log-interval", "N", "documents between progress lines, if there is no "
+              "terminal for a progress bar (default: 1000)")  # fmt: skip
+    _add_text(group, "--part-megabytes", "X", "size of a part of the input, which is what each "
+              "worker repeats after a kill (default: 1 to 32, depending on the input)")  # fmt: skip
+    _add_text(group, "--partitions", "N", "ignored: the input is split automatically")
     group.add_argument("-h", "--help", action="store_true", help="show this page")
 
 
@@ -154,18 +153,18 @@ def _add_switch(group: Any, flag: str, text: str) -> None:
     group.add_argument(flag, action="store_true", help=text)
 
 
-# --- their values ---------------------------------------------------------------------------------
+# --- parsing the values ---------------------------------------------------------------------------
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What was given, and what is wrong with the flags themselves."""
+    """The given values, and what is wrong with the flags themselves."""
     known = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([with_dashes(word) for word in argv])
     given = vars(namespace)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if unknown and not problems:
         problems.append(
-            f"unexpected {' '.join(unknown)!r}: every setting needs its --name in front."
+            f"unexpected {' '.join(unknown)!r}: every value needs a --flag in front of it."
         )
     for name, value in given.items():
         if value == _WITHOUT_VALUE or value == []:
@@ -220,7 +219,7 @@ def _flag(name: str) -> str:
 
 
 def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSettings, Tokenizer]:
-    """The settings and the tokenizer; whatever is wrong anywhere is told together."""
+    """The settings and the tokenizer; reports all problems together."""
     from rapidformer.data.preprocess import PreprocessSettings
     from rapidformer.data.preprocess.checks import find_problems
     from rapidformer.data.tokenizers import build_tokenizer
@@ -239,11 +238,11 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
         problems += error.problems
     except RapidformerError as error:
         problems.append(str(error))
-    told = {problem.split()[0] for problem in problems}  # a flag without its value
+    reported = {problem.split()[0] for problem in problems}  # a flag without its value
     problems += [
         problem
         for problem in find_problems(settings)
-        if not (" is missing:" in problem and problem.split()[0] in told)
+        if not (" is missing:" in problem and problem.split()[0] in reported)
     ]
     if problems:
         raise ConfigurationError(problems)

@@ -9,7 +9,7 @@ from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
 
 _ARGUMENTS_FILE = "arguments.yaml"
-# What a model has learnt to read: evaluation and prediction must read the same.
+# How the model's training data was read: evaluation and prediction must read theirs the same way.
 _READING = (
     "task", "data_name", "seq_length", "decoder_seq_length", "text_column", "text_pair_column",
     "label_column", "target_column", "question_column", "context_column", "answers_column",
@@ -30,7 +30,7 @@ _PRETRAINING = (
 
 
 def choose_run_model(args: Settings, command: str) -> Settings:
-    """The settings with a model folder in ``load`` and what its run knows, where one was given."""
+    """The settings with a model folder in ``load`` and the settings of its run, if given."""
     if not args.is_given("load") or args.load is None:
         return args
     folder = Path(args.load).expanduser()
@@ -41,33 +41,33 @@ def choose_run_model(args: Settings, command: str) -> Settings:
         if (folder / name / "config.json").is_file():
             return args.replace(f"the {name} model of {folder}", load=str(folder / name))
     raise ModelError(
-        f"--load {args.load} holds no model (no config.json, best or last): give the folder of a "
+        f"--load {args.load} has no model (no config.json, best or last): give the folder of a "
         "finished run, or one of its models."
     )
 
 
 def _inherit(args: Settings, folder: Path, command: str) -> Settings:
-    """What the run was told and the user does not say anew."""
+    """The settings of the run that the user does not give again."""
     file = next((p for p in _get_places(folder) if p.is_file()), None)
     if file is None:
         return args
-    told = _read(file)
+    stored = _read(file)
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
-        names += _PRETRAINING if told.get("task") == "pretraining" else ()
+        names += _PRETRAINING if stored.get("task") == "pretraining" else ()
     settings = get_settings()
     values = {
-        name: settings[name].convert(told[name])
+        name: settings[name].convert(stored[name])
         for name in names
-        if told.get(name) is not None and name in settings and not args.is_given(name)
+        if stored.get(name) is not None and name in settings and not args.is_given(name)
     }
     return args.replace(f"the run of {file.parent}", **values)
 
 
 def _get_places(folder: Path) -> tuple[Path, ...]:
-    """Beside the run's folder itself, its models and checkpoints may be named."""
+    """``--load`` may name the run's folder, or one of its models and checkpoints."""
     return folder / _ARGUMENTS_FILE, folder.parent / _ARGUMENTS_FILE
 
 

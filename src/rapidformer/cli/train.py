@@ -1,4 +1,4 @@
-"""``rapidformer [train]``: the black box by ``--task``, the white box by ``--user-script``."""
+"""``rapidformer [train]``: the black box with ``--task``, the white box with ``--user-script``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run(argv: list[str]) -> None:
         run_script(script, argv)
         return
     args = parse_arguments(argv)
-    if args.task is None:  # under a launcher of others, where nothing has been checked yet
-        raise ConfigurationError("what to train? Give --task or --user-script FILE.py.")
-    # Here, and not above: a script decides itself what it imports, and may need no torch.
+    if args.task is None:  # under another launcher, where nothing has been checked yet
+        raise ConfigurationError("nothing to train: give --task or --user-script FILE.py.")
+    # Imported here, not above: a script decides itself what it imports, and may not need torch.
     from rapidformer.tasks.registry import get_task, is_pretraining
 
     if is_pretraining(args.task):

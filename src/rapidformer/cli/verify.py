@@ -1,7 +1,7 @@
-"""``rapidformer verify``: do these switches change the result? Asked of the user's own run.
+"""``rapidformer verify``: do these switches change the result of your own run?
 
-The run is made twice on this machine, small: as asked for, and in one process without any switch.
-This process only starts them and compares what they leave; it never trains.
+A small version of the run is executed twice on this machine: as given, and in one process without
+any switch. This process only starts the runs and compares their traces; it never trains.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from rapidformer.verification.settings import (
 )
 from rapidformer.verification.trace import Trace, count_parameters, count_samples
 
-# Set for the processes that this command starts: which run they are.
+# Tells the processes that this command starts which run they belong to.
 JOB_VARIABLE = "RAPIDFORMER_VERIFICATION"
 DIFFERS, UNDECIDED = 3, 4
 
 _DRAWN = (
-    "labels are drawn at random for each micro-batch, so one process has taken the same "
+    "labels are drawn at random for each micro-batch, so the single process was given the same "
     "micro-batches"
 )
 _CANCELLED = (
-    "limits above 1e-05 are what one process makes of weights changed in their last bits: less "
-    "than that is round-off"
+    "limits above 1e-05 are the differences that one process shows if the last bits of its "
+    "weights change: anything smaller is round-off"
 )
 _RANDOM = (
-    "cannot be told: one process with other random numbers differs from one process as well, so "
-    "the forward pass draws some. Draw them in the data set or the collate function (there they "
-    "depend on the sample's place alone), or not at all."
+    "undecided: one process with other random numbers gives a different result too, so the "
+    "forward pass uses random numbers. Draw them in the dataset or the collate function (where "
+    "they depend only on the sample's position), or not at all."
 )
 _CUT = (
-    "different, but not by the switches: one process that cuts the batch into the same "
-    "micro-batches has the same result. The loss is not a mean over the labels that were counted: "
-    "let run_forward_step return (loss, n), n being what the loss is a mean over. Where it is more "
-    "than a mean (a mixture's balance), add --same-micro-batches."
+    "different, but not because of the switches: one process that cuts the batch into the same "
+    "micro-batches gives the same result. The loss is not a mean over the labels that were "
+    "counted: let run_forward_step return (loss, n), where n is what the loss is a mean over. If "
+    "it is more than a mean (an expert-balancing loss), add --same-micro-batches."
 )
 
 
 class VerificationError(RapidformerError):
-    """The runs differ, or cannot be compared; said already, with an exit status of its own."""
+    """The runs differ or cannot be compared; already reported, with its own exit status."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class VerificationError(RapidformerError):
 
 
 def run(argv: list[str]) -> None:
-    """Compare, and raise where the runs differ; in a process of one of the runs, run it."""
+    """Compare, and raise an error if the runs differ; in a process of one of the runs, run it."""
     if JOB_VARIABLE in os.environ and is_launched():
         _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
         return
@@ -92,15 +92,15 @@ def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer verify",
         usage="rapidformer verify [--verify-steps N] [--full-size] FLAGS OF A RUN",
-        description="Runs a few updates of a small copy of the run twice, under its switches and "
-        "in one process without them, and compares losses, gradients and weights.",
+        description="Run a few steps of a small copy of the run twice, with its switches and in "
+        "one process without them, and compare losses, gradients and weights.",
         epilog="All other flags are those of the run: rapidformer --help. Exit status: 0 equal, "
-        f"{DIFFERS} different, {UNDECIDED} cannot be told (the forward pass is random), 1 a run "
+        f"{DIFFERS} different, {UNDECIDED} undecided (the forward pass is random), 1 a run "
         "failed.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--verify-steps", type=int, default=3, metavar="N", help="updates to compare (default: 3)"
+        "--verify-steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)"
     )
     parser.add_argument(
         "--full-size", action="store_true", help="keep the sizes of model, rows and batches"
@@ -108,21 +108,21 @@ def _build_parser() -> CommandParser:
     parser.add_argument(
         "--same-micro-batches",
         action="store_true",
-        help="let one process take the same micro-batches, not each global batch at once: for a "
-        "loss that is more than a mean over labels (a mixture's balance)",
+        help="give the single process the same micro-batches, not each global batch at once: for "
+        "a loss that is more than a mean over labels (an expert-balancing loss)",
     )
     return parser
 
 
 def _check(args: Settings, words: list[str], processes: int, updates: int) -> None:
-    """Everything that can be wrong before a process is started."""
+    """Check everything that can be wrong before a process is started."""
     problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
     if args.user_script is None:
         parse_arguments(words)  # here every flag must be known
         if args.task is None:
             problems.append(
-                "what to verify? Give the flags of a run, with --task (`rapidformer tasks` lists "
-                "them) or --user-script FILE.py."
+                "nothing to verify: give the flags of a run, with --task (`rapidformer tasks` "
+                "lists them) or --user-script FILE.py."
             )
     problems += [
         f"{switch.describe(args)} cannot be verified: {switch.why}."
@@ -135,8 +135,8 @@ def _check(args: Settings, words: list[str], processes: int, updates: int) -> No
     )
     if not problems and not list_switches(args, processes):
         problems.append(
-            "nothing to verify: these flags split nothing and switch nothing on that could change "
-            "a result. Add what the run is to have, such as --nproc-per-node 2, "
+            "nothing to verify: these flags neither split anything nor enable a switch that could "
+            "change a result. Add the switches of the run, such as --nproc-per-node 2, "
             "--zero-2-memory-optimization or --tensor-model-parallel-size 2."
         )
     if problems:
@@ -144,7 +144,7 @@ def _check(args: Settings, words: list[str], processes: int, updates: int) -> No
 
 
 class _Verification:
-    """The runs, one after the other, and what is made of them."""
+    """The runs, one after the other, and the verdict."""
 
     def __init__(
         self, words: list[str], args: Settings, own: Any, processes: int, folder: Path
@@ -162,7 +162,7 @@ class _Verification:
         self._status = 0
 
     def run(self) -> None:
-        """Run what is needed: two runs, and more of one process to explain a difference."""
+        """Run what is needed: two runs, and more single-process runs to explain a difference."""
         args, processes = self._args, self._processes
         _say(f"verify   {', '.join(list_switches(args, processes))}")
         for line in list_left_out(args):
@@ -178,10 +178,12 @@ class _Verification:
             self._explain(reference, switched, is_cut)
 
     def _explain(self, reference: Trace, switched: list[Trace], is_cut: bool) -> None:
-        """Before a switch is blamed: is it the cut of the batch, the forward pass, round-off?"""
-        again = self._start("disturbed", "one process, other random numbers, cut alike", True)[0]
+        """Before blaming a switch: is it the cut of the batch, the forward pass or round-off?"""
+        again = self._start(
+            "disturbed", "one process, other random numbers, same micro-batches", True
+        )[0]
         if not compare(reference, [again]).has_same_samples:
-            reference, is_cut = self._start("pieces", "one process, cut alike")[0], True
+            reference, is_cut = self._start("pieces", "one process, same micro-batches")[0], True
             self._notes.append(_DRAWN)
             if compare(reference, switched).is_equal:
                 self._comparison = compare(reference, switched)
@@ -207,7 +209,7 @@ class _Verification:
         return compare(reference, [other]).is_equal
 
     def conclude(self) -> None:
-        """Print the table and what follows; raise where the runs differ."""
+        """Print the table and the verdict; raise an error if the runs differ."""
         lines = [*format_table(self._comparison), *(f"note: {note}" for note in self._notes)]
         if self._status:
             lines += [describe_first(self._comparison)]
@@ -216,7 +218,7 @@ class _Verification:
             raise VerificationError(self._verdict, self._status)
 
     def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
-        """Run it in processes of its own and read what they leave."""
+        """Run it in new processes and read their traces."""
         from rapidformer.launch.local import launch
         from rapidformer.verification.verified_run import get_trace_path
 
@@ -240,7 +242,7 @@ class _Verification:
         except RapidformerError as error:
             hint = "" if self._own.full_size else " --full-size keeps the sizes of the run."
             error.args = (
-                f"{error}\nThis was the run of {description}; what it wrote is in {self._folder}."
+                f"{error}\nThis was the run with {description}; its output is in {self._folder}."
                 f"{hint}",
             )
             raise
@@ -250,7 +252,7 @@ class _Verification:
 
 
 def _work(job: Job, words: list[str]) -> None:
-    """In a process of a run: train as ``rapidformer train`` would, and leave the trace."""
+    """In a process of a run: train as ``rapidformer train`` would, and save the trace."""
     rank = int(os.environ["RANK"])
     _write_to(Path(job.folder) / f"{job.kind}_{rank}.log")
     from rapidformer.cli.train import run as train
@@ -263,7 +265,7 @@ def _work(job: Job, words: list[str]) -> None:
 
 
 def _write_to(path: Path) -> None:
-    """What the run says is not the answer; it is kept for the case that the run fails."""
+    """Send the run's output to a file, which is of interest only if the run fails."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -273,10 +275,10 @@ def _write_to(path: Path) -> None:
 
 def _describe(traces: list[Trace], batch: int) -> str:
     facts = traces[0].facts
-    updates = _count(len(traces[0].norms), "update", "updates")
+    steps = _count(len(traces[0].norms), "step", "steps")
     return (
         f"model    {facts['model']}, {count_parameters(traces):,} parameters, fp32 on "
-        f"{facts['device']}; {updates} of {_count(batch, 'row', 'rows')}"
+        f"{facts['device']}; {steps} of {_count(batch, 'row', 'rows')}"
     )
 
 

@@ -103,7 +103,7 @@ def test_head_shows_text_with_a_tokenizer(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("the cats sat") and lines[3:] == ["the", "cat"]
     write(tmp_path / "large", [[[5, 40000]]])
-    with pytest.raises(DataError, match=r"token id 40000, but .* made with another tokenizer"):
+    with pytest.raises(DataError, match=r"token id 40000, but .* created with another tokenizer"):
         run(["head", "large", *flags])
 
 
@@ -117,7 +117,7 @@ def test_head_of_long_documents_is_short_unless_all_is_asked_for(
     assert capsys.readouterr().out.endswith("1 1\n2\n")
     write(tmp_path / "empty", [])
     run(["head", "empty"])
-    assert capsys.readouterr().out == "empty holds no documents.\n"
+    assert capsys.readouterr().out == "empty has no documents.\n"
 
 
 def test_merge_of_prefixes_and_of_a_folder(
@@ -134,7 +134,7 @@ def test_merge_of_prefixes_and_of_a_folder(
 def test_merge_replaces_nothing_unasked(tmp_path: Path) -> None:
     write(tmp_path / "all", [[[1]]])
     words = ["merge", "--input", "golden", "--output-prefix", "all"]
-    with pytest.raises(DataError, match=r"all.bin exists already: .* --overwrite"):
+    with pytest.raises(DataError, match=r"all.bin already exists: .* --overwrite"):
         run(words)
     run([*words, "--overwrite"])
     assert read(tmp_path / "all") == (GOLDEN_BIN, GOLDEN_IDX)
