@@ -73,7 +73,7 @@ def test_mistakes_are_told() -> None:
         load_metric("acuracy")
     with pytest.raises(ConfigurationError, match="glue has no task 'mprc'"):
         load_metric("glue", "mprc")
-    with pytest.raises(DataError, match="2 predictions and 1 references"):
+    with pytest.raises(DataError, match="2 predictions but 1 references"):
         load_metric("accuracy").add_batch(predictions=[1, 0], references=[1])
     with pytest.raises(DataError, match="no prediction for the question 'b'"):
         load_metric("squad").compute(
