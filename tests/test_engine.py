@@ -454,3 +454,15 @@ def test_batches_without_tensors_train_too() -> None:
         assert texts == ["some text", "and more"]
         engine.backward(model(torch.ones(2, 3)).mean())
     assert model.weight.grad.abs().sum() > 0
+
+
+def test_settings_built_directly_accumulate_to_the_global_batch() -> None:
+    """They once forgot what was given, and updated after every batch of the DataLoader."""
+    from torch.utils.data import DataLoader
+
+    from rapidformer.config import Settings
+
+    engine = RapidformerEngine(args=Settings(global_batch_size=32, lr=0.1, log_level="error"))
+    rows = [{"x": torch.ones(1), "labels": torch.ones(())} for _ in range(64)]
+    engine.compose(nn.Linear(1, 1), train_dataloader=DataLoader(rows, batch_size=16))  # type: ignore[arg-type]
+    assert engine.clock.rounds_per_update == 2

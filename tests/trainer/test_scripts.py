@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def test_the_documents_trainer_script(
     assert "(9, 2) (9,)" in printed
     assert names["trainer"].state.global_step == 9
     assert (workplace / "test-trainer" / "last" / "tokenizer.json").is_file()
+
+
+def test_the_documents_trainer_script_on_two_processes(workplace: Path) -> None:
+    words = ["launch", "--nproc-per-node", "2", "--device", "cpu", "hugging_face_trainer.py"]
+    (workplace / words[-1]).write_text((SCRIPTS / words[-1]).read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "rapidformer.cli.main", *words], cwd=workplace, text=True,
+        capture_output=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(9, 2) (9,)") == 2
+    assert "batch     16 = 8 micro x 2 data parallel x 1 accumulation" in done.stderr
 
 
 def test_the_documents_pytorch_script(

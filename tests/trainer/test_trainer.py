@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -97,17 +98,18 @@ def test_accumulation_is_exact(tmp_path: Path) -> None:
     assert parts == pytest.approx(whole, abs=1e-6)
 
 
-def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
-    [alone] = run_in_processes(_train_and_predict, 1, str(tmp_path / "one"), 4)
-    for result in run_in_processes(_train_and_predict, 2, str(tmp_path / "two"), 2):
+@pytest.mark.parametrize("sharding", ["", "full_shard auto_wrap", "shard_grad_op"])
+def test_two_processes_train_and_predict_as_one(tmp_path: Path, sharding: str) -> None:
+    [alone] = run_in_processes(_train_and_predict, 1, str(tmp_path / "one"), 4, "")
+    for result in run_in_processes(_train_and_predict, 2, str(tmp_path / "two"), 2, sharding):
         assert result["shapes"] == alone["shapes"] == [(13, 2), (13,)]
         np.testing.assert_allclose(result["predictions"], alone["predictions"], atol=1e-5)
         assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=1e-6)
 
 
-def _train_and_predict(folder: str, batch: int) -> dict[str, Any]:
-    trainer = make_trainer(folder, per_device_train_batch_size=batch)
+def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]:
+    trainer = make_trainer(folder, per_device_train_batch_size=batch, fsdp=sharding)
     before = trainer.evaluate()
     trainer.train()
     trainer.train()  # from the weights of now; the hooks of the first run are not doubled
@@ -119,6 +121,25 @@ def _train_and_predict(folder: str, batch: int) -> dict[str, Any]:
         "predictions": output.predictions,
         "metrics": [before["eval_loss"], *after],
     }
+
+
+def test_a_deepspeed_dictionary_trains_as_one_process(tmp_path: Path) -> None:
+    make_trainer(tmp_path / "one").train()
+    run_in_processes(_train_by_deepspeed, 2, str(tmp_path / "two"))
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=1e-6)
+
+
+def _train_by_deepspeed(folder: str) -> None:
+    content = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+    trainer = make_trainer(folder, per_device_train_batch_size=2, deepspeed=content)
+    trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_accuracy"] >= 0
 
 
 # ---- verbs -------------------------------------------------------------------------------------
@@ -403,6 +424,17 @@ def test_what_is_missing_is_said(
 ) -> None:
     with pytest.raises(error, match=message):
         make_trainer(tmp_path, **given).train()
+
+
+def test_a_stream_of_data(tmp_path: Path) -> None:
+    stream = make_dataset(40).to_iterable_dataset()
+    make_trainer(tmp_path, train_dataset=stream, max_steps=5).train()
+    assert len(read_losses(tmp_path)) == 5
+
+
+def test_the_signature_is_hugging_faces() -> None:
+    names = list(inspect.signature(Trainer.__init__).parameters)
+    assert names[:5] == ["self", "model", "args", "data_collator", "train_dataset"]
 
 
 def test_evaluation_needs_data(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def _describe_run(
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "scheduler": _keep_json(state.scheduler.state_dict()),
         "scaler": state.scaler.state_dict() if state.scaler else None,
-        "loader": state.loader.state_dict() if state.loader else None,
+        "loader": state.loader.state_dict() if state.loader is not None else None,
         "param_groups": groups,
         "extra": extra,
     }

@@ -38,6 +38,11 @@ class RunRecords:
 
     # ---- callbacks and logs --------------------------------------------------------------------
 
+    @property
+    def callback_handler(self) -> CallbackList:
+        """transformers' name for the list of callbacks."""
+        return self.callbacks
+
     def add_callback(self, callback: Callback) -> None:
         """Add one of transformers' callbacks, or its class."""
         self.callbacks.add(callback)

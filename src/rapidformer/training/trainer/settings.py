@@ -8,11 +8,11 @@ counts as not given, so that a DeepSpeed file may still say it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.publish import replace_text
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.errors import ConfigurationError
@@ -198,8 +198,6 @@ def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values
     if "offload" in words or _is_true(config.get("cpu_offload")):
         values["cpu_offload"] = True
     if "hybrid_shard" in words:
-        import os
-
         values["hybrid_sharding_size"] = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if _is_true(config.get("activation_checkpointing")):
         values["checkpoint_activations"] = True
@@ -236,7 +234,10 @@ def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> V
     folder = Path(arguments.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "deepspeed.json"
-    replace_text(path, json.dumps(given, indent=2))
+    # Every process writes the same text, each by way of a file of its own.
+    own = folder / f".deepspeed-{os.getpid()}.json"
+    own.write_text(json.dumps(given, indent=2), encoding="utf-8")
+    own.replace(path)
     return {"deepspeed": str(path)}
 
 

@@ -10,6 +10,7 @@ another dialect when its arguments are in that dialect (``dialects.py``).
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -466,3 +467,7 @@ def _average_losses(history: list[dict[str, float]]) -> float:
             total += line["loss"] * (line["step"] - before)
             before = line["step"]
     return total / before if before else float("nan")
+
+
+# What editors and libraries see: the arguments in Hugging Face's words.
+Trainer.__init__.__signature__ = inspect.signature(Trainer._set_up)  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""One model, one data set, the same settings: the same losses from every front end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
+from rapidformer.tasks.runner import train_task
+from tests.small import make_model_folder, make_pair_data
+
+SETTINGS = {"micro_batch_size": 4, "epochs": 1, "lr": 1e-3, "weight_decay": 0.1, "seed": 1234,
+            "lr_decay_style": "cosine", "min_lr": 1e-4, "lr_warmup_fraction": 0.1,
+            "log_interval": 1, "log_level": "error", "device": "cpu"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("same")
+    model = str(make_model_folder(folder / "model", dropout=0.0))
+    data = make_pair_data(folder / "data", train=38, validation=8)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    raw = datasets.load_dataset("json", data_files={"train": str(data / "train.jsonl")})["train"]
+    rows = raw.map(lambda row: tokenizer(row["sentence1"], row["sentence2"], truncation=True))
+    kept = rows.remove_columns(["sentence1", "sentence2", "idx"])
+    return {"model": model, "data": str(data), "rows": rows, "kept": kept,
+            "collate": DataCollatorWithPadding(tokenizer)}  # fmt: skip
+
+
+def build_model(parts: dict[str, Any]) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(parts["model"], num_labels=2)
+
+
+def run_black_box(parts: dict[str, Any], folder: Path) -> None:
+    source = {"task": "sequence_classification", "pretrained_model_name_or_path": parts["model"],
+              "data_path": parts["data"]}  # fmt: skip
+    train_task(RapidformerEngine(args={**SETTINGS, **source, "save": str(folder)}))
+
+
+def run_finetuner(parts: dict[str, Any], folder: Path) -> None:
+    class Pairs(Finetuner):
+        def train_valid_test_datasets_provider(self) -> Any:
+            return parts["kept"], None, None, parts["collate"]
+
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            return build_model(parts), None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model(**batch).loss
+
+    Pairs(RapidformerEngine(args={**SETTINGS, "save": str(folder)})).train()
+
+
+def run_engine_loop(parts: dict[str, Any], folder: Path) -> None:
+    engine = RapidformerEngine(args=SETTINGS)
+    loader = engine.build_data_loader(
+        parts["kept"], parts["collate"], shuffle=True, is_training=True
+    )
+    model, optimizer, schedule = engine.compose(build_model(parts))
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for batch in loader:
+            loss = model(**batch).loss
+            engine.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            file.write(json.dumps({"loss": loss.item()}) + "\n")
+
+
+def run_hugging_face(parts: dict[str, Any], folder: Path) -> None:
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=1e-3,
+        weight_decay=0.1, seed=1234, lr_scheduler_type="cosine_with_min_lr", warmup_steps=0.1,
+        lr_scheduler_kwargs={"min_lr": 1e-4}, logging_steps=1, log_level="error", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(
+        build_model(parts), arguments, data_collator=parts["collate"], train_dataset=parts["rows"]
+    ).train()
+
+
+def run_flagai(parts: dict[str, Any], folder: Path) -> None:
+    trainer: Any = Trainer(
+        env_type="pytorch", epochs=1, batch_size=4, lr=1e-3, log_interval=1, save_dir=str(folder),
+        tensorboard_dir=None,
+    )  # fmt: skip
+    trainer.train(build_model(parts), train_dataset=parts["kept"], collate_fn=parts["collate"])
+
+
+def read_losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [value["loss"] for value in map(json.loads, lines) if "loss" in value]
+
+
+@pytest.fixture(scope="module")
+def expected(parts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("expected") / "run"
+    run_finetuner(parts, folder)
+    losses = read_losses(folder)
+    assert len(losses) == 10 and len(set(losses)) == 10
+    return losses
+
+
+@pytest.mark.parametrize("run", [run_black_box, run_engine_loop, run_flagai])
+def test_the_losses_are_equal(
+    run: Any, parts: dict[str, Any], expected: list[float], tmp_path: Path
+) -> None:
+    torch.manual_seed(5)  # what was drawn before does not matter
+    run(parts, tmp_path / "run")
+    assert read_losses(tmp_path / "run") == expected
+
+
+def test_the_losses_of_hugging_faces_own_schedule(
+    parts: dict[str, Any], expected: list[float], tmp_path: Path
+) -> None:
+    """transformers computes the same curve by another formula, in other roundings."""
+    run_hugging_face(parts, tmp_path / "run")
+    assert read_losses(tmp_path / "run") == pytest.approx(expected, abs=1e-5)
