@@ -49,7 +49,10 @@ class WorkerAgent(LocalElasticAgent):
 
     def stop_workers(self, death_sig: signal.Signals, timeout: int) -> None:
         """Stop the workers that still run."""
-        super()._shutdown(death_sig, timeout)
+        if self._pcontext:
+            # Not left to _shutdown, which takes no timeout in torch 2.11: it finds them ended.
+            self._pcontext.close(death_sig, timeout)
+        super()._shutdown(death_sig)
 
     def set_remaining_restarts(self, count: int) -> None:
         self._remaining_restarts = count

@@ -36,7 +36,7 @@ class Agent(WorkerAgent):
         watch: Watch,
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(spec, logs, shutdown_timeout=_STOP_SECONDS)
+        super().__init__(spec, logs)
         self._rounds = rounds
         self._logs = logs
         self._watch = watch
@@ -88,7 +88,7 @@ class Agent(WorkerAgent):
         with _undisturbed():
             self._watch.end_round()
             groups = self.get_process_ids()
-            # torch's own callers pass 30 s; we promise the user seconds.
+            # torch allows 30 s; we promise the user seconds.
             super().stop_workers(death_sig, min(timeout, _STOP_SECONDS))
             for group in groups:
                 # Workers lead their own groups; the leader may be dead and its children alive.
