@@ -7,7 +7,10 @@ does not import torch.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
     from rapidformer.context import get_args, get_timers, get_tokenizer
@@ -30,17 +33,24 @@ if TYPE_CHECKING:
     from rapidformer.training.pretrainer import PreTrainer
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
     from rapidformer.training.trainer.arguments import TrainingArguments
+    from rapidformer.training.trainer.mindformers_context import (
+        ContextConfig,
+        ParallelContextConfig,
+        init_context,
+    )
     from rapidformer.training.trainer.seq2seq import Seq2SeqTrainer
     from rapidformer.training.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
     from rapidformer.training.trainer.trainer import Trainer
 
 __all__ = [
     "Accelerator",
+    "ContextConfig",
     "DeepSpeedPlugin",
     "DistributedType",
     "Finetuner",
     "GPTModel",
     "ModelPlan",
+    "ParallelContextConfig",
     "PreTrainer",
     "Pretrainer",
     "RapidformerEngine",
@@ -57,20 +67,24 @@ __all__ = [
     "get_ltor_masks_and_position_ids",
     "get_timers",
     "get_tokenizer",
+    "init_context",
     "load_metric",
     "mpu",
     "set_seed",
 ]
 
+_MINDFORMERS = "rapidformer.training.trainer.mindformers_context"
 _PRETRAINING = "rapidformer.data.pretraining"
 # Public name -> (module, name in it; empty for the module itself)
 _WHERE = {
     "Accelerator": ("rapidformer.engine.accelerator", "Accelerator"),
+    "ContextConfig": (_MINDFORMERS, "ContextConfig"),
     "DeepSpeedPlugin": ("rapidformer.engine.accelerator_settings", "DeepSpeedPlugin"),
     "DistributedType": ("rapidformer.engine.accelerator", "DistributedType"),
     "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
     "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
     "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
+    "ParallelContextConfig": (_MINDFORMERS, "ParallelContextConfig"),
     "PreTrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
@@ -96,10 +110,13 @@ _WHERE = {
     "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),
     "get_timers": ("rapidformer.context", "get_timers"),
     "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
+    "init_context": (_MINDFORMERS, "init_context"),
     "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
     "mpu": ("rapidformer.dist.mpu", ""),
     "set_seed": ("rapidformer.engine.accelerator", "set_seed"),
 }
+
+adopt_rank_variables(os.environ)
 
 
 def __getattr__(name: str) -> Any:

@@ -68,6 +68,7 @@ ALIASES: dict[str, str] = {
     "pipeline_stage": "pipeline_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
     "micro_batch_num": "gradient_accumulation_steps",
+    "sink_size": "log_interval",
     "expert_parallel": "expert_model_parallel_size",
     "context_parallel": "context_parallel_size",
 }
@@ -102,6 +103,5 @@ WITHOUT_EFFECT: dict[str, str] = {
     "override_lr_scheduler": "current settings always override those of a checkpoint",
     "use_checkpoint_lr_scheduler": "current settings always override those of a checkpoint",
     "app_name": "--task selects the task",
-    "sink_mode": "data sinks exist only in MindSpore",
-    "sink_size": "data sinks exist only in MindSpore",
+    "sink_mode": "sink_size says how often the host looks at a run",
 }

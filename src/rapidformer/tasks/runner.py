@@ -36,7 +36,7 @@ class TaskFinetuner(Finetuner):
         self.prepared: PreparedData | None = None
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
-        prepared = self.task.prepare(self.args)
+        prepared = self.prepare_data()
         if prepared.train is None:
             raise DataError(
                 "the data has no training split: name a file train.…, or use --train-data."
@@ -51,6 +51,10 @@ class TaskFinetuner(Finetuner):
                 "last one is saved. --validation-split 0.1 holds out rows for validation."
             )
         return prepared.train, validation, prepared.test, prepared.collate
+
+    def prepare_data(self) -> PreparedData:
+        """The splits that the settings name, ready for the model."""
+        return self.task.prepare(self.args)
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         assert self.prepared is not None

@@ -8,6 +8,7 @@ run. No torch at the top, so that ``rapidformer --help`` and the docs can read i
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config.hugging_face_names import HUGGING_FACE
+from rapidformer.config.mindformers_names import TRAINING_ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +150,13 @@ class TrainingArguments:
     do_predict: bool = False
     resume_from_checkpoint: str | None = None
     local_rank: int = -1
+
+    def __new__(cls, *positional: Any, **named: Any) -> TrainingArguments:
+        """In MindFormers' words, an instance of the class that has those names."""
+        if cls is TrainingArguments and named.keys() & set(TRAINING_ARGUMENTS):
+            module = importlib.import_module("rapidformer.training.trainer.mindformers_arguments")
+            cls = module.MindFormersArguments
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())

@@ -33,7 +33,18 @@ def _is_flagai(positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     return not positional and bool(words & set(FLAGAI)) and not words & {"model", "args"}
 
 
+def _is_mindformers(positional: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """MindFormers' trainer has a task, or a model by name; its arguments come before the task."""
+    own = ("task", "model_name", "pet_method", "wrapper", "save_config", "eval_callbacks")
+    has_name = isinstance(named.get("model"), str)
+    is_second = len(positional) > 1 and isinstance(positional[1], str)
+    arguments = named.get("args", positional[0] if positional else None)
+    is_argument = type(arguments).__name__ == "MindFormersArguments"
+    return has_name or is_second or is_argument or any(name in named for name in own)
+
+
 DIALECTS: list[Dialect] = [
+    Dialect(_is_mindformers, "rapidformer.tasks.mindformers", "MindFormersTrainer"),
     Dialect(_is_flagai, "rapidformer.training.trainer.flagai", "FlagAITrainer"),
 ]
 

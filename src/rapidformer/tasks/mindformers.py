@@ -1,0 +1,411 @@
+"""MindFormers' trainer: four verbs over the black-box tasks.
+
+    trainer = Trainer(task="text_generation", model="gpt2", args=training_args,
+                      train_dataset="./train", eval_dataset="./eval")
+    trainer.train()        # from fresh weights
+    trainer.finetune()     # from the model's weights
+
+A model instance with data sets of its own runs as Hugging Face's trainer does. Everything else is
+settings of a task, and an engine is made by each verb: ``set_parallel_config`` may come at any time
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rapidformer.config import Settings
+from rapidformer.config.foreign_names import ForeignName
+from rapidformer.config.mindformers_names import (
+    MODELS,
+    PARALLEL_CONFIG,
+    RECOMPUTE_CONFIG,
+    TASKS,
+    TRAINER,
+    TRAINING_ARGUMENTS,
+)
+from rapidformer.data.sources import load_splits
+from rapidformer.dist.processes import get_world_size_from_environment
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.log import warn_once
+from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
+from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.runner import TaskFinetuner, evaluate_task, predict_task
+from rapidformer.training.run_folder import PREVIOUS, set_aside
+from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
+from rapidformer.training.trainer.mindformers_context import get_context
+from rapidformer.training.trainer.settings import build_settings
+from rapidformer.training.trainer.trainer import Trainer
+
+_SOURCE = "Trainer"
+_NEEDS_INSTANCE = ("optimizers", "callbacks", "compute_metrics", "data_collator")
+Checkpoint = str | bool | None
+
+
+class MindFormersTrainer(Trainer):
+    """Trains, evaluates and predicts by a task's name."""
+
+    def _set_up(  # type: ignore[override]
+        self,
+        args: Any = None,
+        task: str = "general",
+        model: Any = None,
+        model_name: str | None = None,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        named = _name_by_type(others) | named
+        _check_arguments(args, task, named)
+        self.args = args if args is not None else MindFormersArguments()
+        self.task_name = task
+        self._given_parallel: dict[str, Any] = {}
+        self._given_recompute: dict[str, Any] = {}
+        self._trained: Path | None = None
+        self._named = named
+        data = (named.get("train_dataset"), named.get("eval_dataset"))
+        self._is_instance = isinstance(model, nn.Module) and not any(map(_is_path, data))
+        if self._is_instance:
+            self._set_up_instance(model, named)
+            return
+        idle = [name for name in _NEEDS_INSTANCE if named.get(name)]
+        if idle:
+            raise ConfigurationError(
+                f"Trainer({', '.join(idle)}) need a model instance and data sets: with a model's "
+                "name, the task brings them."
+            )
+        self._location = self._choose_location(model if model is not None else model_name)
+        self.train_dataset, self.eval_dataset = data
+
+    def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
+        optimizers = named.get("optimizers")
+        pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
+        callbacks = named.get("callbacks") or []
+        super()._set_up(
+            model,
+            self.args,
+            named.get("data_collator"),
+            named.get("train_dataset"),
+            named.get("eval_dataset"),
+            named.get("tokenizer") or named.get("image_processor"),
+            compute_metrics=named.get("compute_metrics"),
+            callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
+            optimizers=pair,
+        )
+
+    def _choose_location(self, model: Any) -> str:
+        if isinstance(model, nn.Module):
+            return self._save_instance(model)
+        if not model:
+            raise ConfigurationError("Trainer needs a model: a name, a folder or an instance.")
+        if Path(str(model)).expanduser().is_dir():
+            return str(model)
+        name = str(model).removeprefix("mindspore/")
+        return MODELS.get(name, str(model))
+
+    def _save_instance(self, model: Any) -> str:
+        """A model that was built by hand becomes a folder, from which a task loads it."""
+        folder = self._output / "given_model"
+        processor = self._named.get("tokenizer") or self._named.get("image_processor")
+        if processor is None:
+            raise ConfigurationError(
+                "a model instance with data by path needs tokenizer= (or image_processor=)."
+            )
+        if get_world_size_from_environment() == 1 or self.args.process_index == 0:
+            model.save_pretrained(folder)
+            processor.save_pretrained(folder)
+        return str(folder)
+
+    @property
+    def _output(self) -> Path:
+        return Path(self.args.output_dir or "output")
+
+    # ---- settings ------------------------------------------------------------------------------
+
+    def set_parallel_config(self, **widths: Any) -> None:
+        """How the processes divide the model; checked when training starts."""
+        self._given_parallel = _check_names("set_parallel_config", widths, PARALLEL_CONFIG)
+        self._forget_engine()
+
+    def set_recompute_config(self, **options: Any) -> None:
+        """What is computed again in the backward pass."""
+        self._given_recompute = _check_names("set_recompute_config", options, RECOMPUTE_CONFIG)
+        self._forget_engine()
+
+    def _forget_engine(self) -> None:
+        if self._is_instance:
+            self._engine = None
+
+    def build_settings(self) -> Settings:
+        """The arguments, and what ``set_parallel_config`` and ``init_context`` were told."""
+        given = {
+            name: getattr(self.args, name)
+            for name in TRAINING_ARGUMENTS
+            if getattr(self.args, name, None) is not None
+        }
+        given |= self._given_parallel | self._given_recompute
+        values = {
+            row.setting: given[name]
+            for name, row in ((n, r) for n, (_, r) in TRAINING_ARGUMENTS.items())
+            if row.outcome == "mapped" and name in given
+        }
+        context = get_context()
+        if context.device is not None or str(given.get("device_target")).upper() == "CPU":
+            values["device"] = "cpu"
+        if context.shards_optimizer:
+            values["zero_1_memory_optimization"] = True
+        if given.get("select_recompute"):
+            values |= {"checkpoint_activations": True, "recompute_granularity": "selective"}
+        self._check_widths(given, values)
+        if values.get("pipeline_model_parallel_size", 1) > 1 and given.get("micro_batch_num"):
+            values["gradient_accumulation_steps"] = given["micro_batch_num"]
+        return build_settings(self.args).replace(_SOURCE, **values)
+
+    def _check_widths(self, given: Mapping[str, Any], values: dict[str, Any]) -> None:
+        widths = {
+            name: int(given.get(name) or 1)
+            for name in ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
+        }
+        if not get_context().splits_models:
+            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
+                         "context_parallel_size"):  # fmt: skip
+                values.pop(name, None)
+            return
+        world, product = get_world_size_from_environment(), 1
+        for width in widths.values():
+            product *= width
+        if "data_parallel" in given and product != world:
+            listed = " x ".join(f"{name} {width}" for name, width in widths.items())
+            raise ConfigurationError(
+                f"{listed} = {product}, but {world} processes run: start as many, or change one."
+            )
+
+    def _build_task_settings(self, **values: Any) -> Settings:
+        if self.task_name not in TASKS:
+            raise ConfigurationError(
+                "task='general' needs a model instance; with a model's name, say one of "
+                f"{', '.join(TASKS)}."
+            )
+        paths: dict[str, Any] = {
+            setting: [str(data)]
+            for setting, data in (
+                ("train_data", self.train_dataset),
+                ("valid_data", self.eval_dataset),
+            )
+            if _is_path(data)
+        }
+        known = {"task": TASKS[self.task_name], "pretrained_model_name_or_path": self._location}
+        return self.build_settings().replace(_SOURCE, **{**known, **paths, **values})
+
+    def _find_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """True: the newest of this output folder; a text: a path or a model's name."""
+        if checkpoint is True:
+            folder = self._trained or _find_model(self._output)
+            if folder is None:
+                raise ConfigurationError(
+                    f"checkpoint True: {self.args.output_dir} holds no model of an earlier run."
+                )
+            return {"pretrained_model_name_or_path": str(folder)}
+        if checkpoint:
+            return {"pretrained_model_name_or_path": MODELS.get(str(checkpoint), str(checkpoint))}
+        return {}
+
+    # ---- the four verbs ------------------------------------------------------------------------
+
+    def train(  # type: ignore[override]
+        self,
+        train_checkpoint: Checkpoint = False,
+        resume_training: Checkpoint = None,
+        auto_trans_ckpt: bool | None = None,
+        do_eval: bool = False,
+        *,
+        resume_from_checkpoint: Checkpoint = None,
+    ) -> Any:
+        """Train from fresh weights, or from ``train_checkpoint``."""
+        resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
+        if self._is_instance:
+            return super().train(resume_from_checkpoint=resumes)
+        weights = self._find_weights(train_checkpoint)
+        return self._run_training(resumes, from_scratch=not weights, **weights)
+
+    def finetune(
+        self,
+        finetune_checkpoint: Checkpoint = False,
+        resume_training: Checkpoint = None,
+        auto_trans_ckpt: bool | None = None,
+        do_eval: bool = False,
+        *,
+        resume_from_checkpoint: Checkpoint = None,
+    ) -> Any:
+        """Train from the model's own weights, or from ``finetune_checkpoint``."""
+        resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
+        if self._is_instance:
+            return super().train(resume_from_checkpoint=resumes)
+        return self._run_training(resumes, **self._find_weights(finetune_checkpoint))
+
+    def _run_training(self, resumes: Checkpoint, **values: Any) -> dict[str, float]:
+        if self.train_dataset is None:
+            raise DataError("Trainer: training needs a train_dataset.")
+        if resumes:
+            values["load"] = self.args.output_dir if resumes is True else str(resumes)
+        given = Path(values.get("pretrained_model_name_or_path", ""))
+        if not resumes and given.parent == self._output:
+            # Where the earlier run of this folder will stand by then.
+            moved = given.parent / PREVIOUS / given.name
+            values["pretrained_model_name_or_path"] = str(moved)
+        settings = self._build_task_settings(**values)
+        engine = RapidformerEngine(args=settings)
+        if not resumes and not settings.overwrite and settings.save is not None:
+            if engine.is_main:
+                set_aside(Path(settings.save))
+            engine.wait_for_all()
+        finetuner = _GivenData(engine, settings, self.train_dataset, self.eval_dataset)
+        metrics = finetuner.train()
+        self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None
+        return metrics
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_checkpoint: Checkpoint = False,
+        auto_trans_ckpt: bool | None = None,
+        *,
+        eval_dataset: Any = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The metrics on the evaluation data: of what was trained here, or of the model."""
+        if self._is_instance:
+            return super().evaluate(eval_dataset, **options)
+        if eval_dataset is not None:
+            self.eval_dataset = eval_dataset
+        if not _is_path(self.eval_dataset):
+            raise DataError("Trainer.evaluate() needs eval_dataset: the path of a file or folder.")
+        values = self._find_weights(eval_checkpoint or self._trained is not None)
+        settings = self._build_task_settings(**values, allow_untrained=True)
+        metrics: dict[str, Any] = evaluate_task(RapidformerEngine(args=settings))
+        if "perplexity" in metrics:
+            metrics["PPL"] = metrics["perplexity"]
+        return metrics
+
+    def predict(  # type: ignore[override]
+        self,
+        predict_checkpoint: Checkpoint = None,
+        auto_trans_ckpt: bool | None = None,
+        input_data: Any = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answers to a text, a list of texts, a file with a text per line, or a data set."""
+        if self._is_instance:
+            return super().predict(input_data, **options)
+        if input_data is None:
+            input_data = self.eval_dataset
+        rows = read_prompts(input_data)
+        values = self._find_weights(predict_checkpoint or self._trained is not None)
+        values |= _read_generation(options)
+        if batch_size is not None:
+            values["eval_micro_batch_size"] = batch_size
+        settings = self._build_task_settings(**values, allow_untrained=True)
+        answers = predict_task(RapidformerEngine(args=settings), rows)
+        return rename_answers(self.task_name, rows, answers)
+
+
+class _GivenData(TaskFinetuner):
+    """A task whose splits may be data sets instead of paths."""
+
+    def __init__(
+        self, engine: RapidformerEngine, settings: Settings, train: Any, validation: Any
+    ) -> None:
+        super().__init__(engine, get_task(settings.task or ""))
+        self._given = {
+            name: data
+            for name, data in (("train", train), ("validation", validation))
+            if data is not None and not _is_path(data)
+        }
+
+    def prepare_data(self) -> Any:
+        if not self._given:
+            return super().prepare_data()
+        has_paths = bool(self.args.train_data or self.args.valid_data)
+        read = load_splits(self.args) if has_paths else {}
+        return self.task.prepare(self.args, {**read, **self._given})
+
+
+def _name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments from the fifth on, whose order changed between versions: by what they are."""
+    named: dict[str, Any] = {}
+    datasets = iter(("train_dataset", "eval_dataset"))
+    for each in others:
+        if hasattr(each, "convert_tokens_to_ids"):
+            named["tokenizer"] = each
+        elif callable(each):
+            named["data_collator"] = each
+        else:
+            name = next(datasets, None)
+            if name is None:
+                raise ConfigurationError("Trainer(...): name the arguments after eval_dataset.")
+            named[name] = each
+    return named
+
+
+def _check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
+    problems = []
+    if isinstance(args, (str, Path)):
+        problems.append(f"args={str(args)!r}: YAML files are not read; pass TrainingArguments.")
+    if task != "general" and task not in TASKS:
+        problems.append(f"task={task!r} is not supported: use one of {', '.join(TASKS)}.")
+    for name, value in named.items():
+        row = TRAINER.get(name)
+        if row is None:
+            problems.append(f"Trainer has no argument {name!r}.")
+        elif row.outcome == "refused" and value:
+            problems.append(f"Trainer({name}={value!r}) is not supported: {row.note}.")
+    for name in TRAINING_ARGUMENTS if isinstance(args, MindFormersArguments) else ():
+        default, row = TRAINING_ARGUMENTS[name]
+        value = getattr(args, name)
+        if row.outcome == "refused" and value:
+            problems.append(f"TrainingArguments({name}={value!r}) is not supported: {row.note}.")
+        elif row.outcome == "ignored" and value not in (default, None):
+            warn_once(f"TrainingArguments({name}=...) has no effect: {row.note}.")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _check_names(
+    function: str, given: dict[str, Any], table: Mapping[str, ForeignName]
+) -> dict[str, Any]:
+    unknown = [name for name in given if name not in table]
+    if unknown:
+        raise ConfigurationError([f"{function}() has no argument {name!r}." for name in unknown])
+    return given
+
+
+def _read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ("max_new_tokens", "max_length"):
+            values["max_new_tokens"] = int(value)
+        elif value not in (None, False) and (name, value) != ("top_k", 1):
+            raise ConfigurationError(
+                f"predict({name}={value!r}) is not supported: texts are generated greedily; "
+                "max_new_tokens says how long."
+            )
+    return values
+
+
+def _find_model(folder: Path) -> Path | None:
+    return next(
+        (folder / name for name in ("best", "last") if (folder / name / "config.json").is_file()),
+        None,
+    )
+
+
+def _is_path(data: Any) -> bool:
+    return isinstance(data, (str, Path))
+
+
+def _get(arguments: Any, name: str) -> Any:
+    return getattr(arguments, name, None)

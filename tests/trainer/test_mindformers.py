@@ -1,0 +1,182 @@
+"""MindFormers' scripts, its words and its launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from rapidformer import Trainer, TrainingArguments
+from rapidformer.config.rank_variables import adopt_rank_variables
+from rapidformer.errors import ConfigurationError
+from tests.processes import PATIENCE, find_free_port
+
+SCRIPTS = Path(__file__).parent / "scripts"
+WORDS = ["hello", "!", *(f"w{i}" for i in range(30))]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny GPT-2, its tokenizer, and data in ./train and ./eval."""
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(
+        vocab_size=len(words), n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=1,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for split, count in (("train", 12), ("eval", 4)):
+        (tmp_path / split).mkdir()
+        rows = ({"text": " ".join(WORDS[(i + k) % 30] for k in range(20))} for i in range(count))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / split / "text.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags"),
+    [
+        ("train", ["--train_dataset", "./train"]),
+        ("eval", ["--eval_dataset", "./eval"]),
+        ("finetune", ["--train_dataset", "./train"]),
+        ("predict", ["--predict_data", "hello!"]),
+    ],
+)
+def test_standalone_task(
+    place: Path,
+    mode: str,
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--task", "text_generation", "--model_type", "gpt2", *flags, "--run_mode", mode]
+    monkeypatch.setattr(sys, "argv", ["standalone_task.py", *words])
+    runpy.run_path(str(SCRIPTS / "standalone_task.py"), run_name="__main__")
+    if mode == "predict":
+        (answer,) = eval(capsys.readouterr().out.strip().splitlines()[-1])
+        assert answer["text_generation_text"][0].startswith("hello!")
+    elif mode != "eval":
+        assert (place / "output" / "last" / "model.safetensors").is_file()
+        lines = (place / "output" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines if '"loss"' in line]
+        assert steps[0] == 2, "the host looks every sink_size updates"
+
+
+DISTRIBUTED = [
+    "--task", "text_generation", "--model_type", "gpt2", "--train_dataset", "./train",
+    "--run_mode", "train", "--data_parallel", "1", "--model_parallel", "2",
+    "--pipeline_parallel", "2", "--micro_size", "2",
+]  # fmt: skip
+
+
+def test_distribute_task_by_rank_table(place: Path) -> None:
+    """Data 1 x model 2 x pipeline 2, started as MindFormers' own launch script does."""
+    devices = [{"device_id": str(i), "rank_id": str(i)} for i in range(4)]
+    table = {"server_list": [{"server_id": "127.0.0.1", "device": devices}], "status": "completed"}
+    (place / "hccl.json").write_text(json.dumps(table))
+    common = {
+        **os.environ, "RANK_SIZE": "4", "RANK_TABLE_FILE": str(place / "hccl.json"),
+        "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "distribute_task.py"), *DISTRIBUTED],
+            env={**common, "DEVICE_ID": str(rank), "RANK_ID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    errors = [worker.communicate(timeout=PATIENCE)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 4, errors[0][-3000:]
+    check_trained(place)
+
+
+def test_distribute_task_by_our_command(place: Path) -> None:
+    from rapidformer.cli.main import main
+
+    script = str(SCRIPTS / "distribute_task.py")
+    assert main(["launch", "--nproc-per-node", "4", "--device", "cpu", script, *DISTRIBUTED]) == 0
+    check_trained(place)
+
+
+def check_trained(place: Path) -> None:
+    lines = (place / "output" / "metrics.jsonl").read_text().splitlines()
+    assert any('"loss"' in line for line in lines)
+    arguments = (place / "output" / "arguments.yaml").read_text()
+    assert "tensor_model_parallel_size: 2" in arguments
+    assert "pipeline_model_parallel_size: 2" in arguments
+    assert "gradient_accumulation_steps: 2" in arguments
+    GPT2LMHeadModel.from_pretrained(place / "output" / "last")
+
+
+def test_verbs_in_one_process_use_what_was_trained(place: Path) -> None:
+    arguments = TrainingArguments(num_train_epochs=4, batch_size=2, learning_rate=0.01, sink_size=4)
+    trainer = Trainer(arguments, "text_generation", "gpt2", None, "train", "eval")
+    before = trainer.evaluate()
+    trainer.finetune()
+    after = trainer.evaluate()
+    assert after["loss"] < before["loss"] and after["PPL"] < before["PPL"]
+    trainer.finetune(finetune_checkpoint=True)
+    assert (place / "output" / "previous" / "last").is_dir()
+    assert trainer.evaluate()["loss"] < after["loss"]
+    answers = trainer.predict(input_data=["hello w1", "w3"], max_new_tokens=2)
+    assert [list(answer) for answer in answers] == [["text_generation_text"]] * 2
+
+
+def test_widths_that_do_not_fit_the_processes(place: Path) -> None:
+    trainer = Trainer(task="text_generation", model="gpt2", train_dataset="train")
+    trainer.set_parallel_config(data_parallel=1, model_parallel=2)
+    with pytest.raises(ConfigurationError, match="= 2, but 1 processes run"):
+        trainer.train()
+
+
+def test_micro_batch_num_counts_with_a_pipeline_only(place: Path) -> None:
+    trainer: Any = Trainer(task="text_generation", model="gpt2", train_dataset="train")
+    trainer.set_parallel_config(micro_batch_num=4)
+    assert trainer.build_settings().gradient_accumulation_steps == 1
+    trainer.set_recompute_config(recompute=True)
+    assert trainer.build_settings().checkpoint_activations
+
+
+def test_what_is_refused_is_told_at_once(place: Path) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Trainer(args="run.yaml", task="segment_anything", model="sam_vit_b", pet_method="lora")
+    text = str(error.value)
+    assert "YAML" in text and "segment_anything" in text and "pet_method='lora'" in text
+
+
+def test_one_batch_size_under_two_names() -> None:
+    with pytest.raises(ConfigurationError, match="are one value"):
+        TrainingArguments(batch_size=2, per_device_train_batch_size=4)
+
+
+def test_rank_variables(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    devices = [{"rank_id": "0"}, {"rank_id": "1"}]
+    table.write_text(json.dumps({"server_list": [{"server_id": "10.0.0.7", "device": devices}]}))
+    variables = {
+        "RANK_ID": "1",
+        "RANK_SIZE": "2",
+        "DEVICE_ID": "5",
+        "RANK_TABLE_FILE": str(table),
+    }
+    adopt_rank_variables(variables)
+    assert [variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == [
+        "1", "2", "5", "10.0.0.7",
+    ]  # fmt: skip
+    with pytest.raises(ConfigurationError, match="lists 2 devices"):
+        adopt_rank_variables({"RANK_ID": "0", "RANK_SIZE": "3", "RANK_TABLE_FILE": str(table)})
