@@ -58,7 +58,10 @@ def format_setting(setting: Setting, width: int) -> str:
     if _has_many_choices(setting):
         text += f": {', '.join(setting.choices)}"
     if setting.is_switch and setting.default is True:
-        left, text = "  " + setting.flag.replace("--", "--no-", 1), f"turn off: {text}"
+        left, text = (
+            "  " + setting.flag.replace("--", "--no-", 1),
+            f"{text} (on by default; this turns it off)",
+        )
     elif setting.default not in (None, False) and "default" not in text:
         text += f" (default: {setting.default})"
     lines = textwrap.wrap(text, max(width - 40, 30)) or [""]
