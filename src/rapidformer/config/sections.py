@@ -256,7 +256,7 @@ class TrainingLengthArguments:
     """Training"""
 
     micro_batch_size: int | None = None
-    """samples per forward pass of a rank (default: 8 with --task)"""
+    """samples per forward pass of a rank (default: 8, or as --global-batch-size implies)"""
     global_batch_size: int | None = None
     """samples per optimizer step over all ranks; if larger than micro-batch x ranks, gradients are
     accumulated"""
@@ -265,7 +265,7 @@ class TrainingLengthArguments:
     eval_micro_batch_size: int | None = None
     """samples per forward pass of a rank in evaluation (default: --micro-batch-size)"""
     epochs: int | float | None = None
-    """passes over the training data; may be a fraction"""
+    """passes over the training data; may be a fraction (default: 3 with --task)"""
     train_iters: int | None = None
     """total number of optimizer steps; overrides --epochs"""
     train_samples: int | None = None
