@@ -64,7 +64,7 @@ def format_setting(setting: Setting, width: int) -> str:
         )
     elif setting.default not in (None, False) and "default" not in text:
         text += f" (default: {setting.default})"
-    lines = textwrap.wrap(text, max(width - 40, 30)) or [""]
+    lines = textwrap.wrap(text, max(width - 40, 30), break_on_hyphens=False) or [""]
     first = f"{left:<39} {lines[0]}" if len(left) < 39 else f"{left}\n{'':<39} {lines[0]}"
     return "\n".join([first, *(f"{'':<39} {line}" for line in lines[1:])]) + "\n"
 
