@@ -35,7 +35,7 @@ def test_start_up_lines_follow_the_order_of_the_rows() -> None:
     engine.compose_for_evaluation(make("bert"))
     assert engine.parallelized.switches == [
         "precision: fp32",
-        "recompute: selective, one block in 2 of 3 blocks",
+        "recompute: selective, 1 in 2 of 3 blocks",
         "compilation: torch.compile of 3 blocks with eager",
     ]
     engine.close()

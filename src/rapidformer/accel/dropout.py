@@ -25,8 +25,7 @@ DROPOUTS = (
 _WHAT_CHANGES = {
     "tensor": (
         "--tensor-model-parallel-size",
-        "each rank draws the masks of its own slice, so all slices of a layer (its heads) get the "
-        "same mask",
+        "all slices of a layer (its heads) get the same mask",
     ),
     "pipeline": (
         "--pipeline-model-parallel-size",
@@ -49,8 +48,8 @@ def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> None:
         return
     for flag, what in split:
         warn_once(
-            f"{flag} with dropout: {what}, so the masks differ from those of one process, though "
-            "not their distribution. Everything else is exact."
+            f"{flag} with dropout: {what}. A run therefore uses other masks than one process, each "
+            "with the same distribution; everything else is exact."
         )
 
 

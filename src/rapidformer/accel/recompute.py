@@ -40,7 +40,7 @@ def apply(assembly: Assembly) -> str:
     granularity = assembly.args.recompute_granularity or "full"
     interval = assembly.args.recompute_interval
     apply_recompute(assembly.model, assembly.plan, granularity=granularity, interval=interval)
-    which = f"one block in {interval} of" if interval > 1 else "all"
+    which = f"1 in {interval} of" if interval > 1 else "all"
     return f"{granularity}, {which} {len(assembly.whole_plan.blocks)} blocks"
 
 

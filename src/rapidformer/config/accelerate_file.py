@@ -1,6 +1,6 @@
 """Accelerate's settings as ours: the file that ``accelerate config`` writes, and its plugins.
 
-The tables in ``accelerate_names.py`` say what each name becomes; here stand only the names whose
+The tables in ``accelerate_names.py`` say what each name becomes; here are only the names whose
 value must be translated.
 """
 

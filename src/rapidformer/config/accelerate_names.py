@@ -4,47 +4,49 @@ from __future__ import annotations
 
 from rapidformer.config.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
-_LOADER = "the engine spreads a DataLoader over the processes itself"
+_LOADER = "the engine distributes a DataLoader over the ranks itself"
 
 ACCELERATOR: dict[str, ForeignName] = {
     "device_placement": ignored("batches and the model are always put on the device"),
     "split_batches": refused(
-        "a DataLoader's batch_size is per process: divide it by accelerator.num_processes"
+        "a DataLoader's batch_size is per rank: divide it by accelerator.num_processes"
     ),
     "mixed_precision": honoured('"no", "fp16" or "bf16"', "mixed_precision"),
     "fp16": honoured('the old spelling of mixed_precision="fp16"', "mixed_precision"),
     "gradient_accumulation_steps": honoured(
-        "with accumulate(model), the exact mean over all labels of an update, the last and "
-        "smaller update of an epoch included; without it, backward() divides by it and "
+        "with accumulate(model), the exact mean over all labels of an update, including the "
+        "last, smaller update of an epoch; without it, backward() divides by this number and "
         "optimizer.step() decides, as in Accelerate",
         "gradient_accumulation_steps",
     ),
     "gradient_accumulation_plugin": honoured("its num_steps", "gradient_accumulation_steps"),
-    "cpu": honoured("the same as device cpu", "device"),
+    "cpu": honoured("same as device cpu", "device"),
     "deepspeed_plugin": honoured(
         "zero_stage is our own ZeRO, with the same result; a file in hf_ds_config runs DeepSpeed"
     ),
     "fsdp_plugin": honoured("ZeRO-3; its cpu_offload", "zero_3_memory_optimization"),
     "parallelism_config": refused(
-        "say it to the launcher, `rapidformer launch --config FILE`, or in flags"
+        "give it to the launcher, with `rapidformer launch --config FILE` or flags"
     ),
     "megatron_lm_plugin": refused("tensor and pipeline parallelism are flags of the launcher"),
     "torch_tp_plugin": refused("tensor parallelism is a flag of the launcher"),
     "step_scheduler_with_optimizer": refused(
-        "do not prepare a scheduler that is to have a pace of its own"
+        "do not prepare a scheduler that should step at its own pace"
     ),
-    "log_with": refused("write to your tracker yourself, where accelerator.is_main_process"),
+    "log_with": refused("write to your tracker yourself, if accelerator.is_main_process"),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),
-    "project_dir": ignored("save_state() is told its folder"),
-    "project_config": ignored("save_state() is told its folder"),
+    "project_dir": ignored("pass the folder to save_state()"),
+    "project_config": ignored("pass the folder to save_state()"),
     "logging_dir": ignored("there are no trackers"),
     "dataloader_config": ignored(_LOADER),
     "dispatch_batches": ignored(_LOADER),
-    "even_batches": ignored("batches that only keep processes in step never count"),
-    "use_seedable_sampler": ignored("the order follows set_seed() on any number of processes"),
-    "rng_types": ignored("each process has random numbers of its own, derived from one seed"),
-    "kwargs_handlers": ignored("they tune DistributedDataParallel and GradScaler, not used here"),
+    "even_batches": ignored("batches that only keep ranks in step are never counted"),
+    "use_seedable_sampler": ignored("the order follows set_seed() on any number of ranks"),
+    "rng_types": ignored("each rank has its own random numbers, derived from one seed"),
+    "kwargs_handlers": ignored(
+        "they tune DistributedDataParallel and GradScaler, which are not used"
+    ),
 }
 
 DEEPSPEED_PLUGIN: dict[str, ForeignName] = {
@@ -53,9 +55,9 @@ DEEPSPEED_PLUGIN: dict[str, ForeignName] = {
     "gradient_clipping": mapped("clip_grad"),
     "offload_optimizer_device": honoured('"cpu" or "none"', "cpu_offload"),
     "offload_param_device": honoured('"cpu" or "none"', "cpu_offload"),
-    "hf_ds_config": honoured("a DeepSpeed file: the run is DeepSpeed's", "deepspeed"),
-    "zero3_init_flag": ignored("ZeRO-3 splits a model when it is prepared"),
-    "zero3_save_16bit_model": ignored("save_model() writes the weights whole"),
+    "hf_ds_config": honoured("a DeepSpeed file: DeepSpeed runs the training", "deepspeed"),
+    "zero3_init_flag": ignored("ZeRO-3 shards a model when it is prepared"),
+    "zero3_save_16bit_model": ignored("save_model() writes whole weights"),
     "is_train_batch_min": ignored("the batch size is that of the training DataLoader"),
 }
 
@@ -68,12 +70,12 @@ ACCELERATE_FILE: dict[str, ForeignName] = {
     "main_process_port": mapped("master_port"),
     "mixed_precision": honoured('"no", "fp16" or "bf16"', "mixed_precision"),
     "fp16": honoured("the old spelling of mixed_precision: fp16", "mixed_precision"),
-    "use_cpu": honoured("the same as device: cpu", "device"),
+    "use_cpu": honoured("same as device: cpu", "device"),
     "distributed_type": honoured("MULTI_CPU computes on the CPU, FSDP is ZeRO-3", "device"),
     "deepspeed_config": honoured("as DeepSpeedPlugin's arguments"),
     "fsdp_config": honoured("fsdp_offload_params, fsdp_sharding_strategy (ZeRO-2 or -3)"),
     "gradient_accumulation_steps": mapped("gradient_accumulation_steps"),
-    "compute_environment": honoured("LOCAL_MACHINE alone"),
+    "compute_environment": honoured("only LOCAL_MACHINE"),
     "main_training_function": ignored("the script is run as `python SCRIPT` would run it"),
     "rdzv_backend": ignored("nodes meet at main_process_ip and main_process_port"),
     "same_network": ignored("nodes meet at main_process_ip and main_process_port"),
@@ -82,7 +84,7 @@ ACCELERATE_FILE: dict[str, ForeignName] = {
     "tpu_use_cluster": ignored("it is for TPUs"),
     "tpu_use_sudo": ignored("it is for TPUs"),
     "gpu_ids": ignored("set CUDA_VISIBLE_DEVICES to choose GPUs"),
-    "enable_cpu_affinity": ignored("the operating system places the processes"),
-    "debug": ignored("shapes are always checked where processes gather"),
+    "enable_cpu_affinity": ignored("the operating system places processes on cores"),
+    "debug": ignored("shapes are always checked when ranks gather"),
     "dynamo_config": ignored("use --compile"),
 }

@@ -110,7 +110,7 @@ HUGGING_FACE: dict[str, ForeignName] = {
         "before it"
     ),
     "restore_callback_states_from_checkpoint": ignored(
-        "checkpoints hold the state of training; callbacks start anew"
+        "checkpoints hold the state of training; callbacks start from scratch"
     ),
     # ---- reproducibility, device
     "full_determinism": mapped("deterministic"),

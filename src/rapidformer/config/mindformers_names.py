@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from rapidformer.config.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
-_SHARDS = "a checkpoint is loaded onto any number of processes"
-_GRAPH = "there is no graph mode outside MindSpore"
+_SHARDS = "a checkpoint resumes on any number of ranks"
+_GRAPH = "graph mode exists only in MindSpore"
 
-# Names of its TrainingArguments that Hugging Face's class does not have: (default, what becomes).
+# Names of its TrainingArguments that Hugging Face's class does not have -> (default, what it does).
 TRAINING_ARGUMENTS: dict[str, tuple[object, ForeignName]] = {
-    "batch_size": (None, honoured("per data-parallel process", "micro_batch_size")),
-    "sink_mode": (True, ignored("sink_size says how often the host looks at a run")),
-    "sink_size": (None, honoured("updates between two visits of the host", "log_interval")),
+    "batch_size": (None, honoured("per data-parallel rank", "micro_batch_size")),
+    "sink_mode": (True, ignored("sink_size sets how often a run is logged")),
+    "sink_size": (None, honoured("optimizer steps between log lines", "log_interval")),
     "lr_end": (None, mapped("min_lr")),
-    "warmup_ratio": (None, honoured("a share of the run", "lr_warmup_fraction")),
-    "evaluation_strategy": (None, honoured("the same as eval_strategy", "eval_strategy")),
+    "warmup_ratio": (None, honoured("a fraction of the run", "lr_warmup_fraction")),
+    "evaluation_strategy": (None, honoured("same as eval_strategy", "eval_strategy")),
     "eval_step_interval": (None, honoured("evaluates during training", "eval_interval")),
-    "use_parallel": (None, ignored("the launcher says how many processes there are")),
-    "data_parallel": (None, honoured("checked against the number of processes")),
+    "use_parallel": (None, ignored("the launcher sets the number of ranks")),
+    "data_parallel": (None, honoured("checked against the number of ranks")),
     "model_parallel": (None, mapped("tensor_model_parallel_size")),
     "pipeline_stage": (None, mapped("pipeline_model_parallel_size")),
     "expert_parallel": (None, mapped("expert_model_parallel_size")),
     "context_parallel": (None, mapped("context_parallel_size")),
     "micro_batch_num": (
-        None, honoured("with pipeline_stage above 1 only", "gradient_accumulation_steps"),
+        None, honoured("only with pipeline_stage above 1", "gradient_accumulation_steps"),
     ),
     "use_seq_parallel": (None, mapped("sequence_parallel")),
     "optimizer_shard": (None, mapped("zero_1_memory_optimization")),
@@ -37,11 +37,11 @@ TRAINING_ARGUMENTS: dict[str, tuple[object, ForeignName]] = {
     "integrated_save": (None, ignored(_SHARDS)),
     "save_seconds": (None, refused("use save_steps")),
     "mode": (None, ignored(_GRAPH)),
-    "device_target": (None, honoured("CPU, or a GPU where there is one", "device")),
-    "device_id": (None, ignored("the launcher gives every process its device")),
+    "device_target": (None, honoured("CPU, or a GPU if there is one", "device")),
+    "device_id": (None, ignored("the launcher assigns a device to every rank")),
 }  # fmt: skip
 
-# Hugging Face's names whose default is another one in MindFormers.
+# Hugging Face's names with another default in MindFormers.
 DEFAULTS: dict[str, object] = {
     "output_dir": "./output",
     "lr_scheduler_type": "cosine",
@@ -61,12 +61,12 @@ TRAINER: dict[str, ForeignName] = {
     "model": honoured(
         "a name, a folder, a Hub name or an instance", "pretrained_model_name_or_path"
     ),
-    "model_name": honoured("the same, where model is not given", "pretrained_model_name_or_path"),
+    "model_name": honoured("the same, if model is not given", "pretrained_model_name_or_path"),
     "train_dataset": honoured("a path or a data set", "train_data"),
     "eval_dataset": honoured("a path or a data set", "valid_data"),
-    "tokenizer": honoured("replaces that of the model's folder"),
-    "image_processor": honoured("replaces that of the model's folder"),
-    "pet_method": refused("adapters (lora, ptuning2) are not built in yet; leave it out"),
+    "tokenizer": honoured("replaces the one in the model's folder"),
+    "image_processor": honoured("replaces the one in the model's folder"),
+    "pet_method": refused("adapters (lora, ptuning2) are not supported yet; remove it"),
     "audio_processor": refused("there are no audio tasks"),
     "wrapper": refused("override training_step() in a subclass"),
     "eval_callbacks": refused("give them in callbacks"),
@@ -75,7 +75,7 @@ TRAINER: dict[str, ForeignName] = {
     "compute_metrics": honoured("with a model instance"),
     "data_collator": honoured("with a model instance"),
     "save_config": ignored("every run writes its arguments.yaml"),
-    "reset_model": ignored("the model is made anew whenever the parallel settings change"),
+    "reset_model": ignored("the model is rebuilt whenever the parallel settings change"),
 }
 
 TASKS = {
@@ -110,9 +110,9 @@ PARALLEL_CONFIG: dict[str, ForeignName] = {
         "micro_batch_num", "use_seq_parallel", "optimizer_shard",
     )
 } | {
-    "micro_batch_interleave_num": ignored("communication overlaps with computation by itself"),
+    "micro_batch_interleave_num": ignored("communication always overlaps with computation"),
     "gradient_aggregation_group": ignored("gradients are summed in buckets of 25 MiB"),
-    "vocab_emb_dp": ignored("the embedding is split with the model where its size allows"),
+    "vocab_emb_dp": ignored("the embedding is split with the model if its size allows it"),
 }  # fmt: skip
 
 RECOMPUTE_CONFIG: dict[str, ForeignName] = {

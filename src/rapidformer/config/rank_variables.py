@@ -1,8 +1,8 @@
-"""MindSpore's variables for the processes of a run, as torch's.
+"""Translate MindSpore's rank variables to torch's.
 
-Its launchers set RANK_ID, RANK_SIZE, DEVICE_ID and RANK_TABLE_FILE. Translated once, when the
-library is imported, they are understood wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT are. Where torch's variables are set, they are left alone.
+Its launchers set RANK_ID, RANK_SIZE, DEVICE_ID and RANK_TABLE_FILE. They are translated once, when
+the library is imported, so that the rest of the code knows only RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. If torch's variables are set, nothing is changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FIRST_PORT, _PORTS = 20000, 10000
 
 
 def adopt_rank_variables(environment: MutableMapping[str, str]) -> None:
-    """Set torch's variables from MindSpore's, where a launcher of MindSpore's has set those."""
+    """Set torch's variables from MindSpore's, if one of its launchers has set those."""
     if "LOCAL_RANK" in environment or not {"RANK_ID", "RANK_SIZE"} <= environment.keys():
         return
     rank, size = (_read_number(environment, name) for name in ("RANK_ID", "RANK_SIZE"))
     if size == 1:
         return
     if not 0 <= rank < size:
-        raise ConfigurationError(f"RANK_ID is {rank}, but with RANK_SIZE {size} it must be below.")
+        raise ConfigurationError(f"RANK_ID is {rank}, but it must be below RANK_SIZE {size}.")
     table = environment.get("RANK_TABLE_FILE", "").strip()
     address, port = _read_meeting_place(Path(table), size) if table else ("127.0.0.1", _FIRST_PORT)
     device = environment.get("DEVICE_ID", "").strip() or str(rank)

@@ -163,14 +163,14 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
         if not plan.has_split_sequences:
             problem = f"{source} does not say has_split_sequences."
     else:
-        patterns, source = _read_hugging_face(model), "transformers' plan of the model"
+        patterns, source = _read_hugging_face(model), "transformers'"
         if not dict(expand_patterns(model, patterns)).keys() - vocabulary.keys():
             # If transformers has no plan for the layers, it may still name the head.
             family = _find_family(model)
             prefix = _find_base_prefix(model)
             patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
             divided = {prefix + pattern: names for pattern, names in family.divided.items()}
-            source, problem = "our table", family.sequence_problem
+            source, problem = "built in", family.sequence_problem
     styles = dict(expand_patterns(model, patterns))
     _check_styles(model, styles)
     return TensorPlan(

@@ -167,8 +167,8 @@ def choose_kind(layout: Layout, count: int) -> type:
         return Schedule1F1B
     if layout.schedule == "1f1b":
         warn_once(
-            f"--pipeline-schedule 1f1b: a step of {count} micro-batches leaves some of the "
-            f"{processes} ranks idle (gpipe's order is used). Use {processes} or more "
+            f"--pipeline-schedule 1f1b: a step of {count} micro-batch{'es' * (count > 1)} leaves "
+            f"some of the {processes} ranks idle (gpipe's order is used). Use {processes} or more "
             "micro-batches (--global-batch-size, --micro-batch-size) to keep all busy."
         )
     return ScheduleGPipe

@@ -48,7 +48,7 @@ def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
             "--cpu-offload has no effect on a single CPU rank: everything is in host memory anyway."
         )
     elif topology.is_first_process:
-        where = "in one process" if topology.mesh is None else "without data parallelism"
+        where = "on a single rank" if topology.mesh is None else "without data parallelism"
         warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: there is nothing to shard.")
     return None
 
