@@ -24,7 +24,9 @@ from rapidformer.accel.recompute import apply_recompute
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.plan import find_plan
-from tests.parity.pipeline_harness import Trace, run_staged
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import Training, run_cases
+from tests.parity.models import SAMPLES
 from tests.processes import run_in_processes
 
 from .models import MAKERS, get_gradients, get_loss, make, make_batch
@@ -174,7 +176,7 @@ def test_sharded_and_split_weights_train_alike(flags: list[str]) -> None:
 
 def train_in_stages(settings: dict[str, Any]) -> list[Trace]:
     with mock.patch.object(activation_offload, "has_own_memory", return_value=True):
-        return run_staged([("gpt2", 4, settings)], 1)
+        return run_cases([(Training("gpt2", layers=4, rows=SAMPLES), settings)])
 
 
 def test_stages_of_a_pipeline_train_alike() -> None:
@@ -184,6 +186,7 @@ def test_stages_of_a_pipeline_train_alike() -> None:
     found = run_in_processes(train_in_stages, 2, {**settings, "activation_offload": True})
     for (one,), (other,) in zip(expected, found, strict=True):
         assert one.losses == other.losses
-        assert one.gradients.keys() == other.gradients.keys()
-        for name, value in one.gradients.items():
-            np.testing.assert_array_equal(other.gradients[name], value, err_msg=name)
+        for mine, others in zip(one.gradients, other.gradients, strict=True):
+            assert mine.keys() == others.keys()
+            for name, value in mine.items():
+                np.testing.assert_array_equal(others[name], value, err_msg=name)

@@ -29,7 +29,7 @@ from rapidformer.accel.pipeline.layout import Layout, balance, build_layout
 from rapidformer.accel.pipeline.schedule import choose_kind
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.plan import find_plan
-from tests.parity.pipeline_harness import build_model
+from tests.parity.models import build_model
 
 
 def _lay_out(blocks: int, processes: int, schedule: str | None = None, **more: Any) -> Layout:
@@ -93,7 +93,7 @@ def _find(model: nn.Module) -> dict[str, set[int]]:
 
 
 def test_parameters_outside_of_blocks_are_found_where_they_are_used() -> None:
-    usage = _find(build_model("gpt2", 4))
+    usage = _find(build_model("gpt2", layers=4))
     assert usage == {
         "transformer.wte.weight": {0},
         "transformer.wpe.weight": {0},
@@ -101,13 +101,13 @@ def test_parameters_outside_of_blocks_are_found_where_they_are_used() -> None:
         "transformer.ln_f.bias": {3},
         "lm_head.weight": {3},
     }
-    bert = _find(build_model("bert", 4))
+    bert = _find(build_model("bert", layers=4))
     assert bert["bert.embeddings.LayerNorm.weight"] == {0}
     assert bert["bert.pooler.dense.weight"] == {3}
 
 
 def test_what_every_block_is_given_is_used_by_all_of_them() -> None:
-    usage = _find(build_model("shared-bias", 4))
+    usage = _find(build_model("shared-bias", layers=4))
     assert usage["bias.weight"] == {0, 1, 2, 3}
     assert usage["embedding.weight"] == {0, 1, 2, 3}  # the bias is made from it, and the skip
     assert usage["head.weight"] == {3}
@@ -115,7 +115,8 @@ def test_what_every_block_is_given_is_used_by_all_of_them() -> None:
 
 def test_blocks_that_return_tuples_are_met_with_tuples() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=3, n_head=2))
-    assert not find_usage(build_model("gpt2", 3), find_plan(build_model("gpt2", 3))).returns_tuple
+    gpt2 = build_model("gpt2", layers=3)
+    assert not find_usage(gpt2, find_plan(gpt2)).returns_tuple
     usage = find_usage(model, find_plan(model))
     assert usage.blocks_of["transformer.word_embeddings_layernorm.weight"] == {0}
 
@@ -167,7 +168,7 @@ def test_a_model_that_refuses_the_trial_run_gives_its_own_reason() -> None:
 
 
 def test_tied_names_and_a_layers_parameters_stay_together() -> None:
-    model = build_model("bert-mlm", 4)
+    model = build_model("bert-mlm", layers=4)
     plan = find_plan(model)
     layout = _lay_out(4, 4)
     holdings = find_holdings(model, plan, layout, find_usage(model, plan))
@@ -180,7 +181,7 @@ def test_tied_names_and_a_layers_parameters_stay_together() -> None:
 
 
 def test_what_leaves_keeps_its_place_and_is_not_a_number() -> None:
-    model: Any = build_model("gpt2", 4)
+    model: Any = build_model("gpt2", layers=4)
     kept = {"transformer.h.1.ln_1.weight", "transformer.h.1.ln_1.bias"}
     expected = model.transformer.h[1].ln_1.weight.detach().clone()
     shape = model.transformer.wte.weight.shape

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import build_data, build_model
+from tests.parity.models import build_model, build_rows
 from tests.processes import run_in_processes
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
@@ -43,11 +43,11 @@ def train(
 ) -> list[float]:
     """The losses of this process; saved after the third update."""
     engine = RapidformerEngine(args={**SETTINGS, **settings})
-    model = build_model("bert-mlm", dropout=0.1)
+    model = build_model("small-bert-mlm", dropout=0.1)
     if load is not None:
         for parameter in model.parameters():
             nn.init.constant_(parameter, 7.0)
-    loader = engine.build_data_loader(build_data("bert-mlm"), shuffle=True)
+    loader = engine.build_data_loader(build_rows("small-bert-mlm"), shuffle=True)
     model, *_ = engine.compose(
         model,
         make_optimizer(model),
@@ -93,7 +93,7 @@ def run_all(folder: Path) -> dict[str, list[float]]:
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     folder = tmp_path_factory.mktemp("deepspeed")
     first: dict[str, list[float]] = run_in_processes(run_all, 2, folder)[0]
-    cls = type(build_model("bert-mlm"))
+    cls = type(build_model("small-bert-mlm"))
     theirs, ours = (cls.from_pretrained(folder / name) for name in ("exported", "ours"))
     pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
     with torch.no_grad():

@@ -2,14 +2,19 @@
 
     python tests/parity/matrix.py [MODEL ...]
 
-A cell is the worst relative difference of a loss and of a gradient; a dash, that the combination is
-refused (with the reason below the table). Models in stages have eight blocks and a table of their
-own. The whole takes an hour on two cores; models may be asked for one by one.
+A cell is the worst relative difference of a loss and of a gradient (under DeepSpeed, of a weight
+too); a dash, that the combination is refused (with the reason below the table). Models in stages
+have eight blocks and a table of their own; so has DeepSpeed, where it is installed. The whole takes
+more than an hour on two cores; models may be asked for one by one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +22,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.parity import pipeline_harness as staged
-from tests.parity.tensor_harness import MODELS, compare, make_sgd, run_one, run_split
-from tests.parity.test_expert_parallel import run_micro_batches
-from tests.processes import run_in_processes
+from rapidformer.verification.compare import compare
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import (
+    PIPELINE,
+    TENSOR,
+    Case,
+    Settings,
+    Training,
+    check_copies,
+    get_ties,
+    run_on,
+    run_one,
+)
+from tests.parity.models import SAMPLES
+from tests.parity.under_deepspeed import build_case
 
-TENSOR = "tensor_model_parallel_size"
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+Layouts = dict[str, tuple[int, Settings]]
+LAYOUTS: Layouts = {
     "DP2": (2, {}),
     "DP4": (4, {}),
     **{f"ZeRO-{n} 2": (2, {f"zero_{n}_memory_optimization": True}) for n in (1, 2, 3)},
@@ -65,13 +81,15 @@ LAYOUTS |= {
     "CP2 ZeRO-3 copies 2x2": (4, {**ZERO_3, CONTEXT: 2, "hybrid_sharding_size": 2}),
     "EP2xDP2 ZeRO-3 offload": (4, {EXPERT: 2, **ZERO_3, "cpu_offload": True}),
 }
-ONLY_STAGED = ("mistral", "gpt2-frozen", "shared-bias")
+MODELS = (
+    "bert", "bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gemma2", "mixtral", "apertus",
+    "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom", "unplanned",
+)  # fmt: skip
 WITH_EXPERTS = ("gpt-moe", "mixtral")
 LIMIT = 1e-5
 EPOCHS = 4
 """Of three updates each: the promise is made for ten."""
 
-PIPELINE = "pipeline_model_parallel_size"
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
@@ -79,7 +97,7 @@ def _stage(schedule: str, size: int = 2, **more: Any) -> dict[str, Any]:
     return {PIPELINE: size, "pipeline_schedule": schedule, **more}
 
 
-STAGED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+STAGED_LAYOUTS: Layouts = {
     **{f"PP2 {name}": (2, _stage(name)) for name in _SCHEDULES},
     **{f"PP4 {name}": (4, _stage(name, 4)) for name in _SCHEDULES},
     "PP2xTP2": (4, _stage("1f1b", **{TENSOR: 2})),
@@ -92,83 +110,110 @@ STAGED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2xPP2xDP2": (8, _stage("1f1b", **{TENSOR: 2})),
 }
 
-Cells = dict[str, dict[str, str]]
+STAGED = (
+    "llama", "qwen3", "mistral", "gpt2", "bert", "bert-mlm", "gpt", "gpt2-frozen", "custom",
+    "shared-bias",
+)  # fmt: skip
+
+CPU = {"device": "cpu"}
+DEEPSPEED_LAYOUTS: Layouts = {
+    "stage 0": (2, {}),
+    "stage 1": (2, {"zero_optimization": {"stage": 1}}),
+    "stage 2": (2, {"zero_optimization": {"stage": 2}}),
+    "stage 2, offload": (2, {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}),
+    "stage 3": (2, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+    "stage 3, offload": (
+        2,
+        {"zero_optimization": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}},
+    ),
+    "stage 3, 4 processes": (4, {"zero_optimization": {"stage": 3}}),
+    "AutoTP 2": (2, {"tensor_parallel": {"autotp_size": 2}}),
+    "stage 2, 2 x AutoTP 2": (
+        4,
+        {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+    ),
+}
+UNDER_DEEPSPEED = ("bert", "bert-mlm", "gpt2", "t5", "llama", "plain")
 
 
-def compare_layouts(name: str, cells: Cells, reasons: dict[str, str]) -> bool:
-    """Fill a model's column; whether everything was equal."""
-    reference = run_one(name, make_sgd, EPOCHS)
-    is_exact = True
-    for layout, (world_size, settings) in LAYOUTS.items():
-        expected = reference
-        if EXPERT in settings and name not in WITH_EXPERTS:
-            cells[layout][name] = ""
-            continue
-        if name == "gpt-moe":
-            # A mixture's loss is a mean over the micro-batch: the same ones must be added up.
-            settings = {**settings, "micro_batch_size": 1}
-            expected = run_micro_batches(name, make_sgd, EPOCHS)
+def describe(model: str, settings: Settings) -> Case | None:
+    """What a cell of the first table trains; None, if the layout has nothing to do there."""
+    if EXPERT in settings and model not in WITH_EXPERTS:
+        return None
+    if model != "gpt-moe":
+        return Training(model, epochs=EPOCHS), settings
+    # A mixture's loss is a mean over the micro-batch: the same ones must be added up.
+    training = Training(model, epochs=EPOCHS, is_by_row=True)
+    return training, {**settings, "micro_batch_size": 1}
+
+
+def describe_staged(model: str, settings: Settings) -> Case:
+    return Training(model, layers=8, rows=SAMPLES, epochs=2), settings
+
+
+def describe_under_deepspeed(model: str, content: Settings) -> Case:
+    return build_case(model, content, Path(tempfile.mkdtemp()), epochs=2)
+
+
+@dataclass
+class Table:
+    """Layouts by models."""
+
+    layouts: Layouts
+    models: tuple[str, ...]
+    describe: Callable[[str, Settings], Case | None]
+    quantities: tuple[str, ...] = ("loss", "gradients")
+    has_copies: bool = False
+    reasons: list[str] = field(default_factory=list)
+    is_exact: bool = True
+
+    def show(self, asked: list[str]) -> None:
+        names = [name for name in self.models if name in asked or not asked]
+        if not names:
+            return
+        print("| layout | " + " | ".join(names) + " |")
+        print("|---" * (len(names) + 1) + "|")
+        for layout in self.layouts:
+            cells = [self._fill(layout, name) for name in names]
+            print(f"| {layout} | " + " | ".join(cells) + " |", flush=True)
+        print("\n".join(["", *self.reasons, ""]))
+
+    def _fill(self, layout: str, model: str) -> str:
+        world_size, settings = self.layouts[layout]
+        case = self.describe(model, settings)
+        if case is None:
+            return ""
         try:
-            traces = run_in_processes(run_split, world_size, [name], settings, make_sgd, EPOCHS)
+            (traces,) = run_on(world_size, [case])
         except AssertionError as error:
-            reasons[f"{name}, {layout}"] = str(error).strip().splitlines()[-1]
-            cells[layout][name] = "-"
-            continue
-        worst = [compare(trace[name], expected) for trace in traces]
-        loss, gradient = (max(w[key][0] for w in worst) for key in ("loss", "gradient"))
-        is_exact &= max(loss, gradient) < LIMIT
-        is_exact &= all(trace[name].ties == reference.ties for trace in traces)
-        cells[layout][name] = f"{loss:.0e} {gradient:.0e}"
-    return is_exact
+            self.reasons.append(f"- {model}, {layout}: {str(error).strip().splitlines()[-1]}")
+            return "-"
+        if self.has_copies and TENSOR not in settings:
+            check_copies(traces)
+        return self._compare(run_one(case[0]), traces)
 
-
-def compare_stages(name: str, cells: Cells, reasons: dict[str, str]) -> bool:
-    """The same for a model that is cut into stages: losses of 12 updates, the first gradients."""
-    reference = staged.run_one(name, 8)
-    is_exact = True
-    for layout, (world_size, settings) in STAGED_LAYOUTS.items():
-        try:
-            traces = run_in_processes(staged.run_staged, world_size, [(name, 8, settings)])
-        except AssertionError as error:
-            reasons[f"{name}, {layout}"] = str(error).strip().splitlines()[-1]
-            cells[layout][name] = "-"
-            continue
-        mine = staged.join([t[0] for t in traces], is_bit_equal=TENSOR not in settings)
-        worst = compare(mine, reference)
-        is_exact &= max(worst["loss"][0], worst["gradient"][0]) < LIMIT
-        is_exact &= mine.ties == reference.ties
-        cells[layout][name] = f"{worst['loss'][0]:.0e} {worst['gradient'][0]:.0e}"
-    return is_exact
-
-
-def show(cells: Cells, names: list[str]) -> None:
-    """One table: layouts by models."""
-    print("| layout | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
-    for layout, row in cells.items():
-        print(f"| {layout} | " + " | ".join(row[name] for name in names) + " |")
-    print()
+    def _compare(self, reference: Trace, traces: list[Trace]) -> str:
+        found = compare(reference, traces)
+        worst = [found.quantities[name].worst.value for name in self.quantities]
+        self.is_exact &= not found.problems and max(worst) < LIMIT
+        self.is_exact &= get_ties(traces) == get_ties([reference])
+        return " ".join(f"{value:.0e}" for value in worst)
 
 
 def main(asked: list[str]) -> int:
     torch.set_num_threads(1)
-    is_exact = True
-    reasons: dict[str, str] = {}
-    names = [n for n in MODELS if n not in ONLY_STAGED and (n in asked or not asked)]
-    cells: Cells = {layout: {} for layout in LAYOUTS}
-    for name in names:
-        is_exact &= compare_layouts(name, cells, reasons)
-    if names:
-        show(cells, names)
-    names = [name for name in staged.STAGED if name in asked or not asked]
-    cells = {layout: {} for layout in STAGED_LAYOUTS}
-    for name in names:
-        is_exact &= compare_stages(name, cells, reasons)
-    if names:
-        show(cells, names)
-    for where, reason in reasons.items():
-        print(f"- {where}: {reason}")
-    return 0 if is_exact else 1
+    tables = [
+        Table(LAYOUTS, MODELS, describe),
+        Table(STAGED_LAYOUTS, STAGED, describe_staged, has_copies=True),
+    ]
+    if importlib.util.find_spec("deepspeed") is not None:
+        quantities = ("loss", "gradients", "updated weights")
+        tables.append(
+            Table(DEEPSPEED_LAYOUTS, UNDER_DEEPSPEED, describe_under_deepspeed, quantities)
+        )
+    for table in tables:
+        table.show(asked)
+    return 0 if all(table.is_exact for table in tables) else 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -43,143 +44,72 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from rapidformer.data.collate import PadCollator
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
+from tests.parity.own_models import (
+    PLAN,
+    VOCABULARY,
+    AddNeighbour,
+    AveragingModel,
+    CustomModel,
+    MixingModel,
+    OwnModel,
+    PlainModel,
+    SharedBias,
+    UnplannedModel,
+)
 
-VOCABULARY = 67
-
-
-class CustomAttention(nn.Module):
-    """A user's own, which counts its heads in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
-        self.output = nn.Linear(32, 32)
-        for linear in (self.query, self.key):
-            nn.init.normal_(linear.weight, std=0.2)  # or their gradients are mostly round-off
-
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        batch, length = hidden.shape[:2]
-        query, key, value = (
-            layer(hidden).view(batch, length, self.num_heads, 8).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.output(attended.transpose(1, 2).reshape(batch, length, -1))
-
-
-class CustomBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(32), CustomAttention()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.scale = nn.Parameter(torch.ones(32))
-        self.mixer = nn.MultiheadAttention(32, 2, batch_first=True)
-
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.attention(self.norm(hidden), mask)
-        # A layer that the plan does not name, which reads its child's weights itself.
-        mixed, _ = self.mixer(
-            hidden, hidden, hidden, key_padding_mask=~mask[:, 0, 0], need_weights=False
-        )
-        hidden = hidden + mixed
-        return hidden + self.scale * self.down(nn.functional.gelu(self.up(hidden)))
-
-
-PLAN: dict[str, Any] = {
-    "blocks": "layers",
-    "tensor": {
-        "head": "colwise_gather_output",
-        "layers.*.attention.query": "colwise",
-        "layers.*.attention.key": "colwise",
-        "layers.*.attention.value": "colwise",
-        "layers.*.attention.output": "rowwise",
-        "layers.*.up": "colwise",
-        "layers.*.down": "rowwise",
-    },
-    "divided": {"layers.*.attention": ["num_heads"]},
-}
-
-
-class UnplannedModel(nn.Module):
-    """A model that says nothing of itself, whose head is the embedding's weight, read by hand."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.ModuleList([CustomBlock() for _ in range(layers)])
-        self.head = nn.Linear(32, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=0.1)
-
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        hidden = self.embedding(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask[:, None, None, :].bool())
-        logits = self.head(hidden)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits}
-
-
-class CustomModel(UnplannedModel):
-    """The same with a plan of its own."""
-
-    def rapidformer_plan(self) -> dict[str, Any]:
-        return PLAN
+Rows = list[dict[str, Any]]
+SAMPLES = 44
+"""Not a multiple of any global batch: the last update is a smaller one, with fillers."""
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}  # fmt: skip
 
 
 GIVEN_PLANS = {"unplanned": PLAN}
-"""What is told to ``compose`` of models that do not say it themselves."""
+"""Plans that ``compose`` is given for models that have none."""
 
 
-class SharedBias(nn.Module):
-    """A user's own: a learned bias that every block is given, and a skip from the embedding."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.bias = nn.Linear(16, 16)
-        self.layers = nn.ModuleList([_AddingBlock() for _ in range(layers)])
-        self.head = nn.Linear(16, VOCABULARY)
-        nn.init.normal_(self.embedding.weight, std=0.1)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, Any]:
-        start = hidden = self.embedding(input_ids)
-        bias = torch.tanh(self.bias(self.embedding.weight.mean(0)))
-        for layer in self.layers:
-            hidden = layer(hidden * 1.01, bias)
-        logits = self.head(hidden + start)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits}
-
-
-class _AddingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, hidden: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return hidden + torch.tanh(self.inner(hidden) + bias)
-
-
-def _bert(dropout: float, layers: int) -> dict[str, Any]:
+def _bert(dropout: float, layers: int, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": layers,
         "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 40,
         "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
-        "pad_token_id": 0,
+        "pad_token_id": 0, **more,
     }  # fmt: skip
 
 
-def llama(layers: int, **more: Any) -> dict[str, Any]:
+def _gpt2(dropout: float, layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 40,
+        "bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM",
+        "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout, **more,
+    }  # fmt: skip
+
+
+def _t5(dropout: float, layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": layers,
+        "num_heads": 4, "dropout_rate": dropout, "decoder_start_token_id": 0, "pad_token_id": 0,
+        **more,
+    }  # fmt: skip
+
+
+def _llama(layers: int, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 40, "head_dim": 8, "pad_token_id": 0, **more,
     }  # fmt: skip
+
+
+def _leak(model: Any) -> nn.Module:
+    """A Hugging Face model whose feed-forward layers look at the neighbouring token."""
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, AddNeighbour())
+    return model  # type: ignore[no-any-return]
 
 
 def _freeze(model: nn.Module) -> nn.Module:
@@ -194,31 +124,20 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     "bert-mlm": lambda p, n: BertForMaskedLM(BertConfig(**_bert(p, n))),
     "roberta": lambda p, n: RobertaForMaskedLM(RobertaConfig(**{**_bert(p, n), "pad_token_id": 40,
         "max_position_embeddings": 100})),
-    "gpt2": lambda p, n: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=n, n_head=4, n_positions=40,
-            bos_token_id=None, eos_token_id=None, loss_type="ForCausalLM",
-            resid_pdrop=p, embd_pdrop=p, attn_pdrop=p,
-        )
-    ),
-    "t5": lambda p, n: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=n, num_heads=4,
-            dropout_rate=p, decoder_start_token_id=0, pad_token_id=0,
-        )
-    ),
-    "llama": lambda p, n: LlamaForCausalLM(LlamaConfig(**llama(n))),
-    "qwen3": lambda p, n: Qwen3ForCausalLM(Qwen3Config(**llama(n, tie_word_embeddings=True))),
+    "gpt2": lambda p, n: GPT2LMHeadModel(GPT2Config(**_gpt2(p, n))),
+    "t5": lambda p, n: T5ForConditionalGeneration(T5Config(**_t5(p, n))),
+    "llama": lambda p, n: LlamaForCausalLM(LlamaConfig(**_llama(n))),
+    "qwen3": lambda p, n: Qwen3ForCausalLM(Qwen3Config(**_llama(n, tie_word_embeddings=True))),
     "gemma2": lambda p, n: Gemma2ForCausalLM(
-        Gemma2Config(**llama(n, final_logit_softcapping=30.0, attn_implementation="eager"))
+        Gemma2Config(**_llama(n, final_logit_softcapping=30.0, attn_implementation="eager"))
     ),
-    "mixtral": lambda p, n: MixtralForCausalLM(MixtralConfig(**llama(n, num_local_experts=4))),
+    "mixtral": lambda p, n: MixtralForCausalLM(MixtralConfig(**_llama(n, num_local_experts=4))),
     # Learnt activations, whose weights work on a share of the width.
-    "apertus": lambda p, n: ApertusForCausalLM(ApertusConfig(**llama(n))),
+    "apertus": lambda p, n: ApertusForCausalLM(ApertusConfig(**_llama(n))),
     # A key's turned part is one for all heads; the first block's feed-forward layer is dense.
     "deepseek": lambda p, n: DeepseekV2ForCausalLM(
         DeepseekV2Config(
-            **llama(n, num_key_value_heads=4, head_dim=4), q_lora_rank=16, kv_lora_rank=16,
+            **_llama(n, num_key_value_heads=4, head_dim=4), q_lora_rank=16, kv_lora_rank=16,
             qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, n_group=1,
             topk_group=1, first_k_dense_replace=1,
@@ -226,9 +145,9 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     ),
     # A number per head beside the layers.
     "gpt-oss": lambda p, n: GptOssForCausalLM(
-        GptOssConfig(**llama(n, num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
+        GptOssConfig(**_llama(n, num_local_experts=4, num_experts_per_tok=2, sliding_window=8))
     ),
-    "phi3": lambda p, n: Phi3ForCausalLM(Phi3Config(**llama(n))),
+    "phi3": lambda p, n: Phi3ForCausalLM(Phi3Config(**_llama(n))),
     "gpt": lambda p, n: GPTForCausalLM(
         GPTConfig(
             num_layers=n, hidden_size=32, num_attention_heads=4, max_position_embeddings=40,
@@ -256,11 +175,29 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
             image_size=16, patch_size=4, hidden_dropout_prob=p, attention_probs_dropout_prob=p,
         )
     ),
-    "mistral": lambda p, n: MistralForCausalLM(MistralConfig(**llama(n, sliding_window=9))),
+    "mistral": lambda p, n: MistralForCausalLM(MistralConfig(**_llama(n, sliding_window=9))),
+    # Ranks that share sequences have parts that begin inside of this window.
+    "mistral-narrow": lambda p, n: MistralForCausalLM(MistralConfig(**_llama(n, sliding_window=5))),
+    "leaky": lambda p, n: _leak(MODELS["llama"](p, n)),
+    "own": lambda p, n: OwnModel(),
+    "mixing": lambda p, n: MixingModel(),
+    "averaging": lambda p, n: AveragingModel(),
     "custom": lambda p, n: CustomModel(n),
     "unplanned": lambda p, n: UnplannedModel(n),
     "gpt2-frozen": lambda p, n: _freeze(MODELS["gpt2"](p, n)),
     "shared-bias": lambda p, n: SharedBias(n),
+    "small-bert": lambda p, n: BertForSequenceClassification(BertConfig(**_bert(p, n, **SMALL))),
+    "small-bert-mlm": lambda p, n: BertForMaskedLM(BertConfig(**_bert(p, n, **SMALL))),
+    "small-gpt2": lambda p, n: GPT2LMHeadModel(
+        GPT2Config(**_gpt2(p, n, vocab_size=64, n_embd=16, n_head=2, n_positions=32))
+    ),
+    "small-t5": lambda p, n: T5ForConditionalGeneration(
+        T5Config(**_t5(p, n, vocab_size=64, d_model=16, d_ff=32, num_heads=2))
+    ),
+    "small-llama": lambda p, n: LlamaForCausalLM(
+        LlamaConfig(**_llama(n, num_key_value_heads=1, **SMALL))
+    ),
+    "small-plain": lambda p, n: PlainModel(),
 }  # fmt: skip
 
 
@@ -275,3 +212,29 @@ def build_model(name: str, dropout: float = 0.0, layers: int = 2) -> nn.Module:
             if "position_embeddings" in key or "cls_token" in key:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
     return model
+
+
+def build_rows(name: str, count: int = SAMPLES) -> Rows:
+    """Rows of very unequal lengths; some tokens without a label. Images for a ViT."""
+    random = np.random.default_rng(3)
+    if name == "vit":
+        return [_draw_image(random) for _ in range(count)]
+    return [_draw_text(random, is_classified=name.endswith("bert")) for _ in range(count)]
+
+
+def _draw_text(random: np.random.Generator, *, is_classified: bool) -> dict[str, Any]:
+    ids = random.integers(1, 64, int(random.integers(3, 24))).tolist()
+    if is_classified:
+        return {"input_ids": ids, "labels": int(random.integers(0, 2))}
+    return {"input_ids": ids, "labels": [i if random.random() < 0.6 else -100 for i in ids]}
+
+
+def _draw_image(random: np.random.Generator) -> dict[str, Any]:
+    pixels = random.normal(size=(3, 16, 16)).astype(np.float32)
+    return {"pixel_values": torch.from_numpy(pixels), "labels": int(random.integers(0, 2))}
+
+
+def collate(rows: Rows) -> dict[str, torch.Tensor]:
+    if "pixel_values" in rows[0]:
+        return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    return PadCollator()(rows)

@@ -18,7 +18,8 @@ from torch import nn
 from rapidformer.dist.collectives import gather_objects
 from rapidformer.engine import RapidformerEngine
 from rapidformer.verification.recorder import collect_weights
-from tests.parity.harness import build_model
+from tests.parity.harness import keep_rate, make_sgd
+from tests.parity.models import build_model
 from tests.processes import run_in_processes
 
 ROWS = 8
@@ -70,7 +71,7 @@ def run_case(
     case: Case,
     settings: dict[str, Any],
     *,
-    model_name: str = "custom",
+    model_name: str = "small-plain",
     make_model: Callable[[], nn.Module] | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Outcome:
@@ -90,14 +91,6 @@ def run_case(
         return Outcome([], {}, f"{type(error).__name__}: {error}")
     engine.parallelized.settle()
     return Outcome(loop.values, collect_weights(model))
-
-
-def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def keep_rate(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 Run = tuple[Case, dict[str, Any], dict[str, Any]]
@@ -132,10 +125,6 @@ def assert_same(runs: list[Run], world_size: int = 2, *, tolerance: float = 2e-5
                     outcome.weights[name], weight, rtol=tolerance, atol=tolerance,
                     err_msg=f"{name} of {where}",
                 )  # fmt: skip
-
-
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {f"zero_{stage}_memory_optimization": True, **more}
 
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}

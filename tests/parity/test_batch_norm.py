@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import CustomModel
-from tests.parity.own_loop import SETTINGS, Loop, assert_same, keep_rate, make_sgd, zero
+from tests.parity.harness import keep_rate, make_sgd, zero
+from tests.parity.own_loop import SETTINGS, Loop, assert_same
+from tests.parity.own_models import PlainModel
 
 
-class NormalisedModel(CustomModel):
+class NormalisedModel(PlainModel):
     """BatchNorm over the features of every token, and over whole rows."""
 
     def __init__(self) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
 
 from rapidformer.accel.context.attention import get_repeats
 from rapidformer.accel.on_demand import WholeOnDemand
@@ -21,155 +18,60 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.training.meter import Meter
-from tests.parity import models, tensor_harness
-from tests.parity.hooks import only_looking
-from tests.parity.models import (
-    MODELS,
-    VOCABULARY,
-    CustomAttention,
-    build_model,
-    llama,
-)
-from tests.parity.tensor_harness import (
+from rapidformer.verification.recorder import collect_gradients
+from tests.parity.generating import generate
+from tests.parity.harness import (
     SETTINGS,
-    build_rows,
-    collate,
-    get_gradients,
+    Case,
+    Settings,
+    check,
+    keep_rate,
     make_adamw,
     make_sgd,
     train,
+    under,
 )
-from tests.parity.test_tensor_parallel import _constant, _generate, check
+from tests.parity.hooks import only_looking
+from tests.parity.models import build_model, build_rows, collate
 from tests.processes import run_in_processes
 
-UPDATES, ROWS = 3, 4
-CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "global_batch_size": ROWS}
+ROWS = 4
+CONTEXT: Settings = {"context_parallel_size": 2, "global_batch_size": ROWS}
 
 
-class OwnBlock(nn.Module):
-    """A user's block, in which tokens meet in torch's attention alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(32), CustomAttention()
-        self.wide = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> Any:
-        hidden = hidden + self.attention(self.norm(hidden), mask) * scale
-        return hidden + self.wide(hidden)
+def under_context(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
+    return under(settings, *models, rows=updates * ROWS, global_batch_size=ROWS, **more)
 
 
-class OwnModel(nn.Module):
-    """A user's model; its blocks are told something of every token besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
-        self.layers = nn.ModuleList([OwnBlock() for _ in range(2)])
-
-    def rapidformer_plan(self) -> dict[str, Any]:
-        return {"blocks": "layers", "has_split_attention": True}
-
-    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
-        hidden = self.embedding(input_ids)
-        scale = 0.5 + torch.arange(input_ids.shape[1])[None, :, None] / 20
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask[:, None, None, :].bool(), scale)
-        logits = self.head(hidden)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits}
-
-
-class MixingModel(OwnModel):
-    """The same with another place where tokens meet, which its plan keeps quiet about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.wide = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
-
-
-class AveragingBlock(OwnBlock):
-    """No attention at all."""
-
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> Any:
-        return self.wide(hidden - hidden.mean(dim=1, keepdim=True))
-
-
-class AveragingModel(OwnModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([AveragingBlock() for _ in range(2)])
-
-
-def _mistral(dropout: float, layers: int) -> nn.Module:
-    """A window of 5 tokens, over shares that begin inside of it."""
-    return MistralForCausalLM(MistralConfig(**llama(layers, sliding_window=5)))
-
-
-def _leaky(dropout: float, layers: int) -> nn.Module:
-    """A Hugging Face model whose feed-forward layers look at the neighbouring token."""
-    model = MODELS["llama"](dropout, layers)
-    for layer in model.model.layers:
-        layer.mlp = nn.Sequential(layer.mlp, _AddNeighbour())
-    return model
-
-
-class _AddNeighbour(nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + hidden.roll(1, dims=1)
-
-
-@pytest.fixture(autouse=True)
-def more_models_and_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tensor_harness, "UPDATES", UPDATES)
-    monkeypatch.setattr(tensor_harness, "ROWS", ROWS)
-    more = {
-        "own": lambda p, n: OwnModel(),
-        "mixing": lambda p, n: MixingModel(),
-        "averaging": lambda p, n: AveragingModel(),
-        "mistral": _mistral,
-        "leaky": _leaky,
-    }
-    monkeypatch.setattr(models, "MODELS", {**MODELS, **more})
-    forget_references()
-    yield
-    forget_references()
-
-
-def forget_references() -> None:
-    """Runs of one process that are kept between tests were of other lengths."""
-    getattr(tensor_harness.run_one, "cache_clear", lambda: None)()
-
-
-def test_two_processes_that_share_sequences_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_that_share_sequences_equal_one() -> None:
     """Odd lengths, padding, labels that meet at the cut, tied weights, accumulation."""
-    monkeypatch.setattr(tensor_harness, "UPDATES", 10)
-    lengths = [len(row["input_ids"]) for row in build_rows("llama")]
+    lengths = [len(row["input_ids"]) for row in build_rows("llama", 40)]
     assert any(length % 2 for length in lengths)
-    names = ["bert", "bert-mlm", "gpt2", "llama", "qwen3", "gpt", "mistral", "own"]
-    check(2, names, CONTEXT)
+    names = ["bert", "bert-mlm", "gpt2", "llama", "qwen3", "gpt", "mistral-narrow", "own"]
+    check(2, under_context(CONTEXT, *names, updates=10))
 
 
 def test_shared_sequences_under_data_parallelism() -> None:
     """Rows are counted once, though two processes have each: AdamW would show it by its size."""
-    check(4, ["qwen3"], {**CONTEXT, "micro_batch_size": 1}, make_adamw)
+    settings = {**CONTEXT, "micro_batch_size": 1}
+    check(4, under_context(settings, "qwen3", make_optimizer=make_adamw))
 
 
 def test_shared_sequences_under_sharding_with_recompute() -> None:
     settings = {**CONTEXT, "zero_3_memory_optimization": True, "checkpoint_activations": True}
-    check(2, ["llama", "gpt"], settings)
+    check(2, under_context(settings, "llama", "gpt"))
 
 
 def test_more_processes_than_key_value_heads_share_sequences() -> None:
     """Rows too short for four processes are computed whole by each."""
-    assert min(len(row["input_ids"]) for row in build_rows("llama")) < 8
-    check(4, ["llama"], {**CONTEXT, "context_parallel_size": 4, "micro_batch_size": 1})
+    assert min(len(row["input_ids"]) for row in build_rows("llama", 12)) < 8
+    settings = {**CONTEXT, "context_parallel_size": 4, "micro_batch_size": 1}
+    check(4, under_context(settings, "llama"))
 
 
 def test_shared_layers_and_shared_sequences() -> None:
     settings = {**CONTEXT, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    check(4, ["gpt-rope"], settings)
+    check(4, under_context(settings, "gpt-rope"))
 
 
 def test_key_value_heads_are_repeated_as_little_as_will_do() -> None:
@@ -186,7 +88,7 @@ def test_key_value_heads_are_repeated_as_little_as_will_do() -> None:
 def _look_inside() -> dict[str, Any]:
     engine = RapidformerEngine(args={**SETTINGS, **CONTEXT})
     model: Any = build_model("llama")
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     seen: list[int] = []
     look = only_looking(lambda m, x, y: seen.append(y.shape[1]))
     model.model.layers[1].mlp.register_forward_hook(look)
@@ -219,14 +121,14 @@ def _run_packed(settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]
     engine = RapidformerEngine(args={**SETTINGS, **settings})
     model: Any = build_model("llama")
     apply_packed_attention(model, 16)
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     ids = torch.arange(1, 31).view(2, 15)
     positions = torch.tensor([[*range(5), *range(4), *range(6)], [*range(3), *range(12)]])
     inputs = get_inputs(model, {"input_ids": ids, "position_ids": positions, "labels": ids})
     loss = model.train()(**inputs).loss
     with engine.accumulate(is_last=True):
         engine.backward(loss)
-    gradients = get_gradients(model)
+    gradients = collect_gradients(model)
     engine.close()
     return loss.item(), gradients
 
@@ -243,14 +145,14 @@ def test_examples_of_a_packed_row_stay_apart() -> None:
 def _run_twice_before_backward(settings: dict[str, Any]) -> dict[str, np.ndarray]:
     engine = RapidformerEngine(args={**SETTINGS, **settings, "checkpoint_activations": True})
     model: Any = build_model("llama")
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     model.train()
     ids = torch.arange(1, 31).view(2, 15)
     first, second = ids[:, :9], ids
     loss = model(input_ids=first, labels=first).loss + model(input_ids=second, labels=second).loss
     with engine.accumulate(is_last=True):
         engine.backward(loss)
-    gradients = get_gradients(model)
+    gradients = collect_gradients(model)
     engine.close()
     return gradients
 
@@ -273,8 +175,8 @@ def test_a_share_of_one_token_is_no_step_of_generation() -> None:
 
 def test_processes_that_share_sequences_generate_the_same_text() -> None:
     names = ["llama", "gpt"]
-    expected = _generate(names, {})
-    for answers in run_in_processes(_generate, 2, names, CONTEXT):
+    expected = generate(names, {})
+    for answers in run_in_processes(generate, 2, names, CONTEXT):
         for name in names:
             assert answers[name][1] == expected[name][1], name
             assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
@@ -288,8 +190,8 @@ def _drop_out() -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarra
     if not engine.is_main:
         torch.rand(3)  # a script that draws on one process only
     model: Any = build_model("bert-mlm", dropout=0.3)
-    loader = engine.build_data_loader(build_rows("bert-mlm"), collate, shuffle=False)
-    engine.compose(model, make_sgd(model), _constant)
+    loader = engine.build_data_loader(build_rows("bert-mlm", 12), collate, shuffle=False)
+    engine.compose(model, make_sgd(model), keep_rate)
     outside: list[np.ndarray] = []
     inside: list[np.ndarray] = []
     for module, kept in ((model.bert.embeddings, outside), (model.bert.encoder.layer[0], inside)):

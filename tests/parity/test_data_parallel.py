@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -16,21 +15,26 @@ from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
-    build_data,
-    build_model,
-    check_equal,
-    get_order,
-    run_bare,
-    run_switched,
+    WHOLE_LIMITS,
+    Training,
+    check,
+    check_case,
+    keep_rate,
+    make_sgd,
+    run_own_loop,
 )
+from tests.parity.models import SAMPLES
 from tests.processes import run_in_processes
 
 EPOCHS = 4
 """Of three updates each: the promise is made for ten."""
 
 
-def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def _describe(model: str, make_optimizer: Any = make_sgd) -> Training:
+    return Training(
+        f"small-{model}", make_optimizer=make_optimizer, rows=SAMPLES, global_batch_size=16,
+        epochs=EPOCHS, is_shuffled=True, run_epoch=run_own_loop,
+    )  # fmt: skip
 
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -38,29 +42,12 @@ def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
-def _settings(**more: object) -> dict[str, object]:
-    return {"global_batch_size": 16, "clip_grad": 1.0, "lr": 0.1, "seed": 5, **more}
-
-
-@functools.cache
-def get_reference(model: str, make_optimizer=make_sgd) -> Trace:
-    rows = build_data(model)
-    updates = [[[rows[i] for i in indices]] for indices in get_order(_settings(), EPOCHS)]
-    return run_bare(build_model(model), updates, make_optimizer)
-
-
-def _check(models: str | list[str], world_size: int, make_optimizer=make_sgd, **more: object):
+def _check(
+    models: str | list[str], world_size: int, make_optimizer: Any = make_sgd, **settings: Any
+) -> None:
     names = [models] if isinstance(models, str) else models
-    settings = _settings(**more)
-    if world_size == 1:
-        everyone = [run_switched(names, settings, make_optimizer, EPOCHS)]
-    else:
-        everyone = run_in_processes(
-            run_switched, world_size, names, settings, make_optimizer, EPOCHS
-        )
-    for name in names:
-        reference = get_reference(name, make_optimizer)
-        check_equal(reference, [traces[name] for traces in everyone])
+    cases = [(_describe(name, make_optimizer), settings) for name in names]
+    check(world_size, cases, WHOLE_LIMITS)
 
 
 def _run_the_readmes_loop() -> Trace:
@@ -68,10 +55,11 @@ def _run_the_readmes_loop() -> Trace:
     torch.set_num_threads(1)
     recorder = Recorder()
     with observe_runs(recorder):
-        engine = RapidformerEngine(args=_settings(micro_batch_size=4))
-        model: Any = build_model("gpt2")
+        training = _describe("gpt2")
+        engine = RapidformerEngine(args=training.get_settings({"micro_batch_size": 4}))
+        model: Any = training.build_model()
         loader = DataLoader(
-            build_data("gpt2"),  # type: ignore[arg-type]
+            training.build_rows(),  # type: ignore[arg-type]
             batch_size=4,
             shuffle=True,
             collate_fn=PadCollator(),
@@ -79,7 +67,7 @@ def _run_the_readmes_loop() -> Trace:
         model, optimizer, lr_scheduler, train_dataloader = engine.compose(
             model=model,
             optimizer=make_sgd(model),
-            lr_scheduler_fn=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+            lr_scheduler_fn=keep_rate,
             train_dataloader=loader,
         )
         for _ in range(EPOCHS):
@@ -94,10 +82,10 @@ def _run_the_readmes_loop() -> Trace:
 
 def test_the_readmes_loop_is_exact_for_unequal_label_counts() -> None:
     """Two processes, two micro-batches each, without a word about weights."""
-    check_equal(get_reference("gpt2"), run_in_processes(_run_the_readmes_loop, 2))
+    check_case(_describe("gpt2"), run_in_processes(_run_the_readmes_loop, 2), WHOLE_LIMITS)
 
 
-MODELS = ["bert", "bert-mlm", "gpt2", "t5", "llama", "custom"]
+MODELS = ["bert", "bert-mlm", "gpt2", "t5", "llama", "plain"]
 
 
 def test_accumulation_equals_one_big_batch() -> None:
@@ -119,7 +107,7 @@ def test_adamw_on_two_processes() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_equals_one(stage: int) -> None:
     switch = {f"zero_{stage}_memory_optimization": True}
-    _check(["bert-mlm", "gpt2", "t5", "custom"], 2, micro_batch_size=4, **switch)
+    _check(["bert-mlm", "gpt2", "t5", "plain"], 2, micro_batch_size=4, **switch)
 
 
 def test_fsdp_is_zero_3_on_four_processes() -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import run_in_processes
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import Training, check_case, run_on
+from tests.parity.under_deepspeed import LIMITS, build_case
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
-
-from tests.parity.deepspeed_harness import Trace, get_difference, run_cases, run_one
 
 CPU = {"device": "cpu"}
 # Every stage, and every family of models once.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "stage 0": ("custom", {}),
+    "stage 0": ("plain", {}),
     "stage 1": ("gpt2", {"zero_optimization": {"stage": 1}}),
     "stage 2": ("bert-mlm", {"zero_optimization": {"stage": 2}}),
     "stage 2 offloaded": ("llama", {"zero_optimization": {"stage": 2, "cpu_offload": True}}),
@@ -36,16 +35,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+Run = tuple[Training, list[Trace]]
+
+
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
-    folder: Path = tmp_path_factory.mktemp("deepspeed")
-    first: dict[str, Trace] = run_in_processes(run_cases, 2, folder, CASES, 1)[0]
-    return first
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """What each case trains, and the traces of its processes."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    cases = [build_case(model, content, folder) for model, content in CASES.values()]
+    trainings = [training for training, _ in cases]
+    return dict(zip(CASES, zip(trainings, run_on(2, cases), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_deepspeed_gives_the_result_of_one_process(case: str, traces: dict[str, Trace]) -> None:
-    reference = run_one(CASES[case][0], 1)
-    difference = get_difference(traces[case], reference)
-    assert set(traces[case].gradients) == set(reference.gradients)
-    assert max(difference.values()) < 1e-5, difference
+def test_deepspeed_gives_the_result_of_one_process(case: str, runs: dict[str, Run]) -> None:
+    check_case(*runs[case], LIMITS)

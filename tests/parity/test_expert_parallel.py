@@ -6,7 +6,6 @@ that the processes have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +18,34 @@ from rapidformer.dist.row_exchange import plan_route
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.gpt import GPTForCausalLM
-from tests.parity import tensor_harness
-from tests.parity.harness import check_equal, cut_updates, run_bare
-from tests.parity.tensor_harness import (
+from rapidformer.verification.recorder import collect_gradients
+from tests.parity.harness import (
     SETTINGS,
-    Trace,
-    build_model,
-    build_rows,
-    collate,
-    compare,
-    get_gradients,
-    get_weights,
+    Case,
+    Settings,
+    Training,
+    check,
+    get_bytes,
+    keep_rate,
     make_adamw,
     make_sgd,
-    run_split,
-    train,
+    under,
 )
-from tests.parity.test_tensor_parallel import FIRST_LIMITS, _constant
+from tests.parity.models import build_model
+from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
-UPDATES, ROWS = 3, 4
-EXPERTS: dict[str, Any] = {
+ROWS = 4
+EXPERTS: Settings = {
     "expert_model_parallel_size": 2, "global_batch_size": ROWS, "micro_batch_size": 1,
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def more_updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tensor_harness, "UPDATES", UPDATES)
-    monkeypatch.setattr(tensor_harness, "ROWS", ROWS)
-    yield
-
-
-def run_micro_batches(name: str, make_optimizer: Any, epochs: int = 1) -> Trace:
-    """The bare loop over single rows."""
-    updates = [
-        [[row] for row in rows] for (rows,) in cut_updates(build_rows(name), tensor_harness.ROWS)
-    ]
-    return Trace.from_bare(run_bare(build_model(name), updates * epochs, make_optimizer))
-
-
-def check(
-    world_size: int, names: list[str], settings: dict[str, Any], make_optimizer: Any = make_sgd
-) -> dict[str, list[Trace]]:
-    traces = run_in_processes(run_split, world_size, names, settings, make_optimizer)
-    for name in names:
-        reference = run_micro_batches(name, make_optimizer).to_recorded()
-        mine = [each[name].to_recorded() for each in traces]
-        check_equal(reference, mine, first_limits=FIRST_LIMITS)
-    return {name: [each[name] for each in traces] for name in names}
+def under_experts(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
+    """Beside a bare loop over single rows."""
+    return under(
+        settings, *models, rows=updates * ROWS, global_batch_size=ROWS, is_by_row=True, **more
+    )
 
 
 def _count_bytes(name: str) -> tuple[int, int]:
@@ -77,30 +55,31 @@ def _count_bytes(name: str) -> tuple[int, int]:
     return sum(sizes.values()), sum(n for key, n in sizes.items() if ".experts." in key)
 
 
-def test_two_processes_that_share_experts_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_that_share_experts_equal_one() -> None:
     """With fused AdamW, which wants tensors of one kind, clipping, and rows without any label."""
-    monkeypatch.setattr(tensor_harness, "UPDATES", 10)
-    traces = check(2, ["gpt-moe", "mixtral"], EXPERTS, make_adamw)
-    for name in ("gpt-moe", "mixtral"):
+    names = ("gpt-moe", "mixtral")
+    cases = under_experts(EXPERTS, *names, updates=10, make_optimizer=make_adamw)
+    for name, traces in zip(names, check(2, cases), strict=True):
         whole, experts = _count_bytes(name)
-        assert all(t.parameter_bytes == whole - experts // 2 for t in traces[name])
+        assert all(get_bytes(trace) == whole - experts // 2 for trace in traces)
 
 
 def test_groups_that_share_experts_under_data_parallelism() -> None:
     """Experts are summed over those that hold the same, everything else over all four."""
-    check(4, ["gpt-moe", "mixtral"], EXPERTS)
+    check(4, under_experts(EXPERTS, "gpt-moe", "mixtral"))
 
 
 def test_shared_experts_under_sharding() -> None:
-    traces = check(4, ["gpt-moe"], {**EXPERTS, "zero_3_memory_optimization": True}, make_adamw)
+    settings = {**EXPERTS, "zero_3_memory_optimization": True}
+    (traces,) = check(4, under_experts(settings, "gpt-moe", make_optimizer=make_adamw))
     whole, _ = _count_bytes("gpt-moe")
-    assert all(trace.parameter_bytes < 0.26 * whole for trace in traces["gpt-moe"])
+    assert all(get_bytes(trace) < 0.26 * whole for trace in traces)
 
 
 def test_shared_experts_and_shared_sequences() -> None:
     """A mixture's loss is one over all tokens of the row, of which each process has a part."""
     settings = {**EXPERTS, "context_parallel_size": 2, "checkpoint_activations": True}
-    check(2, ["gpt-moe"], {**settings, "zero_2_memory_optimization": True})
+    check(2, under_experts({**settings, "zero_2_memory_optimization": True}, "gpt-moe"))
 
 
 # ---- rows on their way ---------------------------------------------------------------------------
@@ -132,10 +111,10 @@ def _starve(name: str) -> dict[str, np.ndarray]:
     """Rows of one token: most experts get nothing, on one process none does."""
     engine = RapidformerEngine(args={**SETTINGS, **EXPERTS, "global_batch_size": 2})
     model: Any = build_model(name)
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     ids = torch.tensor([[5, 5]])
     engine.backward(model.train()(input_ids=ids, labels=ids).loss)
-    gradients = get_gradients(model)
+    gradients = collect_gradients(model)
     engine.step()
     engine.close()
     return gradients
@@ -154,50 +133,12 @@ def test_experts_without_rows_do_not_hold_up_the_others(name: str) -> None:
 # ---- checkpoints, exports, generating ------------------------------------------------------------
 
 
-def _continue_run(
-    settings: dict[str, Any], load: str | None, save: str | None
-) -> tuple[dict[str, np.ndarray], Trace]:
-    more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 90}
-    more |= {"global_batch_size": ROWS, "micro_batch_size": 1}
-    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
-    model = build_model("gpt-moe")
-    loader = engine.build_data_loader(build_rows("gpt-moe")[: 3 * ROWS], collate, shuffle=False)
-    engine.compose(model)
-    if load is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)  # nothing may be right by luck
-        engine.load_checkpoint(load)
-    loaded = get_weights(model)
-    trace = train(engine, model, loader)
-    if save is not None:
-        engine.save_checkpoint(save)
-        engine.export(f"{save}/model")
-    engine.close()
-    return loaded, trace
-
-
 def test_runs_go_on_from_one_layout_of_experts_to_another(tmp_path: Path) -> None:
-    """Weights come back bit for bit, moments too (the losses go on alike); exports are whole."""
-    zero = {"zero_3_memory_optimization": True}
-    route = [(2, EXPERTS), (4, {**EXPERTS, **zero}), (1, {})]
-    load, before = None, None
-    for number, (world_size, settings) in enumerate(route):
-        save = str(tmp_path / str(number))
-        if world_size == 1:
-            loaded, trace = _continue_run(settings, load, save)
-        else:
-            loaded, trace = run_in_processes(_continue_run, world_size, settings, load, save)[0]
-        if before is not None:
-            _, reference = _continue_run({}, load, None)
-            assert compare(trace, reference)["loss"][0] < 1e-6
-            assert compare(trace, reference)["weight"][0] < 1e-5
-            for key, value in before.items():
-                assert np.array_equal(loaded[key], value), (number, key)
-        exported = get_weights(GPTForCausalLM.from_pretrained(f"{save}/model"))
-        for key, value in trace.weights.items():
-            assert np.array_equal(exported[key], value), (number, key)
-        load, before = save, trace.weights
+    """Exports are whole."""
+    training = Training("gpt-moe", rows=3 * ROWS, global_batch_size=ROWS)
+    route = [(2, EXPERTS), (4, {**EXPERTS, "zero_3_memory_optimization": True}), (1, {})]
+    base = {"micro_batch_size": 1, "train_iters": 90}
+    check_route(training, route, GPTForCausalLM, tmp_path, base)
 
 
 def _generate(settings: dict[str, Any]) -> list[list[int]]:
@@ -234,7 +175,7 @@ def _compose(names: list[str], settings: dict[str, Any]) -> list[str]:
             model = build_model(name)
             is_late = name == "mixtral" and settings["expert_model_parallel_size"] == 2
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            engine.compose(model, optimizer, lr_scheduler=_constant(optimizer) if is_late else None)
+            engine.compose(model, optimizer, lr_scheduler=keep_rate(optimizer) if is_late else None)
             messages.append("composed")
         except RapidformerError as error:
             messages.append(str(error))

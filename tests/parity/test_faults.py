@@ -18,7 +18,7 @@ from rapidformer.engine import updates
 from rapidformer.optim.update import UpdateClock
 from rapidformer.verification.compare import Comparison, compare
 from rapidformer.verification.recorder import Recorder
-from tests.parity.tensor_harness import run_next, run_one
+from tests.parity.harness import Training, run_case, run_one
 from tests.processes import run_in_processes
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -115,7 +115,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 def run_alike(model: str) -> Any:
     """One process with the same micro-batches: beside it shows where a forward pass goes wrong."""
-    return run_next(model, {}).to_recorded()
+    return run_case(Training(model), {})
 
 
 def run_with_faults() -> dict[str, Any]:
@@ -123,7 +123,7 @@ def run_with_faults() -> dict[str, Any]:
     for fault, (put_in, model, settings) in FAULTS.items():
         # The engine's own check of the first update would end the run: the comparison is asked.
         with put_in(), mock.patch.object(updates, "check_whole_gradients", lambda *given: None):
-            traces[fault] = run_next(model, settings).to_recorded()
+            traces[fault] = run_case(Training(model), settings)
     return traces
 
 
@@ -132,7 +132,7 @@ def found() -> dict[str, Comparison]:
     everyone = run_in_processes(run_with_faults, 2)
     return {
         fault: compare(
-            run_one(model).to_recorded(),
+            run_one(Training(model)),
             [traces[fault] for traces in everyone],
             alike=run_alike(model) if settings else None,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import build_data, build_model
+from tests.parity.models import build_model, build_rows
 from tests.processes import run_in_processes
 
 
@@ -20,7 +20,7 @@ def _generate(model_name: str, settings: dict[str, Any]) -> list[list[int]]:
     model.generation_config.pad_token_id = 0
     engine.compose(model)
     model.eval()
-    rows = [{"input_ids": row["input_ids"]} for row in build_data("gpt2")[:9]]
+    rows = [{"input_ids": row["input_ids"]} for row in build_rows("small-gpt2")[:9]]
     loader = engine.build_data_loader(rows, is_training=False)
     texts: list[list[int]] = []
     with torch.no_grad():
@@ -31,7 +31,7 @@ def _generate(model_name: str, settings: dict[str, Any]) -> list[list[int]]:
     return [[token for token in text if token >= 0] for text in texts]
 
 
-@pytest.mark.parametrize("model_name", ["t5", "gpt2"])
+@pytest.mark.parametrize("model_name", ["small-t5", "small-gpt2"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_split_models_generate_the_same(model_name: str, stage: int) -> None:
     settings = {f"zero_{stage}_memory_optimization": True}

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
 from rapidformer.optim.optimizers import group_parameters
-from tests.parity.harness import SAMPLES, build_data, build_model
+from tests.parity.models import SAMPLES, build_model, build_rows
 from tests.processes import run_in_processes
 
 MICRO = 4
@@ -25,11 +25,11 @@ WARM_UP = 5
 class HarnessFinetuner(Finetuner):
     """A template over the parity harness's models and rows."""
 
-    model_name = "bert"
+    model_name = "small-bert"
     dropout = 0.0
 
     def train_valid_test_datasets_provider(self) -> Any:
-        rows = build_data(self.model_name)
+        rows = build_rows(self.model_name)
         return rows, rows[:9], None, None
 
     def model_optimizer_lr_scheduler_provider(self) -> Any:
@@ -64,7 +64,7 @@ def run_bare_loop(model_name: str) -> list[float]:
     """Written against torch alone, over the samples in the loop's order."""
     engine = RapidformerEngine(args={"micro_batch_size": MICRO, "seed": 11})
     order = engine.build_data_loader(list(range(SAMPLES)), torch.tensor, shuffle=True)
-    model, rows, collate = build_model(model_name), build_data(model_name), PadCollator()
+    model, rows, collate = build_model(model_name), build_rows(model_name), PadCollator()
     optimizer = torch.optim.AdamW(group_parameters(model, 0.01), lr=RATE)
     scheduler = LambdaLR(
         optimizer,
@@ -86,7 +86,7 @@ def run_bare_loop(model_name: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("model_name", ["bert", "gpt2"])
+@pytest.mark.parametrize("model_name", ["small-bert", "small-gpt2"])
 def test_the_loop_equals_a_bare_loop(model_name: str, tmp_path: Path) -> None:
     cls = type("Named", (HarnessFinetuner,), {"model_name": model_name})
     mine = run_template(

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from rapidformer.dist.whole import join_whole
-from tests.parity.harness import CustomModel, build_model
-from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, run_on_ranks, zero
+from tests.parity.harness import zero
+from tests.parity.models import build_model
+from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, run_on_ranks
+from tests.parity.own_models import PlainModel
 
-GPT2 = {"model_name": "gpt2"}
+GPT2 = {"model_name": "small-gpt2"}
 VALIDATION = 100
 """The number of a batch that is never trained on."""
 
@@ -76,7 +78,7 @@ def test_looks_and_changes_by_hand_between_updates() -> None:
 
 def make_half_frozen() -> nn.Module:
     """A whole block is frozen, and parts of others."""
-    model = build_model("gpt2")
+    model = build_model("small-gpt2")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("h.1." in name or "ln_f" in name)
     return model
@@ -223,7 +225,7 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
 
 def make_eager_gpt2() -> nn.Module:
     """Fused attention has no second derivative."""
-    model = build_model("gpt2")
+    model = build_model("small-gpt2")
     model.set_attn_implementation("eager")
     return model
 
@@ -273,7 +275,7 @@ def test_other_gradient_penalties_are_refused() -> None:
 # ---- a depth that depends on the data ------------------------------------------------------------
 
 
-class ShallowModel(CustomModel):
+class ShallowModel(PlainModel):
     """Leaves after its first block where the first token is odd."""
 
     def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:

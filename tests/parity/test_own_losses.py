@@ -18,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rapidformer.accel.on_demand import WholeOnDemand
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
-from tests.parity.tensor_harness import collate, get_gradients
+from rapidformer.verification.recorder import collect_gradients
+from tests.parity.harness import keep_rate
+from tests.parity.models import collate
 from tests.processes import run_in_processes
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -176,7 +178,7 @@ def run_one(loss: str) -> dict[str, np.ndarray]:
     model, rows = build_model().train(), build_rows()
     for start in (0, 2):
         (LOSSES[loss](model, collate(rows[start : start + 2])) / 2).backward()
-    return get_gradients(model)
+    return collect_gradients(model)
 
 
 def compose(layout: str, model: nn.Module) -> tuple[RapidformerEngine, Any]:
@@ -184,10 +186,6 @@ def compose(layout: str, model: nn.Module) -> tuple[RapidformerEngine, Any]:
     loader = engine.build_data_loader(build_rows(), collate, shuffle=False, is_training=True)
     engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_rate)
     return engine, loader
-
-
-def keep_rate(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def run_update(engine: RapidformerEngine, loader: Any, loss: Loss) -> None:
@@ -204,7 +202,7 @@ def run_split(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
         try:
             engine, loader = compose(layout, build_model())
             run_update(engine, loader, LOSSES[loss])
-            found[layout, loss] = get_gradients(engine.model)
+            found[layout, loss] = collect_gradients(engine.model)
         except RapidformerError as error:
             found[layout, loss] = str(error)
     return found

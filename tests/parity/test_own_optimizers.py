@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
-from tests.parity.own_loop import TENSOR, Loop, Run, assert_same, run_on_ranks, zero
+from tests.parity.harness import zero
+from tests.parity.own_loop import TENSOR, Loop, Run, assert_same, run_on_ranks
 
 
 def train(loop: Loop) -> None:
@@ -58,7 +59,7 @@ def make_adadelta(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _list_runs(maker: object, *layouts: dict[str, object]) -> list[Run]:
-    options = {"model_name": "gpt2", "make_optimizer": maker}
+    options = {"model_name": "small-gpt2", "make_optimizer": maker}
     return [(train, layout, options) for layout in layouts]
 
 

@@ -16,54 +16,50 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
+from transformers import GPT2LMHeadModel
 
 from rapidformer import Finetuner
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
-from tests.parity.harness import build_data
-from tests.parity.hooks import only_looking
-from tests.parity.pipeline_harness import (
+from rapidformer.verification.recorder import collect_weights
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import (
     PIPELINE,
-    build_model,
-    constant,
-    join,
+    SETTINGS,
+    STAGE_LIMITS,
+    TENSOR,
+    Case,
+    Settings,
+    Training,
+    check,
+    compose,
+    get_bytes,
+    get_losses,
+    keep_rate,
     make_forward,
+    make_sgd,
     run_one,
-    run_staged,
     train,
 )
-from tests.parity.tensor_harness import (
-    SETTINGS,
-    Trace,
-    collate,
-    compare,
-    get_weights,
-    make_sgd,
-)
-from tests.parity.tensor_harness import build_model as build_other_model
+from tests.parity.hooks import only_looking
+from tests.parity.models import SAMPLES, build_model, build_rows, collate
+from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
-TOLERANCE = {"loss": 1e-6, "norm": 1e-6, "gradient": 5e-6, "weight": 5e-6}
-TENSOR = "tensor_model_parallel_size"
 
-Case = tuple[str, int, dict[str, Any]]
+def staged(model: str, layers: int, settings: Settings, *, epochs: int = 1) -> Case:
+    """All rows: the last update of an epoch is a smaller one."""
+    return Training(model, layers=layers, rows=SAMPLES, epochs=epochs), settings
 
 
-def check(world_size: int, cases: list[Case], epochs: int = 1) -> list[Trace]:
-    """Compare what all processes hold together with one process; returns it for each case."""
-    traces = run_in_processes(run_staged, world_size, cases, epochs)
-    joined = []
-    for number, (name, layers, settings) in enumerate(cases):
-        reference = run_one(name, layers, epochs)
-        mine = join([each[number] for each in traces], is_bit_equal=TENSOR not in settings)
-        worst = compare(mine, reference)
-        too_far = {k: v for k, v in worst.items() if v[0] > TOLERANCE[k]}
-        assert not too_far, (name, settings, too_far)
-        assert mine.weights.keys() == reference.weights.keys()
-        assert mine.ties == reference.ties, name
-        joined.append(mine)
-    return joined
+def check_stages(world_size: int, cases: list[Case]) -> list[list[Trace]]:
+    return check(world_size, cases, STAGE_LIMITS, are_copies_equal=True)
+
+
+def check_share(traces: list[Trace], case: Case, share: float) -> None:
+    whole = get_bytes(run_one(case[0]))
+    assert max(get_bytes(trace) for trace in traces) < share * whole
 
 
 def _stage(schedule: str, size: int = 2, **more: Any) -> dict[str, Any]:
@@ -75,58 +71,60 @@ def test_two_processes_that_share_the_stack_equal_one() -> None:
 
     Some micro-batches have no label at all, and an update of each epoch is a smaller one.
     """
-    cases: list[Case] = [
-        ("llama", 4, _stage("1f1b")),
-        ("gpt2", 4, _stage("zero-bubble", micro_batch_size=1)),
+    cases = [
+        staged("llama", 4, _stage("1f1b"), epochs=2),
+        staged("gpt2", 4, _stage("zero-bubble", micro_batch_size=1), epochs=2),
     ]
-    joined = check(2, cases, epochs=2)
-    assert len(joined[0].losses) >= 10
-    assert joined[0].parameter_bytes < 0.55 * run_one("llama", 4, 1).parameter_bytes
+    traces = check_stages(2, cases)
+    assert len(traces[0][0].losses) >= 10
+    check_share(traces[0], cases[0], 0.55)
 
 
 def test_every_family_under_some_schedule() -> None:
     """Among them a bias that all blocks share, and a first stage that learns nothing."""
-    cases: list[Case] = [
-        ("qwen3", 4, _stage("interleaved")),
-        ("bert-mlm", 3, _stage("1f1b")),
-        ("bert", 2, _stage("gpipe")),
-        ("gpt", 4, _stage("zero-bubble")),
-        ("custom", 2, _stage("1f1b")),
-        ("gpt2-frozen", 4, _stage("zero-bubble")),
-        ("shared-bias", 8, {PIPELINE: 2, "num_layers_per_virtual_pipeline_stage": 2}),
+    cases = [
+        staged("qwen3", 4, _stage("interleaved")),
+        staged("bert-mlm", 3, _stage("1f1b")),
+        staged("bert", 2, _stage("gpipe")),
+        staged("gpt", 4, _stage("zero-bubble")),
+        staged("custom", 2, _stage("1f1b")),
+        staged("gpt2-frozen", 4, _stage("zero-bubble")),
+        staged("shared-bias", 8, {PIPELINE: 2, "num_layers_per_virtual_pipeline_stage": 2}),
     ]
-    check(2, cases)
+    check_stages(2, cases)
 
 
 def test_four_processes_that_share_the_stack() -> None:
     """Ends that hold a tied weight are no neighbours, and pass its gradient past the others."""
-    check(4, [("qwen3", 4, _stage("1f1b", 4)), ("bert-mlm", 8, _stage("zero-bubble", 4))])
+    cases = [
+        staged("qwen3", 4, _stage("1f1b", 4)),
+        staged("bert-mlm", 8, _stage("zero-bubble", 4)),
+    ]
+    check_stages(4, cases)
 
 
 def test_stages_whose_layers_are_shared_too() -> None:
     """With recompute, and with split tokens, whose shares differ between micro-batches."""
+    recompute = {"checkpoint_activations": True, "micro_batch_size": 1}
     cases = [
-        ("qwen3", 4, _stage("zero-bubble", **{TENSOR: 2})),
-        ("gpt2", 4, _stage("1f1b", checkpoint_activations=True, micro_batch_size=1, **{TENSOR: 2})),
-        ("gpt", 4, _stage("interleaved", sequence_parallel=True, **{TENSOR: 2})),
+        staged("qwen3", 4, _stage("zero-bubble", **{TENSOR: 2})),
+        staged("gpt2", 4, _stage("1f1b", **recompute, **{TENSOR: 2})),
+        staged("gpt", 4, _stage("interleaved", sequence_parallel=True, **{TENSOR: 2})),
     ]
-    check(4, cases)
+    check_stages(4, cases)
 
 
 def test_stages_under_data_parallelism_and_sharding() -> None:
     """Zero-bubble assigns gradients, which no hook sees: they must be summed all the same."""
+    recompute = {"fsdp_memory_optimization": True, "checkpoint_activations": True}
     cases = [
-        ("qwen3", 4, _stage("zero-bubble")),
-        ("gpt2", 4, _stage("interleaved", zero_1_memory_optimization=True)),
-        ("bert-mlm", 4, _stage("1f1b", zero_2_memory_optimization=True)),
-        (
-            "llama",
-            4,
-            _stage("1f1b", fsdp_memory_optimization=True, checkpoint_activations=True),
-        ),
+        staged("qwen3", 4, _stage("zero-bubble")),
+        staged("gpt2", 4, _stage("interleaved", zero_1_memory_optimization=True)),
+        staged("bert-mlm", 4, _stage("1f1b", zero_2_memory_optimization=True)),
+        staged("llama", 4, _stage("1f1b", **recompute)),
     ]
-    joined = check(4, cases)
-    assert joined[-1].parameter_bytes < 0.28 * run_one("llama", 4, 1).parameter_bytes
+    traces = check_stages(4, cases)
+    check_share(traces[-1], cases[-1], 0.28)
 
 
 # ---- precision -----------------------------------------------------------------------------------
@@ -138,13 +136,10 @@ def _train_in(
     found = []
     for precision, scale in kinds:
         given = {"mixed_precision": precision, "initial_loss_scale": scale}
-        engine = RapidformerEngine(args={**SETTINGS, **settings, **given})
-        model = build_model("bert-mlm", 4)
-        rows = build_data("bert-mlm")[:16]
-        loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
-        engine.compose(model, make_sgd(model), constant)
-        trace = train(engine, model, loader, 1)
-        found.append((trace.losses, trace.norms, engine.clock.skipped))
+        training = Training("bert-mlm", layers=4, rows=16)
+        engine, model, loader = compose(training, {**settings, **given})
+        trace = train(engine, model, loader)
+        found.append((get_losses(trace), trace.norms, engine.clock.skipped))
     engine.close()
     return found
 
@@ -165,68 +160,16 @@ def test_sixteen_bits_pass_between_stages() -> None:
 
 # ---- checkpoints and exports ---------------------------------------------------------------------
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "pipeline 2, tensor 2": (4, _stage("1f1b", **{TENSOR: 2})),
-    "pipeline 2, fsdp 2": (4, _stage("zero-bubble", fsdp_memory_optimization=True)),
-}
-
-
-def _continue_run(
-    settings: dict[str, Any], load: str | None, save: str
-) -> tuple[dict[str, np.ndarray], Trace]:
-    more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
-    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
-    model = build_model("gpt2", 4)
-    rows = build_data("gpt2")[:16]
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
-    engine.compose(model)
-    if load is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)  # nothing may be right by luck
-        engine.load_checkpoint(load)
-    loaded = get_weights(model)
-    trace = train(engine, model, loader, 1)
-    engine.save_checkpoint(save)
-    engine.export(f"{save}/model")
-    engine.close()
-    return loaded, trace
-
-
-def _run_layout(layout: str, *args: Any) -> tuple[dict[str, np.ndarray], Trace]:
-    world_size, settings = LAYOUTS[layout]
-    if world_size == 1:
-        return _continue_run(settings, *args)
-    results = run_in_processes(_continue_run, world_size, settings, *args)
-    loaded: dict[str, np.ndarray] = {}
-    for weights, _ in results:
-        loaded |= weights
-    return loaded, join([trace for _, trace in results], is_bit_equal=TENSOR not in settings)
-
 
 def test_any_layout_of_stages_goes_on_from_any_other(tmp_path: Path) -> None:
-    """Weights come back bit for bit, moments too (the losses go on alike), exports whole."""
-    from transformers import GPT2LMHeadModel
-
-    route = ["one", "pipeline 2, tensor 2", "pipeline 2, fsdp 2", "one"]
-    load, before = None, None
-    for number, layout in enumerate(route):
-        save = str(tmp_path / str(number))
-        loaded, trace = _run_layout(layout, load, save)
-        if layout != "one":
-            reference = _run_layout("one", load, str(tmp_path / f"{number}-one"))[1]
-            assert compare(trace, reference)["loss"][0] < 1e-6
-            assert compare(trace, reference)["weight"][0] < 1e-5
-        if before is not None:
-            assert loaded.keys() == before.keys()
-            for key, value in before.items():
-                assert np.array_equal(loaded[key], value), (layout, key)
-        exported = get_weights(GPT2LMHeadModel.from_pretrained(f"{save}/model"))
-        assert exported.keys() == trace.weights.keys()
-        for key, value in trace.weights.items():
-            assert np.array_equal(exported[key], value), (layout, key)
-        load, before = save, trace.weights
+    """Exports are whole."""
+    route = [
+        (1, {}),
+        (4, _stage("1f1b", **{TENSOR: 2})),
+        (4, _stage("zero-bubble", fsdp_memory_optimization=True)),
+        (1, {}),
+    ]
+    check_route(Training("gpt2", layers=4, rows=16), route, GPT2LMHeadModel, tmp_path)
 
 
 # ---- templates -----------------------------------------------------------------------------------
@@ -236,14 +179,14 @@ class StagedFinetuner(Finetuner):
     dropout = 0.0
 
     def train_valid_test_datasets_provider(self) -> Any:
-        rows = build_data("bert")
+        rows = build_rows("bert")
         return rows[:12], rows[20:27], None, collate
 
     def model_optimizer_lr_scheduler_provider(
         self, pre_process: bool, post_process: bool
     ) -> tuple[Any, None, None]:
         assert pre_process and post_process  # Megatron's form: the whole model is asked for
-        return build_model("bert", 4, self.dropout), None, None
+        return build_model("bert", self.dropout, 4), None, None
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
         loss = model(**batch).loss
@@ -266,7 +209,7 @@ def _finetune(
     finetuner.train()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     shown = {"loss", "twice", "grad_norm", "eval_rows", "eval_sum", "lr"}
-    weights = get_weights(engine.parallelized.model)
+    weights = collect_weights(engine.parallelized.model)
     engine.close()
     return [{k: v for k, v in json.loads(line).items() if k in shown} for line in lines], weights
 
@@ -302,7 +245,7 @@ def _call(settings: dict[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("gpt2", "qwen3", "bert"):
         engine = RapidformerEngine(args={**SETTINGS, **settings})
-        model: Any = build_model(name, 4)
+        model: Any = build_model(name, layers=4)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
@@ -339,10 +282,10 @@ def test_a_call_without_gradients_gives_every_process_the_output() -> None:
 
 def _train_with_dropout() -> tuple[list[float], bool]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
-    model = build_model("gpt2", 4, dropout=0.3)
-    rows = build_data("gpt2")[:8]
+    model = build_model("gpt2", 0.3, layers=4)
+    rows = build_rows("gpt2")[:8]
     loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
-    engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.0), constant)
+    engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.0), keep_rate)
     torch.rand(engine.topology.get_rank("pipeline") + 1)  # a script that draws unequally
     losses: list[float] = []
     masks: list[torch.Tensor] = []
@@ -407,7 +350,7 @@ def _build_refused(name: str) -> nn.Module:
                 intermediate_size=16, embedding_size=8,
             )
         )  # fmt: skip
-    return build_other_model(name) if name == "t5" else build_model(name, 4)
+    return build_model(name, layers=2 if name == "t5" else 4)
 
 
 def _refuse(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -459,15 +402,15 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter(build_data("gpt2")[:8])
+        return iter(build_rows("gpt2")[:8])
 
 
 def _train_on(is_stream: bool) -> list[float]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
-    model: Any = build_model("gpt2", 4)
-    rows = Stream() if is_stream else build_data("gpt2")[:8]
+    model: Any = build_model("gpt2", layers=4)
+    rows = Stream() if is_stream else build_rows("gpt2")[:8]
     loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
-    engine.compose(model, make_sgd(model), constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     losses = []
     for update in engine.iterate_updates(loader):
         losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]
@@ -487,13 +430,13 @@ def test_a_stream_trains_as_a_data_set_does() -> None:
 
 def _misuse() -> list[str]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
-    model: Any = build_model("gpt2", 4)
+    model: Any = build_model("gpt2", layers=4)
     loader = engine.build_data_loader(
-        build_data("gpt2")[:8], collate, shuffle=False, is_training=True
+        build_rows("gpt2")[:8], collate, shuffle=False, is_training=True
     )
-    engine.compose(model, make_sgd(model), constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     model.train()
-    batch = collate(build_data("gpt2")[:2])
+    batch = collate(build_rows("gpt2")[:2])
     update = next(iter(engine.iterate_updates(loader)))
 
     calls = [

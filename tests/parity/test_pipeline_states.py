@@ -12,9 +12,9 @@ from torch import nn
 
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError
-from tests.parity.harness import build_data
-from tests.parity.pipeline_harness import PIPELINE, build_model, constant, train
-from tests.parity.tensor_harness import SETTINGS, VOCABULARY, collate, make_sgd
+from tests.parity.harness import PIPELINE, SETTINGS, keep_rate, make_sgd, train
+from tests.parity.models import build_model, build_rows, collate
+from tests.parity.own_models import VOCABULARY
 from tests.processes import run_in_processes
 
 
@@ -51,10 +51,10 @@ def _train_counting(folder: Path, settings: dict[str, Any]) -> float:
     engine = RapidformerEngine(args={**SETTINGS, **settings})
     torch.manual_seed(3 + engine.topology.get_rank("pipeline"))  # the first process's count
     model = _Counting()
-    rows = build_data("llama")[:16]
+    rows = build_rows("llama", 16)
     loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
-    engine.compose(model, make_sgd(model), constant)
-    train(engine, model, loader, 1)
+    engine.compose(model, make_sgd(model), keep_rate)
+    train(engine, model, loader)
     engine.export(folder / "model")
     engine.save_checkpoint(folder / "saved")
     for buffer in model.buffers():
@@ -82,7 +82,7 @@ class _Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner: Any = build_model("llama", 4)
+        self.inner: Any = build_model("llama", layers=4)
         self.config = self.inner.config
 
     def get_base_model(self) -> nn.Module:
@@ -116,7 +116,7 @@ def test_a_model_around_another_generates_and_sends_no_cache() -> None:
 
 def _compose_changed() -> str:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
-    inner = engine.build_model(lambda: build_model("llama", 4))
+    inner = engine.build_model(lambda: build_model("llama", layers=4))
     with pytest.raises(ModelError) as refused:
         engine.compose(nn.Sequential(inner))
     engine.close()

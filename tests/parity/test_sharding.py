@@ -22,30 +22,27 @@ from rapidformer.models.build import build_pretrained
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.optimizers import group_parameters
-from tests.parity.tensor_harness import (
-    MODELS,
+from rapidformer.verification.recorder import collect_weights, count_bytes, find_ties
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import (
     SETTINGS,
-    Trace,
-    build_model,
-    build_rows,
-    collate,
-    compare,
-    count_bytes,
-    find_ties,
-    get_weights,
+    SHARD_LIMITS,
+    Case,
+    Settings,
+    Training,
+    check_case,
+    compose,
+    get_bytes,
+    get_losses,
     make_adamw,
     make_sgd,
     run_one,
     train,
+    zero,
 )
+from tests.parity.models import MODELS, build_model, build_rows, collate
+from tests.parity.resuming import ADAM
 from tests.processes import run_in_processes
-
-TOLERANCE = {"loss": 1e-6, "norm": 1e-6, "gradient": 5e-6, "weight": 5e-6}
-Case = tuple[str, dict[str, Any]]
-
-
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    return {f"zero_{stage}_memory_optimization": True, **more}
 
 
 @dataclass
@@ -57,16 +54,12 @@ class Result:
     """Of the optimizer's moments, in this process."""
 
 
-def run_cases(cases: list[Case], make_optimizer: Any) -> list[Result]:
+def run_cases(cases: list[Case]) -> list[Result]:
     results = []
-    for name, settings in cases:
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
-        model = build_model(name)
-        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
-        optimizer = make_optimizer(model)
-        engine.compose(model, optimizer, _keep_rate)
+    for training, settings in cases:
+        engine, model, loader = compose(training, settings)
         trace = train(engine, model, loader)
-        moments = [m for s in optimizer.state.values() for m in s.values() if m.dim()]
+        moments = [m for s in engine.optimizer.state.values() for m in s.values() if m.dim()]
         results.append(Result(trace, sum(map(_count, moments))))
     engine.close()
     return results
@@ -77,24 +70,20 @@ def _count(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _keep_rate(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-
-def check(world_size: int, cases: list[Case], make_optimizer: Any, share: float) -> None:
+def check(
+    world_size: int, layouts: list[tuple[str, Settings]], make_optimizer: Any, share: float
+) -> None:
     """Compare every process's view of every case with one process, and what it holds of it."""
-    everyone = run_in_processes(run_cases, world_size, cases, make_optimizer)
+    cases = [(Training(name, make_optimizer=make_optimizer), more) for name, more in layouts]
+    everyone = run_in_processes(run_cases, world_size, cases)
     moments = 2 if make_optimizer is make_adamw else 1
-    for number, (name, settings) in enumerate(cases):
-        reference = run_one(name, make_optimizer)
-        for result in (results[number] for results in everyone):
-            worst = compare(result.trace, reference)
-            too_far = {k: v for k, v in worst.items() if v[0] > TOLERANCE[k]}
-            assert not too_far, (name, settings, too_far)
-            assert result.trace.ties == reference.ties, (name, settings)
-            size = share * reference.parameter_bytes
-            assert result.trace.parameter_bytes == pytest.approx(size, rel=0.03), (name, settings)
-            assert result.state_bytes == pytest.approx(moments * size, rel=0.03), (name, settings)
+    for (training, settings), results in zip(cases, zip(*everyone, strict=True), strict=True):
+        where = f"{training.model} under {settings}"
+        check_case(training, [result.trace for result in results], SHARD_LIMITS, where=where)
+        size = share * get_bytes(run_one(training))
+        for result in results:
+            assert get_bytes(result.trace) == pytest.approx(size, rel=0.03), where
+            assert result.state_bytes == pytest.approx(moments * size, rel=0.03), where
 
 
 def test_copies_of_split_state_equal_one_process() -> None:
@@ -128,8 +117,8 @@ def test_state_is_a_quarter_on_four_processes() -> None:
 def _train_in_16_bits() -> list[Result]:
     fp16 = {"mixed_precision": "fp16", "initial_loss_scale": 2.0**18, "hysteresis": 1}
     bf16 = {"mixed_precision": "bf16"}
-    cases = [("gpt2", zero(2, cpu_offload=o, **more)) for more in (fp16, bf16) for o in (0, 1)]
-    return run_cases(cases, make_sgd)
+    layouts = [zero(2, cpu_offload=o, **more) for more in (fp16, bf16) for o in (0, 1)]
+    return run_cases([(Training("gpt2"), settings) for settings in layouts])
 
 
 def test_offload_changes_nothing_in_16_bits() -> None:
@@ -154,10 +143,9 @@ def _save_and_go_on(folder: str) -> list[Trace]:
         zero(3, cpu_offload=True),
     ]
     for number, settings in enumerate(layouts):
-        more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
-        engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
+        engine = RapidformerEngine(args={**SETTINGS, **ADAM, **settings})
         model = build_model("gpt2")
-        loader = engine.build_data_loader(build_rows("gpt2"), collate, shuffle=False)
+        loader = engine.build_data_loader(build_rows("gpt2", 24), collate, shuffle=False)
         engine.compose(model)
         if number:
             engine.load_checkpoint(f"{folder}/{number - 1}")
@@ -169,14 +157,15 @@ def _save_and_go_on(folder: str) -> list[Trace]:
 
 
 def test_checkpoints_go_into_the_hosts_memory_and_out_again(tmp_path: Path) -> None:
-    traces = run_in_processes(_save_and_go_on, 2, str(tmp_path))[0]
+    everyone = run_in_processes(_save_and_go_on, 2, str(tmp_path))
+    runs = list(zip(*everyone, strict=True))
     model = build_model("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     optimizer.param_groups.clear()
     for group in group_parameters(model, 0.01):
         optimizer.add_param_group(group)
-    rows, losses, step = build_rows("gpt2"), [], 0
-    for _ in traces:
+    rows, losses, step = build_rows("gpt2", 24), [], 0
+    for _ in runs:
         for start in range(0, len(rows), 8):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * (1 - step / 9)
@@ -187,10 +176,10 @@ def test_checkpoints_go_into_the_hosts_memory_and_out_again(tmp_path: Path) -> N
             optimizer.zero_grad()
             losses.append(loss.item())
             step += 1
-    assert [x for trace in traces for x in trace.losses] == pytest.approx(losses, rel=1e-5)
+    assert [x for traces in runs for x in get_losses(*traces)] == pytest.approx(losses, rel=1e-5)
     exported = type(model).from_pretrained(tmp_path / "model")
-    for name, weight in get_weights(exported).items():
-        assert np.allclose(weight, traces[-1].weights[name], rtol=0, atol=0), name
+    for name, weight in collect_weights(exported).items():
+        assert np.allclose(weight, runs[-1][0].weights[name], rtol=0, atol=0), name
 
 
 # ---- weights that never exist whole --------------------------------------------------------------
@@ -226,7 +215,9 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
             assert get_deferred(model) is None
             buffers = {key: buffer.numpy().copy() for key, buffer in model.named_buffers()}
             count = len(optimizer.param_groups[0]["params"])
-            found.append((get_weights(model), buffers, find_ties(model), count_bytes(model), count))
+            found.append(
+                (collect_weights(model), buffers, find_ties(model), count_bytes(model), count)
+            )
     engine.close()
     return found
 
@@ -239,7 +230,7 @@ def _build_plainly(name: str, folder: str) -> tuple[Any, ...]:
         model = MODELS[name](0.0, 2)
     buffers = {key: buffer.numpy().copy() for key, buffer in model.named_buffers()}
     count = len(list(model.parameters()))
-    return get_weights(model), buffers, find_ties(model), count_bytes(model), count
+    return collect_weights(model), buffers, find_ties(model), count_bytes(model), count
 
 
 @pytest.mark.parametrize(
@@ -278,7 +269,7 @@ def _offload_alone() -> tuple[str, list[float]]:
     optimizer = make_sgd(model)
     losses = []
     for start in range(0, 24, 8):
-        loss = model(**collate(build_rows("gpt2")[start : start + 8]))["loss"]
+        loss = model(**collate(build_rows("gpt2", 24)[start : start + 8]))["loss"]
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -291,4 +282,4 @@ def test_one_process_can_keep_its_state_elsewhere() -> None:
     """What --cpu-offload does on a single GPU: split over nobody, but offloaded."""
     kind, losses = run_in_processes(_offload_alone, 1)[0]
     assert kind == "DTensor"
-    assert losses == pytest.approx(run_one("gpt2").losses, rel=1e-6)
+    assert losses == pytest.approx(get_losses(run_one(Training("gpt2"))), rel=1e-6)

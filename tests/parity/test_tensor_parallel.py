@@ -14,103 +14,90 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from transformers import GPT2LMHeadModel
 
 from rapidformer.dist.topology import build_topology
 from rapidformer.dist.vocabulary import compute_split_losses
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.gpt import GPTConfig, GPTModel
-from tests.parity.harness import check_equal
-from tests.parity.tensor_harness import (
-    GIVEN_PLANS,
-    PLAN,
+from rapidformer.verification.trace import Trace
+from tests.parity.generating import generate
+from tests.parity.harness import (
     SETTINGS,
-    Trace,
-    UnplannedModel,
-    build_model,
-    build_rows,
-    collate,
-    compare,
-    find_ties,
-    get_weights,
+    Settings,
+    Training,
+    check,
+    get_bytes,
+    keep_rate,
     make_adamw,
     make_sgd,
     run_one,
-    run_split,
     train,
+    under,
 )
+from tests.parity.models import GIVEN_PLANS, build_model, build_rows, collate
+from tests.parity.own_models import PLAN, UnplannedModel
+from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
-FIRST_LIMITS = {"loss": 1e-6, "gradient norm": 1e-6, "gradients": 5e-6}
+TENSOR: Settings = {"tensor_model_parallel_size": 2}
 
 
-def check(
-    world_size: int,
-    names: list[str],
-    settings: dict[str, Any],
-    make_optimizer: Any = make_sgd,
-    epochs: int = 1,
-) -> dict[str, list[Trace]]:
-    """Compare every process's view with one process; returns their traces by model."""
-    traces = run_in_processes(run_split, world_size, names, settings, make_optimizer, epochs)
-    for name in names:
-        reference = run_one(name, make_optimizer, epochs).to_recorded()
-        mine = [each[name].to_recorded() for each in traces]
-        check_equal(reference, mine, first_limits=FIRST_LIMITS)
-    return {name: [each[name] for each in traces] for name in names}
+def check_share(traces: list[Trace], model: str, share: float) -> None:
+    """Each process holds less than this share of the parameters."""
+    whole = get_bytes(run_one(Training(model)))
+    assert all(get_bytes(trace) < share * whole for trace in traces), model
 
 
 def test_two_processes_that_share_layers_equal_one() -> None:
     """Tied embeddings, norms on a share of the heads, fused and uneven weights, accumulation."""
     names = ["bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gpt", "vit", "custom"]
     names += ["unplanned", "apertus", "deepseek", "gpt-oss"]
-    traces = check(2, names, {"tensor_model_parallel_size": 2})
+    traces = dict(zip(names, check(2, under(TENSOR, *names)), strict=True))
     for name in ("gpt2", "t5", "llama", "qwen3", "gpt"):
-        whole = run_one(name).parameter_bytes
-        assert all(trace.parameter_bytes < 0.54 * whole for trace in traces[name]), name
+        check_share(traces[name], name, 0.54)
 
 
 def test_ten_updates_of_shared_layers() -> None:
     """Round-off may not grow into a difference, in weights that are split or kept whole."""
-    check(2, ["gpt2", "qwen3"], {"tensor_model_parallel_size": 2}, epochs=4)
+    check(2, under(TENSOR, "gpt2", "qwen3", epochs=4))
 
 
 def test_more_processes_than_key_value_heads() -> None:
-    traces = check(4, ["llama", "gpt2"], {"tensor_model_parallel_size": 4})
-    assert all(t.parameter_bytes < 0.31 * run_one("gpt2").parameter_bytes for t in traces["gpt2"])
+    traces = check(4, under({"tensor_model_parallel_size": 4}, "llama", "gpt2"))
+    check_share(traces[1], "gpt2", 0.31)
 
 
 def test_split_tokens_change_nothing() -> None:
     """Rows of odd lengths: shares of tokens differ between the processes."""
-    lengths = [len(row["input_ids"]) for row in build_rows("llama")]
+    lengths = [len(row["input_ids"]) for row in build_rows("llama", 24)]
     assert any(length % 2 for length in lengths)
-    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    check(2, ["llama", "gemma2", "gpt2", "gpt", "bert", "vit"], settings)
+    settings = {**TENSOR, "sequence_parallel": True}
+    check(2, under(settings, "llama", "gemma2", "gpt2", "gpt", "bert", "vit"))
     # Parts that the plan keeps together or does not know are given all tokens.
-    check(2, ["phi3", "mixtral", "deepseek", "apertus"], settings)
+    check(2, under(settings, "phi3", "mixtral", "deepseek", "apertus"))
 
 
 def test_shared_layers_under_data_parallelism() -> None:
     """With fused AdamW, which wants tensors of one kind, and clipping, which must count once."""
-    check(4, ["qwen3", "gpt2", "t5"], {"tensor_model_parallel_size": 2}, make_adamw)
+    check(4, under(TENSOR, "qwen3", "gpt2", "t5", make_optimizer=make_adamw))
 
 
 @pytest.mark.parametrize("stage", ["zero_1", "zero_2", "fsdp"])
 def test_shared_layers_under_sharding(stage: str) -> None:
     """A fused bias that both split comes back in order: its gradient is compared whole."""
     names = ["gpt2", "qwen3", "custom"] if stage == "fsdp" else ["gpt2"]
-    settings = {"tensor_model_parallel_size": 2, f"{stage}_memory_optimization": True}
-    traces = check(4, names, settings)
-    whole = run_one("gpt2").parameter_bytes
-    assert all(trace.parameter_bytes < 0.28 * whole for trace in traces["gpt2"])
+    traces = check(4, under({**TENSOR, f"{stage}_memory_optimization": True}, *names))
+    check_share(traces[0], "gpt2", 0.28)
 
 
 def test_split_tokens_under_sharding_with_recompute() -> None:
     settings = {
-        "tensor_model_parallel_size": 2, "sequence_parallel": True,
-        "checkpoint_activations": True, "zero_3_memory_optimization": True,
+        **TENSOR, "sequence_parallel": True, "checkpoint_activations": True,
+        "zero_3_memory_optimization": True,
     }  # fmt: skip
-    check(4, ["llama", "gpt"], settings)
+    check(4, under(settings, "llama", "gpt"))
 
 
 # ---- what is kept whole stays equal --------------------------------------------------------------
@@ -123,8 +110,8 @@ def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.
         if not engine.is_main:
             torch.rand(3)  # a script that draws on one process only
         model = build_model(name, dropout=0.2)
-        loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
-        engine.compose(model, make_sgd(model), _constant)
+        loader = engine.build_data_loader(build_rows(name, 24), collate, shuffle=False)
+        engine.compose(model, make_sgd(model), keep_rate)
         train(engine, model, loader)
         are_split = all(isinstance(p, DTensor) for p in model.parameters())
         whole = {
@@ -135,10 +122,6 @@ def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.
         found[name] = (are_split, whole)
     engine.close()
     return found
-
-
-def _constant(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def test_whole_weights_stay_equal_under_dropout() -> None:
@@ -155,105 +138,27 @@ def test_whole_weights_stay_equal_under_dropout() -> None:
 
 # ---- checkpoints and exports ---------------------------------------------------------------------
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tensor 2": (2, {"tensor_model_parallel_size": 2}),
-    "zero-3 2": (2, {"zero_3_memory_optimization": True}),
-    "tensor 2, fsdp 2": (
-        4,
-        {"tensor_model_parallel_size": 2, "fsdp_memory_optimization": True},
-    ),
-}
-
-
-def _continue_run(
-    name: str, settings: dict[str, Any], load: str | None, save: str
-) -> tuple[dict[str, np.ndarray], Trace]:
-    more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
-    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
-    model = build_model(name)
-    loader = engine.build_data_loader(build_rows(name), collate, shuffle=False)
-    engine.compose(model)
-    if load is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)  # nothing may be right by luck
-        engine.load_checkpoint(load)
-    loaded = get_weights(model)
-    trace = train(engine, model, loader)
-    engine.save_checkpoint(save)
-    engine.export(f"{save}/model")
-    assert find_ties(model)
-    engine.close()
-    return loaded, trace
-
-
-def _run_layout(layout: str, *args: Any) -> Any:
-    world_size, settings = LAYOUTS[layout]
-    if world_size == 1:
-        return _continue_run("gpt2", settings, *args)
-    return run_in_processes(_continue_run, world_size, "gpt2", settings, *args)[0]
-
 
 def test_any_layout_goes_on_from_any_other(tmp_path: Path) -> None:
-    """Round the layouts: weights come back bit for bit, moments too (the losses go on alike).
-
-    GPT-2's fused weight is held in pieces; torch's own checkpoints would refuse it.
-    """
-    route = ["one", "tensor 2, fsdp 2", "zero-3 2", "tensor 2", "one"]
-    load, before = None, None
-    expected = None
-    for number, layout in enumerate(route):
-        save = str(tmp_path / str(number))
-        loaded, trace = _run_layout(layout, load, save)
-        reference = _run_layout("one", load, str(tmp_path / f"{number}-one"))[1]
-        assert compare(trace, reference)["loss"][0] < 1e-6
-        assert compare(trace, reference)["weight"][0] < 1e-5
-        if before is not None:
-            for key, value in before.items():
-                assert np.array_equal(loaded[key], value), (layout, key)
-        exported = _read_export(Path(save) / "model")
-        for key, value in trace.weights.items():
-            assert np.array_equal(exported[key], value), (layout, key)
-        expected = expected or exported.keys()
-        assert exported.keys() == expected
-        load, before = save, trace.weights
-
-
-def _read_export(folder: Path) -> dict[str, np.ndarray]:
-    from transformers import GPT2LMHeadModel
-
-    return get_weights(GPT2LMHeadModel.from_pretrained(folder))
+    """GPT-2's fused weight is held in pieces; torch's own checkpoints would refuse it."""
+    route = [
+        (1, {}),
+        (4, {**TENSOR, "fsdp_memory_optimization": True}),
+        (2, {"zero_3_memory_optimization": True}),
+        (2, TENSOR),
+        (1, {}),
+    ]
+    check_route(Training("gpt2"), route, GPT2LMHeadModel, tmp_path)
 
 
 # ---- generating and evaluating -------------------------------------------------------------------
 
 
-def _generate(names: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    answers = {}
-    for name in names:
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
-        model: Any = build_model(name)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
-        engine.compose(model)
-        model.eval()
-        ids = torch.tensor([[5, 6, 7], [9, 10, 11]])
-        options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
-        with torch.no_grad():
-            logits = model(input_ids=ids, labels=ids).logits.numpy().copy()
-            ids = model.generate(ids, num_beams=2, **options).tolist()
-        answers[name] = (logits, ids)
-    engine.close()
-    return answers
-
-
-def test_split_models_generate_the_same_text() -> None:
+def test_split_modelsgenerate_the_same_text() -> None:
     names = ["gpt2", "llama", "t5"]
-    expected = _generate(names, {})
+    expected = generate(names, {})
     settings = {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}
-    for answers in run_in_processes(_generate, 4, names, settings):
+    for answers in run_in_processes(generate, 4, names, settings):
         for name in names:
             assert answers[name][1] == expected[name][1], name
             assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
@@ -272,7 +177,7 @@ def _run_megatron_form(settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray
             vocab_size=67, hidden_dropout=0.0, attention_dropout=0.0,
         )
     )  # fmt: skip
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     tokens = torch.arange(1, 11).view(2, 5)
     positions = torch.arange(5).expand(2, 5)
     kinds = []
@@ -406,8 +311,8 @@ def _train_forgotten(styles: dict[str, str]) -> str:
     model = _ForgottenNorm()
     tensor = {k: v for k, v in PLAN["tensor"].items() if not k.endswith("attention.output")}
     tensor |= {"layers.*.attention.output.product": "rowwise", **styles}
-    loader = engine.build_data_loader(build_rows("custom"), collate, shuffle=False)
-    engine.compose(model, make_sgd(model), _constant, plan={**PLAN, "tensor": tensor})
+    loader = engine.build_data_loader(build_rows("custom", 24), collate, shuffle=False)
+    engine.compose(model, make_sgd(model), keep_rate, plan={**PLAN, "tensor": tensor})
     try:
         train(engine, model, loader)
     except TrainingError as error:
@@ -429,7 +334,7 @@ def test_a_weight_that_the_plan_forgot_is_found_in_the_first_update() -> None:
 def _feed_unknown_ids() -> list[str]:
     engine = RapidformerEngine(args={**SETTINGS, "tensor_model_parallel_size": 2})
     model: Any = build_model("llama")
-    engine.compose(model, make_sgd(model), _constant)
+    engine.compose(model, make_sgd(model), keep_rate)
     ids, known = torch.tensor([[1, 67]]), torch.tensor([[1, 2]])
     messages = []
     for given, labels in ((ids, known), (known, ids)):

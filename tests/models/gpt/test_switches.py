@@ -13,7 +13,7 @@ from rapidformer.models import GPTModel
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder, collect_weights
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import check_equal, note_bare_gradients, start_bare_trace
+from tests.parity.harness import ALL, Limits, check_equal, note_bare_gradients, start_bare_trace
 from tests.processes import run_in_processes
 
 from .small import MODERN, make_config, make_tokens
@@ -95,7 +95,7 @@ def train(shape: str, settings: dict[str, Any]) -> RapidformerEngine:
 
 def check(traces: list[Trace], shape: str) -> None:
     limits = {"loss": TOLERANCE, "gradient norm": TOLERANCE, "gradients": TOLERANCE}
-    check_equal(run_bare(shape), traces, first_limits=limits)
+    check_equal(run_bare(shape), traces, limits=Limits(ALL, limits))
 
 
 # The dense one has tied weights; ties and dense blocks of other models are the parity suite's.
