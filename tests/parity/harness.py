@@ -10,11 +10,10 @@ recorded, and how it is compared, is what ``rapidformer verify`` records and com
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,15 +21,17 @@ from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
 from rapidformer.optim.observer import observe_runs
-from rapidformer.verification.compare import Comparison, compare
-from rapidformer.verification.recorder import (
-    Recorder,
-    collect_gradients,
-    collect_weights,
-    count_bytes,
-    find_ties,
+from rapidformer.verification.recorder import Recorder
+from rapidformer.verification.trace import Trace
+from tests.parity.bare import count_labels, run_bare
+from tests.parity.limits import (
+    LIMITS,
+    Limits,
+    check_copies,
+    check_equal,
+    get_gradient_names,
+    get_ties,
 )
-from rapidformer.verification.trace import Trace, compute_losses
 from tests.parity.models import GIVEN_PLANS, Rows, build_model, build_rows, collate
 from tests.processes import run_in_processes
 
@@ -147,65 +148,6 @@ def get_order(training: Training) -> list[list[int]]:
     return [batch.tolist() for _ in range(training.epochs) for batch in loader]
 
 
-def run_bare(
-    model: nn.Module,
-    updates: list[list[Rows]],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    clip: float = 1.0,
-) -> Trace:
-    """What every parity test compares with: a loop of torch, in one process, without the library.
-
-    An update is its micro-batches; mostly it is one, the whole global batch.
-    """
-    optimizer = make_optimizer(model)
-    trace = start_bare_trace(model)
-    trace.facts["parameter_bytes"] = count_bytes(model)
-    model.train()
-    for micro_batches in updates:
-        loss = _accumulate(model, [collate(rows) for rows in micro_batches])
-        note_bare_gradients(trace, model, loss)
-        trace.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    trace.weights = collect_weights(model)
-    return trace
-
-
-def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The backward pass of an update; its loss, a mean over its labels."""
-    if len(batches) == 1:
-        loss: torch.Tensor = model(**batches[0])["loss"]
-        loss.backward()
-        return loss
-    loss_sum, count = torch.zeros(()), 0
-    for batch in batches:
-        weight = count_labels(batch["labels"], is_shifted=True)
-        if weight:
-            loss = model(**batch)["loss"] * weight
-            loss.backward()
-            loss_sum, count = loss_sum + loss.detach(), count + weight
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= count
-    return loss_sum / count
-
-
-def count_labels(labels: torch.Tensor, *, is_shifted: bool) -> int:
-    return int(((labels[:, 1:] if is_shifted else labels) != -100).sum())
-
-
-def start_bare_trace(model: nn.Module) -> Trace:
-    """What stands before the first update of a loop without the library."""
-    return Trace(start=collect_weights(model), ties=find_ties(model))
-
-
-def note_bare_gradients(trace: Trace, model: nn.Module, loss: torch.Tensor) -> None:
-    """Take down an update of such a loop, before it clips."""
-    trace.losses.append((loss.item(), 1.0))
-    trace.samples.append((0, 0))
-    trace.gradients.append(collect_gradients(model))
-
-
 # ---- several processes, through the engine -------------------------------------------------------
 
 
@@ -268,25 +210,6 @@ def make_forward(model: nn.Module) -> Callable[[Any], Any]:
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How far a run may be from the reference; at its first update, how far at most."""
-
-    all: Mapping[str, float]
-    first: Mapping[str, float]
-    """Before round-off has gone through an update, less is allowed."""
-
-
-ALL = {"loss": 1e-6, "gradient norm": 1e-5, "gradients": 1e-5, "updated weights": 1e-5}
-"""The contract is 1e-5 of everything, over ten updates."""
-FIRST = {"loss": 1e-6, "gradient norm": 1e-6, "gradients": 5e-6}
-LIMITS = Limits(ALL, FIRST)
-WHOLE_LIMITS = Limits(ALL, {**FIRST, "gradients": 1e-6})
-"""Where every process computes whole layers."""
-STAGE_LIMITS = Limits({**ALL, "gradient norm": 1e-6, "updated weights": 5e-6}, FIRST)
-SHARD_LIMITS = Limits({**STAGE_LIMITS.all, "gradients": 5e-6}, FIRST)
-
-
 def check(
     world_size: int, cases: list[Case], limits: Limits = LIMITS, *, are_copies_equal: bool = False
 ) -> list[list[Trace]]:
@@ -313,56 +236,5 @@ def check_case(
 ) -> None:
     reference = run_one(training)
     check_equal(reference, traces, limits, where=where)
-    assert _get_gradient_names(traces) == _get_gradient_names([reference]), where
+    assert get_gradient_names(traces) == get_gradient_names([reference]), where
     assert get_ties(traces) == get_ties([reference]), where
-
-
-def _get_gradient_names(traces: list[Trace]) -> set[str]:
-    return {name for trace in traces for name in trace.gradients[0]}
-
-
-def get_ties(traces: list[Trace]) -> set[tuple[str, ...]]:
-    return {tuple(group) for trace in traces for group in trace.ties}
-
-
-def check_equal(
-    reference: Trace, traces: list[Trace], limits: Limits = WHOLE_LIMITS, *, where: str = ""
-) -> Comparison:
-    """Every process's view beside one process: all updates, and the first one more strictly."""
-    comparison = compare(reference, traces, limits.all)
-    assert comparison.is_equal, f"{where}: {comparison.describe_failures()}"
-    first = compare(take_first(reference), [take_first(trace) for trace in traces], limits.first)
-    assert first.is_equal, f"{where}, at the first update: {first.describe_failures()}"
-    return comparison
-
-
-def check_copies(traces: list[Trace]) -> None:
-    """What several processes hold is the same on all of them, bit for bit.
-
-    Not where layers are split: sums over processes round differently on each.
-    """
-    first: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
-    for trace in traces:
-        assert trace.norms == traces[0].norms
-        for kind, tensors in (("gradient", trace.gradients[0]), ("weight", trace.weights)):
-            for name, value in tensors.items():
-                assert np.array_equal(first.setdefault((kind, name), value), value), (kind, name)
-    for rank in {trace.place["data"] for trace in traces}:
-        losses = [trace.losses for trace in traces if trace.place["data"] == rank]
-        assert all(each == losses[0] for each in losses)
-
-
-def take_first(trace: Trace) -> Trace:
-    """The first update alone."""
-    parts = {name: getattr(trace, name)[:1] for name in ("losses", "samples", "norms", "gradients")}
-    return replace(trace, **parts, weights=trace.start)
-
-
-def get_losses(*traces: Trace) -> list[float]:
-    """The mean loss of every update; needs the trace of every data-parallel rank."""
-    return compute_losses(list(traces))[0]
-
-
-def get_bytes(trace: Trace) -> int:
-    """Of the parameters, in this process."""
-    return int(trace.facts["parameter_bytes"])

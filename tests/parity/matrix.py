@@ -24,17 +24,8 @@ import torch
 
 from rapidformer.verification.compare import compare
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import (
-    PIPELINE,
-    TENSOR,
-    Case,
-    Settings,
-    Training,
-    check_copies,
-    get_ties,
-    run_on,
-    run_one,
-)
+from tests.parity.harness import PIPELINE, TENSOR, Case, Settings, Training, run_on, run_one
+from tests.parity.limits import check_copies, get_ties
 from tests.parity.models import SAMPLES
 from tests.parity.under_deepspeed import build_case
 

@@ -14,15 +14,8 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import (
-    WHOLE_LIMITS,
-    Training,
-    check,
-    check_case,
-    keep_rate,
-    make_sgd,
-    run_own_loop,
-)
+from tests.parity.harness import Training, check, check_case, keep_rate, make_sgd, run_own_loop
+from tests.parity.limits import WHOLE_LIMITS
 from tests.parity.models import SAMPLES
 from tests.processes import run_in_processes
 

@@ -25,13 +25,13 @@ from tests.parity.harness import (
     Settings,
     Training,
     check,
-    get_bytes,
     keep_rate,
     make_adamw,
     make_sgd,
     under,
 )
-from tests.parity.models import build_model
+from tests.parity.limits import get_bytes
+from tests.parity.models import build_model, sharpen
 from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
@@ -145,9 +145,7 @@ def _generate(settings: dict[str, Any]) -> list[list[int]]:
     """Every process has another prompt, and is done at another time."""
     engine = RapidformerEngine(args={**SETTINGS, **settings, "train_iters": 3})
     model: Any = build_model("mixtral")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
+    sharpen(model)
     engine.compose(model)
     answers = []
     for prompt in ([5, 6, 7], [9, 10])[mpu.get_data_parallel_rank() :][: 1 if settings else 2]:

@@ -27,15 +27,12 @@ from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     PIPELINE,
     SETTINGS,
-    STAGE_LIMITS,
     TENSOR,
     Case,
     Settings,
     Training,
     check,
     compose,
-    get_bytes,
-    get_losses,
     keep_rate,
     make_forward,
     make_sgd,
@@ -43,7 +40,8 @@ from tests.parity.harness import (
     train,
 )
 from tests.parity.hooks import only_looking
-from tests.parity.models import SAMPLES, build_model, build_rows, collate
+from tests.parity.limits import STAGE_LIMITS, get_bytes, get_losses
+from tests.parity.models import SAMPLES, build_model, build_rows, collate, sharpen
 from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
@@ -246,9 +244,7 @@ def _call(settings: dict[str, Any]) -> dict[str, Any]:
     for name in ("gpt2", "qwen3", "bert"):
         engine = RapidformerEngine(args={**SETTINGS, **settings})
         model: Any = build_model(name, layers=4)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)  # answers far from a tie
+        sharpen(model)
         engine.compose(model)
         model.eval()
         ids = torch.tensor([[5, 6, 7], [9, 10, 11]])

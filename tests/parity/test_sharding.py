@@ -26,20 +26,18 @@ from rapidformer.verification.recorder import collect_weights, count_bytes, find
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     SETTINGS,
-    SHARD_LIMITS,
     Case,
     Settings,
     Training,
     check_case,
     compose,
-    get_bytes,
-    get_losses,
     make_adamw,
     make_sgd,
     run_one,
     train,
     zero,
 )
+from tests.parity.limits import SHARD_LIMITS, get_bytes, get_losses
 from tests.parity.models import MODELS, build_model, build_rows, collate
 from tests.parity.resuming import ADAM
 from tests.processes import run_in_processes

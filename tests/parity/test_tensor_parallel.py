@@ -28,7 +28,6 @@ from tests.parity.harness import (
     Settings,
     Training,
     check,
-    get_bytes,
     keep_rate,
     make_adamw,
     make_sgd,
@@ -36,6 +35,7 @@ from tests.parity.harness import (
     train,
     under,
 )
+from tests.parity.limits import get_bytes
 from tests.parity.models import GIVEN_PLANS, build_model, build_rows, collate
 from tests.parity.own_models import PLAN, UnplannedModel
 from tests.parity.resuming import check_route

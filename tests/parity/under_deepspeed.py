@@ -13,7 +13,8 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.optim.observer import get_observer
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Tensors, Trace
-from tests.parity.harness import ALL, FIRST, Case, Limits, Training
+from tests.parity.harness import Case, Training
+from tests.parity.limits import ALL, FIRST, Limits
 from tests.parity.models import SAMPLES
 
 LIMITS = Limits({**ALL, "updated weights": 1e-6}, FIRST)

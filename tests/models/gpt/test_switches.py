@@ -13,7 +13,8 @@ from rapidformer.models import GPTModel
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder, collect_weights
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import ALL, Limits, check_equal, note_bare_gradients, start_bare_trace
+from tests.parity.bare import note_bare_gradients, start_bare_trace
+from tests.parity.limits import ALL, Limits, check_equal
 from tests.processes import run_in_processes
 
 from .small import MODERN, make_config, make_tokens
