@@ -17,6 +17,8 @@ from tests.parity.own_models import PlainModel
 GPT2 = {"model_name": "small-gpt2"}
 VALIDATION = 100
 """The number of a batch that is never trained on."""
+CAN_JOIN_FUSED = torch.__version__ >= (2, 13)
+"""torch 2.11 cannot compute with a fused weight that is split by heads."""
 
 
 # ---- a look at validation data, and weights changed by hand --------------------------------------
@@ -204,18 +206,19 @@ def test_weights_parts_and_averages_of_a_split_model() -> None:
             keep_a_moving_average) for layout in [*sharded, TENSOR]]  # fmt: skip
     runs += [(call_the_parts, layout, GPT2) for layout in sharded]
     runs += [(copy_the_model, layout, GPT2) for layout in ({}, TENSOR)]
-    runs += [(penalise_shards, layout, GPT2) for layout in ({}, TENSOR)]
+    runs += [(penalise_shards, layout, GPT2) for layout in ({}, TENSOR)[: 1 + CAN_JOIN_FUSED]]
     assert_same(runs)
 
 
 def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
-    runs = [(penalise_shards, layout, GPT2) for layout in (zero(1), zero(3))]
+    layouts = [zero(1), zero(3)] if CAN_JOIN_FUSED else [zero(1), zero(3), TENSOR]
+    runs = [(penalise_shards, layout, GPT2) for layout in layouts]
     runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
     outcomes = run_on_ranks(runs)
-    for ranks in outcomes[:2]:
+    for ranks in outcomes[: len(layouts)]:
         assert all("Gather each of them in the loss: sum(engine.gather_weight(p)" in o.error
                    for o in ranks)  # fmt: skip
-    for ranks in outcomes[2:]:
+    for ranks in outcomes[len(layouts) :]:
         assert all("For a moving average, copy the shards after compose()" in o.error
                    for o in ranks)  # fmt: skip
 

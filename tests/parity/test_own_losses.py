@@ -92,6 +92,17 @@ def penalise_input_gradient_of_logits(model: Any, batch: dict[str, torch.Tensor]
     return loss + 10 * gradient.square().sum()
 
 
+def penalise_input_gradient_of_split_logits(
+    model: Any, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The same beside the model's own loss, for which ranks keep their slice of the logits."""
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    outputs = model(inputs_embeds=embedded, labels=batch["labels"])
+    values = outputs.logits.logsumexp(-1).square().mean()
+    (gradient,) = torch.autograd.grad(values, embedded, create_graph=True)
+    return outputs.loss + 10 * gradient.square().sum()
+
+
 def penalise_weight_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = model(input_ids=batch["input_ids"]).logits.logsumexp(-1).square().mean()
     weight = next(model.model.layers[1].mlp.down_proj.parameters())
@@ -146,6 +157,7 @@ LOSSES: dict[str, Loss] = {
     "hidden states": use_hidden_states,
     "input gradient": penalise_input_gradient,
     "input gradient of logits": penalise_input_gradient_of_logits,
+    "input gradient of split logits": penalise_input_gradient_of_split_logits,
     "weight gradient": penalise_weight_gradient,
 }
 EXACT = [
@@ -153,6 +165,7 @@ EXACT = [
     ("sequence", "hidden states"), ("context", "hidden states"),
     ("context", "input gradient"), ("context", "input gradient of logits"),
     ("tensor", "input gradient of logits"), ("sequence", "input gradient of logits"),
+    ("tensor", "input gradient of split logits"), ("context", "input gradient of split logits"),
     ("tensor", "attentions"), ("sequence", "attentions"), ("context", "attentions"),
     ("tensor", "logits"), ("context", "logits"), ("pipeline", "logits"),
     ("tensor", "smooth labels"), ("context", "smooth labels"),

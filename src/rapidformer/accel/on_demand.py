@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.torch_dispatch import tree_map_only
-from rapidformer.dist.regions import Group, gather_out, take_slice
+from rapidformer.dist.regions import Group, gather_out, get_local, take_slice
 
 _FACTS = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
@@ -93,7 +93,7 @@ def hand_out(output: Any) -> Any:
         if dim is None or split.device_mesh.ndim > 1:
             return split
         return join_on_demand(
-            split.to_local(), dim, split.shape[dim], split.device_mesh.get_group()
+            get_local(split), dim, split.shape[dim], split.device_mesh.get_group()
         )
 
     return tree_map_only(DTensor, wrap, output)

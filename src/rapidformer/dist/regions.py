@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from rapidformer.compat.torch_collectives import operations
@@ -66,6 +67,11 @@ def gather_in(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
 def scatter_out(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of the sum over the ranks."""
     return _ScatterOut.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def get_local(tensor: DTensor) -> Tensor:
+    """This rank's slice; unlike ``to_local`` in torch 2.11, its gradient can be differentiated."""
+    return _Local.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _CopyIn(torch.autograd.Function):
@@ -137,6 +143,22 @@ class _ScatterOut(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         gather = gather_in if torch.is_grad_enabled() else gather_slices
         return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
+        local: Tensor = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        stride = torch.empty(ctx.shape, device="meta").stride()
+        return DTensor.from_local(
+            gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False,
+            shape=ctx.shape, stride=stride,
+        )  # fmt: skip
 
 
 def sum_over(tensor: Tensor, group: Group) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from rapidformer.dist.regions import gather_out, sum_out, take_slice
+from rapidformer.dist.regions import gather_out, get_local, sum_out, take_slice
 
 _IGNORED = -100
 
@@ -34,7 +34,7 @@ def sum_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNOR
 def _compute_own(logits: DTensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
     mine = take_slice(labels, 1, logits.device_mesh.get_group())
     return functional.cross_entropy(
-        logits.to_local().flatten(0, 1).float(),
+        get_local(logits).flatten(0, 1).float(),
         mine.flatten(),
         ignore_index=ignore_index,
         reduction=reduction,

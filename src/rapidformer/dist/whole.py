@@ -7,9 +7,11 @@ cannot join such a tensor at all. Here its parts are joined as separate matrices
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rapidformer.compat.torch_mesh import StridedShard
@@ -81,6 +83,21 @@ def find_strided_axis(tensor: torch.Tensor) -> int | None:
         ):
             return axis
     return None
+
+
+@functools.cache
+def can_compute_on_strided(mesh: DeviceMesh) -> bool:
+    """Whether torch itself can join what ``find_strided_axis`` finds, as its operations must."""
+    parts = mesh.size() + 1  # a number that is no size of the mesh, which torch 2.11 could decode
+    local = torch.zeros(parts, device=mesh.device_type)
+    split: Any = DTensor.from_local(
+        local, mesh, [StridedShard(0, split_factor=parts)], run_check=False
+    )
+    try:
+        split.full_tensor()
+    except ValueError:  # before anything is sent
+        return False
+    return True
 
 
 def _unflatten(shape: torch.Size, dim: int, parts: int) -> torch.Size:

@@ -13,23 +13,33 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_TO_PLAIN = ("_ToTorchTensorBackward",)
+from rapidformer.dist.whole import can_compute_on_strided, find_strided_axis
+
+_TO_PLAIN = ("_ToTorchTensorBackward", "_LocalBackward")
 _FROM_PLAIN = ("_FromTorchTensorBackward",)
 
 
 def join_loss(loss: Tensor) -> Tensor:
-    """The loss as a plain tensor that can be back-propagated."""
+    """The loss as a plain tensor that can be back-propagated; unchanged if it cannot be."""
     if not isinstance(loss, DTensor) or loss.device_mesh.mesh_dim_names != ("tensor",):
         return loss  # data-parallel ranks have their own rows: a sum over them is not the loss
+    is_split = _find_split(loss.grad_fn) if loss.grad_fn is not None else {}
+    if any(map(_is_strided, is_split)) and not can_compute_on_strided(loss.device_mesh):
+        return loss  # its backward pass would fail inside torch
     joined = loss.full_tensor()
     if loss.grad_fn is not None:
-        _make_plain_again(loss.grad_fn)
+        _make_plain_again(loss.grad_fn, is_split)
     return joined
 
 
-def _make_plain_again(root: Any) -> None:
+def _is_strided(node: Any) -> bool:
+    """Whether it is a fused weight, of which a rank holds a piece of each part."""
+    leaf = getattr(node, "variable", None)
+    return leaf is not None and find_strided_axis(leaf) is not None
+
+
+def _make_plain_again(root: Any, is_split: dict[Any, bool]) -> None:
     """Hook every plain operation whose result is used by an operation on DTensors."""
-    is_split = _find_split(root)
     waiting, seen = [root], {root}
     while waiting:
         node = waiting.pop()
