@@ -1,4 +1,4 @@
-"""How long the demo trains: it times a few steps here and fits the training into two minutes."""
+"""Time a few steps on this machine and fit the demo's training into two minutes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import time
 from pathlib import Path
 
-# Of the two minutes, what is left for training beside data, start-up, the test set and the picture.
+# What is left of the two minutes for training, after data, start-up, the test set and the plot.
 TRAINING_SECONDS = 75
 WARM_UP, MEASURED = 2, 6
 EVALUATIONS = 4
 # A batch that is only evaluated takes about a third of a training step.
-EVALUATION_SHARE = 1 / 3
+EVALUATION_COST = 1 / 3
 
 
 def measure_step(model_folder: Path, batch_size: int, length: int) -> float:
-    """Seconds of one training step of the demo's model on this machine, as it is loaded now."""
+    """Seconds per training step of the demo's model on this machine, under its current load."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -40,8 +40,8 @@ def measure_step(model_folder: Path, batch_size: int, length: int) -> float:
 
 
 def choose_steps(seconds_per_step: float, wanted: int, eval_batches: int) -> int:
-    """Steps that fit into the training's time, evaluations included; at most those wanted."""
-    room = TRAINING_SECONDS / seconds_per_step - EVALUATIONS * eval_batches * EVALUATION_SHARE
+    """Steps that fit into the training time, including evaluations; at most ``wanted``."""
+    room = TRAINING_SECONDS / seconds_per_step - EVALUATIONS * eval_batches * EVALUATION_COST
     return max(min(wanted, math.floor(room)), 40)
 
 

@@ -1,8 +1,8 @@
 """The demo behind ``make demo``: fine-tune, evaluate and predict with the black-box command.
 
-Everything comes from this machine: the data are made of Python's own functions and docstrings
-(build_data.py), the model starts from fresh weights. Each command is printed before it runs, so
-that it can be copied and changed.
+Everything comes from this machine: the data is built from Python's own functions and docstrings
+(build_data.py), and the model starts from random weights. Each command is printed before it runs,
+so that it can be copied and changed.
 
     python examples/demo/run.py [--output demo-output] [--quick] [--full]
 """
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-# The demo writes this file into a folder of its own, and replaces runs in no other.
+# Marks a folder as the demo's own; the demo replaces runs in no other folder.
 MARKER = "made-by-rapidformer-demo.json"
 NUM_EXAMPLES = 8
 TASK = ("--task", "sequence_classification")
@@ -41,16 +41,16 @@ console = Console()
 
 
 def prepare_data(output: Path, quick: bool) -> None:
-    """Make data and model, unless an earlier demo on this Python has; other folders stay as is."""
+    """Build data and model, unless an earlier demo on this Python did; keep other folders."""
     marker = output / MARKER
     wanted = {"python": sys.version.split()[0], "quick": quick, "seed": SEED}
     if marker.exists():
         if json.loads(marker.read_text(encoding="utf-8")) == wanted:
-            console.print(f"data and model are in {output} already", highlight=False)
+            console.print(f"data and model are already in {output}", highlight=False)
             return
     elif output.exists() and any(output.iterdir()):
         sys.exit(f"{output} is not empty and not the demo's: choose another folder with --output.")
-    # Without the marker a folder that was left half made would look like somebody else's.
+    # Without the marker, an incomplete folder would look like somebody else's.
     output.mkdir(parents=True, exist_ok=True)
     marker.write_text("{}\n", encoding="utf-8")
     start = time.perf_counter()
@@ -60,20 +60,20 @@ def prepare_data(output: Path, quick: bool) -> None:
 
 
 def choose_length(output: Path) -> dict[str, str]:
-    """As many steps as two minutes hold on this machine, and a sentence that says so."""
+    """As many steps as fit into two minutes on this machine; prints the choice."""
     batch, length = int(BATCHES["--micro-batch-size"]), int(SHAPE["--seq-length"])
     rows = count_lines(output / "data" / "train.jsonl")
     wanted = EPOCHS * (rows // batch)
     seconds = measure_step(output / "model", batch, length)
     eval_batches = -(-count_lines(output / "data" / "validation.jsonl") // batch)
     steps = choose_steps(seconds, wanted, eval_batches)
-    shown = f"A training step takes {1000 * seconds:.0f} ms here"
+    shown = f"A training step takes {1000 * seconds:.0f} ms on this machine"
     if steps == wanted:
         text = f"{shown}: {EPOCHS} epochs ({wanted:,} steps) fit into the demo's two minutes."
     else:
         text = (
             f"{shown}: {steps:,} of {wanted:,} steps fit into the demo's two minutes, so training "
-            f"stops there and reaches less. --full trains all {EPOCHS} epochs."
+            f"stops early and scores lower. --full trains all {EPOCHS} epochs."
         )
     console.print(text, highlight=False)
     interval = max(steps // EVALUATIONS, 1)
@@ -97,7 +97,7 @@ def get_length(steps: int, interval: int) -> dict[str, str]:
 
 
 def run_command(*words: str) -> float:
-    """Show a rapidformer command, run it and return its seconds; the demo ends where it fails."""
+    """Print a rapidformer command, run it and return its duration in seconds; exit if it fails."""
     console.print(f"\n[bold green]$[/] [bold]{escape(shlex.join(('rapidformer', *words)))}[/]\n",
                   soft_wrap=True, highlight=False)  # fmt: skip
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -116,7 +116,7 @@ def _flatten(flags: dict[str, str]) -> list[str]:
 
 
 def choose_examples(test: Path, to: Path) -> list[dict[str, Any]]:
-    """A few test rows, as many right docstrings as wrong ones, written without their labels."""
+    """A few test rows, half with the right docstring, written without their labels."""
     rows = [json.loads(line) for line in test.read_text(encoding="utf-8").splitlines()]
     rng = random.Random(SEED)
     chosen: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ def show_results(
     metrics: dict[str, Any], seconds: dict[str, float], paths: dict[str, Path]
 ) -> None:
     accuracy = next(metrics[name] for name in ("eval_accuracy", "accuracy") if name in metrics)
-    table = Table(title="The demo in one table", show_header=False)
+    table = Table(title="Results of the demo", show_header=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("test accuracy", f"[bold green]{accuracy:.1%}[/] (chance: 50.0%)")
@@ -170,10 +170,12 @@ def show_results(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tune, evaluate and predict, as a demo.")
+    parser = argparse.ArgumentParser(description="A demo: fine-tune, evaluate and predict.")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     parser.add_argument("--quick", action="store_true", help="a few steps on a little data")
-    parser.add_argument("--full", action="store_true", help="two epochs, however long they take")
+    parser.add_argument(
+        "--full", action="store_true", help="train two epochs, however long it takes"
+    )
     given = parser.parse_args()
     output: Path = given.output
     data, run, best = output / "data", output / "run", output / "run" / "best"

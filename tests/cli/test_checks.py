@@ -46,7 +46,7 @@ def test_a_sound_command_has_no_problems(find: Find) -> None:
     assert find("train", f"{BASE} --save run --metric-for-best-model eval_accuracy") == []
 
 
-def test_all_problems_are_told_at_once(find: Find) -> None:
+def test_all_problems_are_reported_at_once(find: Find) -> None:
     problems = find(
         "train",
         "--task sequence_classification --pretrained-model-name-or-path ./nowhere --data-path "

@@ -175,7 +175,7 @@ def test_a_model_from_scratch_by_its_sizes(
     assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 16)
 
 
-def test_a_run_stands_for_its_best_model(command: Any, trained: Path, small_data: Path) -> None:
+def test_a_run_means_its_best_model(command: Any, trained: Path, small_data: Path) -> None:
     words = ["evaluate", "--task", "sequence_classification", "--data-path", small_data]
     of_run = command(*words, "--load", trained)
     assert of_run.returncode == 0, of_run.stderr

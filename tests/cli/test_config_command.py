@@ -95,7 +95,7 @@ def test_wrong_answer_is_asked_for_again(ask: Run, tmp_path: Path) -> None:
         ([], "the input ended before all questions were answered"),
     ],
 )
-def test_what_cannot_be_is_told_and_nothing_is_written(
+def test_bad_answers_are_reported_and_nothing_is_written(
     words: list[str], text: str, ask: Run, tmp_path: Path
 ) -> None:
     done = ask(*words)

@@ -1,4 +1,4 @@
-"""Conversations and prompts for causal_lm: what is learnt, what is left out, what is packed."""
+"""Conversations and prompts for causal_lm: what is trained on, dropped and packed."""
 
 from __future__ import annotations
 
@@ -161,9 +161,7 @@ def read_trained(prepared: Any, index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("template", [None, MARKED, THINKING])
-def test_every_answer_is_learnt_with_its_end_and_nothing_else(
-    template: str | None, folder: Path
-) -> None:
+def test_only_answers_and_their_ends_are_trained_on(template: str | None, folder: Path) -> None:
     prepared = prepare(folder, [{"messages": TURNS}], chat_template=template)
     thought = "<t></t>" if template == THINKING else ""
     assert read_trained(prepared) == f"blue<|im_end|>{thought} green\nor grey<|im_end|>"
@@ -187,7 +185,7 @@ def test_an_earlier_answer_may_end_differently_from_the_last(
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING])
-def test_an_answer_may_speak_of_its_own_end(template: str, folder: Path) -> None:
+def test_an_answer_may_contain_the_end_of_turn(template: str, folder: Path) -> None:
     turns = [*TURNS[1:2], {"role": "assistant", "content": "<|im_end|> ends"}, *TURNS[1:3]]
     prepared = prepare(folder, [{"messages": turns}], chat_template=template)
     assert read_trained(prepared).replace("<t></t>", "") == (
@@ -195,7 +193,7 @@ def test_an_answer_may_speak_of_its_own_end(template: str, folder: Path) -> None
     )
 
 
-def test_an_empty_answer_between_others_is_not_learnt(folder: Path) -> None:
+def test_an_empty_answer_between_others_is_not_trained_on(folder: Path) -> None:
     turns = [*TURNS[:2], {"role": "assistant", "content": ""}, *TURNS[3:]]
     for template in (CHATML, MARKED):
         prepared = prepare(folder, [{"messages": turns}], chat_template=template)
@@ -208,7 +206,7 @@ def test_generation_stops_at_the_first_special_token_after_an_answer(folder: Pat
         assert prepared.extras["stop_id"] == prepared.processor.encode("<|im_end|>")[0]
 
 
-def test_a_token_that_begins_before_the_answer_is_learnt(folder: Path) -> None:
+def test_a_token_that_begins_before_the_answer_is_trained_on(folder: Path) -> None:
     joined = (
         "{% for m in messages %}{{ m.content + (' the s' if m.role == 'user' else eos_token) }}"
         "{% endfor %}"
@@ -628,7 +626,7 @@ def test_each_family_is_packed_in_the_way_that_is_right_for_it(
 
 
 def test_the_round_off_of_a_deep_mixture_of_experts_is_no_leak() -> None:
-    """Other tokens in one example go to other experts, and the rest is rounded otherwise."""
+    """Other tokens in one example go to other experts, which changes the round-off of the rest."""
     model = build_small("mixtral", **GROUPED, num_hidden_layers=16, initializer_range=0.5)
     apply_packed_attention(model, 64)
     assert model.packed_attention == "positions"

@@ -68,8 +68,10 @@ def test_entities_answers_and_texts() -> None:
     assert bleu["score"] == pytest.approx(100.0)
 
 
-def test_mistakes_are_told() -> None:
-    with pytest.raises(ConfigurationError, match="no metric 'acuracy': did you mean 'accuracy'"):
+def test_mistakes_are_reported() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no metric 'acuracy': .* Did you mean 'accuracy'"
+    ):
         load_metric("acuracy")
     with pytest.raises(ConfigurationError, match="glue has no task 'mprc'"):
         load_metric("glue", "mprc")

@@ -42,7 +42,7 @@ def test_entities_equal_seqeval(pairs: list[list[tuple[str, str]]]) -> None:
         assert found["accuracy"] == pytest.approx(accuracy_score(truth, guess))
 
 
-def test_entity_tags_are_told_from_others() -> None:
+def test_entity_tags_are_recognized() -> None:
     assert has_entity_tags(["O", "B-PER", "I-PER"])
     assert not has_entity_tags(["NOUN", "VERB"])
 

@@ -24,7 +24,7 @@ def test_a_run_says_what_it_kept_and_which_metric_best_means(
     assert f'next      load the model with from_pretrained("{tmp_path / "best"}")' in said
 
 
-def test_a_run_that_ends_early_says_how_to_go_on(
+def test_a_run_that_ends_early_says_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = LineFinetuner(make_engine(epochs=2, save=str(tmp_path), exit_interval=5))

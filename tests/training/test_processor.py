@@ -1,4 +1,4 @@
-"""The tokenizer that is saved beside a script's model."""
+"""The tokenizer that is saved with a script's model."""
 
 from __future__ import annotations
 

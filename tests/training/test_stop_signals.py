@@ -35,7 +35,7 @@ def train(folder: Path, number: signal.Signals) -> None:
     trainer.train()
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(
+def test_ctrl_c_saves_and_says_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)

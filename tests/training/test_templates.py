@@ -252,7 +252,7 @@ def test_scripts_can_ask_for_the_current_run() -> None:
 
 
 def test_processes_that_measure_differently_do_not_part_ways(tmp_path: Path) -> None:
-    """A metrics hook without ``gather``: the first process's word decides which model is best."""
+    """A metrics hook without ``gather``: rank 0 decides which model is best."""
     results = run_in_processes(_finetune_with_own_numbers, 2, str(tmp_path))
     assert results[0] == results[1] == {"accuracy": 1.0}
     assert (tmp_path / "best").is_dir()

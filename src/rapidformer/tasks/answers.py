@@ -87,13 +87,13 @@ def choose_answer(
         options.append((null, 0, 0))
         scores.append(null)
     best = int(np.argmax(scores))
-    shares = np.exp(np.array(scores) - max(scores))
+    weights = np.exp(np.array(scores) - max(scores))
     _, start, end = options[best]
     return {
         "answer": context[start:end],
         "start": start,
         "end": end,
-        "score": round(float(shares[best] / shares.sum()), 6),
+        "score": round(float(weights[best] / weights.sum()), 6),
     }
 
 

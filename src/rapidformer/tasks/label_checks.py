@@ -103,12 +103,12 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     return len(present)
 
 
-def check_contradiction(args: Any, learnt: ModelClasses) -> None:
+def check_contradiction(args: Any, learned: ModelClasses) -> None:
     """Check --num-labels against the classes of the model being evaluated."""
-    if learnt.count and args.num_labels not in (None, learnt.count):
+    if learned.count and args.num_labels not in (None, learned.count):
         raise DataError(
             f"--num-labels {args.num_labels} contradicts the model, which was trained for "
-            f"{learnt.count} labels: omit the flag."
+            f"{learned.count} labels: omit the flag."
         )
 
 
@@ -126,7 +126,7 @@ def check_known(
     column: str,
     space: LabelSpace,
     args: Any,
-    learnt: ModelClasses,
+    learned: ModelClasses,
     declared: Sequence[str] | None,
 ) -> None:
     """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
@@ -140,7 +140,7 @@ def check_known(
                 continue
             known = _describe_known(problem, space, args)
             place = f"{split}, row {number}: the label {problem!r} in the column {column}"
-            if learnt.count:
+            if learned.count:
                 is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
                 name = f" ({declared[problem]})" if declared and is_named else ""
                 classes = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")

@@ -41,7 +41,7 @@ def read_labels(
     """The checked labels of all splits, and which splits have labels."""
     values, labelled = collect_labels(splits, column)
     first = get_leading_split(values)
-    kind = _get_problem_type(values[first], args, _get_learnt(values, model))
+    kind = _get_problem_type(values[first], args, _get_learned(values, model))
     if kind == REGRESSION:
         check_numbers(values, column)
         return LabelSpace(problem_type=kind), labelled
@@ -60,8 +60,8 @@ def read_classes(
     model: ModelClasses,
 ) -> LabelSpace:
     """One class per item, for rows of items: a row's single label, or the tags of its words."""
-    split, learnt = get_leading_split(values), _get_learnt(values, model)
-    check_contradiction(args, learnt)
+    split, learned = get_leading_split(values), _get_learned(values, model)
+    check_contradiction(args, learned)
     rows = values[split]
     first = next((item for row in rows for item in row), None)
     if isinstance(first, (list, tuple, dict, float)) or first is None:
@@ -71,17 +71,17 @@ def read_classes(
         )
     if isinstance(first, str):
         found = _sort_names({str(item) for row in rows for item in row})
-        chosen = _choose_names(found, model, learnt)
+        chosen = _choose_names(found, model, learned)
         ids = _number(chosen)
     elif names is not None:
-        chosen, ids = _place_declared(names, model, learnt)
+        chosen, ids = _place_declared(names, model, learned)
     else:
-        count = args.num_labels or learnt.count or count_classes(rows, split)
+        count = args.num_labels or learned.count or count_classes(rows, split)
         chosen = model.names if model.count == count and model.names else number_names(count)
         ids = {index: index for index in range(count)}
     check_count(len(chosen), args, split)
     space = LabelSpace(problem_type=SINGLE, names=_at_least_two(chosen), ids=ids)
-    check_known(values, column, space, args, learnt, names)
+    check_known(values, column, space, args, learned, names)
     return space
 
 
@@ -90,19 +90,19 @@ def get_leading_split(values: Mapping[str, Any]) -> str:
     return "train" if "train" in values else next(iter(values))
 
 
-def _get_learnt(values: Mapping[str, Any], model: ModelClasses) -> ModelClasses:
+def _get_learned(values: Mapping[str, Any], model: ModelClasses) -> ModelClasses:
     """The classes that the data must match: none when training, since the head may be replaced."""
     return _NO_CLASSES if "train" in values else model
 
 
-def _get_problem_type(values: Sequence[Any], args: Any, learnt: ModelClasses) -> str:
+def _get_problem_type(values: Sequence[Any], args: Any, learned: ModelClasses) -> str:
     if args.problem_type is not None:
         return str(args.problem_type)
-    if learnt.problem_type is not None:
-        return learnt.problem_type
+    if learned.problem_type is not None:
+        return learned.problem_type
     if isinstance(values[0], (list, tuple)):
         return MULTI
-    if learnt.count:
+    if learned.count:
         return SINGLE
     if any(isinstance(value, float) for value in values):
         return REGRESSION
@@ -117,33 +117,33 @@ def _read_multi_label(
     args: Any,
     model: ModelClasses,
 ) -> LabelSpace:
-    learnt = _get_learnt(values, model)
-    check_contradiction(args, learnt)
+    learned = _get_learned(values, model)
+    check_contradiction(args, learned)
     check_lists(values, column)
     rows = values[get_leading_split(values)]
     items = [item for row in rows for item in row]
     if not items:
         raise DataError("The labels are lists, but every list is empty.")
     ids: dict[Any, int] = {}
-    is_multi_hot = names is None and _is_multi_hot(rows, learnt.count)
+    is_multi_hot = names is None and _is_multi_hot(rows, learned.count)
     if isinstance(items[0], str):
         found = _sort_names(set(items))
         is_subset = set(found) <= set(model.names)
-        chosen = model.names if is_subset else _choose_names(found, model, learnt)
+        chosen = model.names if is_subset else _choose_names(found, model, learned)
         ids = _number(chosen)
     elif names is not None:
-        chosen, ids = _place_declared(names, model, learnt)
+        chosen, ids = _place_declared(names, model, learned)
     else:
         shown = len(rows[0]) if is_multi_hot else args.num_labels or max(items) + 1
-        count = learnt.count or shown
+        count = learned.count or shown
         chosen = model.names if model.count == count and model.names else number_names(count)
         ids = {} if is_multi_hot else {index: index for index in range(count)}
     space = LabelSpace(problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot)
-    check_known(values, column, space, args, learnt, names)
+    check_known(values, column, space, args, learned, names)
     return space
 
 
-def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learnt: int) -> bool:
+def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learned: int) -> bool:
     """Whether rows such as [1, 0, 0] are multi-hot; a list of ids would not repeat a class."""
     if any(isinstance(item, float) for row in rows for item in row):
         return True
@@ -152,30 +152,30 @@ def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learnt: int) -> bool:
         return False
     # If these were ids, every row would have both classes, and there would be nothing to learn.
     length = lengths.pop()
-    return length > 1 and num_learnt in (0, length)
+    return length > 1 and num_learned in (0, length)
 
 
 # --- the data's classes and the model's ----------------------------------------------------------
 
 
 def _choose_names(
-    found: Sequence[str], model: ModelClasses, learnt: ModelClasses
+    found: Sequence[str], model: ModelClasses, learned: ModelClasses
 ) -> tuple[str, ...]:
     """The classes in the model's order, if they are its classes or have to be."""
-    if learnt.count or set(found) == set(model.names):
+    if learned.count or set(found) == set(model.names):
         return model.outputs
     return tuple(found)
 
 
 def _place_declared(
-    names: tuple[str, ...], model: ModelClasses, learnt: ModelClasses
+    names: tuple[str, ...], model: ModelClasses, learned: ModelClasses
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
     """The classes, and the ids of the numbers that index the names declared by the data."""
-    if learnt.count and model.are_numbers and not set(names) <= set(model.outputs):
+    if learned.count and model.are_numbers and not set(names) <= set(model.outputs):
         # The model knows its classes only as numbers, so only numbers can be compared.
         chosen = names if len(names) == model.count else number_names(model.count)
         return chosen, {index: index for index in range(model.count)}
-    chosen = _choose_names(names, model, learnt)
+    chosen = _choose_names(names, model, learned)
     return chosen, {i: chosen.index(name) for i, name in enumerate(names) if name in chosen}
 
 

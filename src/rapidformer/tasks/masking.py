@@ -20,14 +20,14 @@ _REPLACED_SHARE = 0.1
 
 
 def mask_tokens(
-    ids: np.ndarray, draws: np.ndarray, tokenizer: Any, share: float
+    ids: np.ndarray, draws: np.ndarray, tokenizer: Any, fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Masked ids and labels; ``draws`` are three uniform numbers per token, shaped [3, *ids]."""
     special = np.isin(ids, np.array(tokenizer.all_special_ids, dtype=np.int64))
     order = np.where(special, 2.0, draws[0])
     # Always take the smallest draw, so that even a short row has a masked token.
     smallest = order == order.min(axis=-1, keepdims=True)
-    chosen = ((order < share) | smallest) & ~special
+    chosen = ((order < fraction) | smallest) & ~special
     labels = np.where(chosen, ids, IGNORED_LABEL)
     hidden = chosen & (draws[1] < _HIDDEN_SHARE)
     replaced = chosen & ~hidden & (draws[1] < _HIDDEN_SHARE + _REPLACED_SHARE)
@@ -38,9 +38,9 @@ def mask_tokens(
 class MaskingCollator:
     """Dynamic padding and, for rows without labels, dynamic masking."""
 
-    def __init__(self, tokenizer: Any, share: float) -> None:
+    def __init__(self, tokenizer: Any, fraction: float) -> None:
         self.tokenizer = tokenizer
-        self.share = share
+        self.fraction = fraction
         self.pad = build_text_collator(tokenizer)
 
     def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ class MaskingCollator:
         if "labels" not in batch:
             ids = batch["input_ids"].numpy()
             draws = torch.rand(3, *ids.shape, dtype=torch.float64).numpy()
-            masked, labels = mask_tokens(ids, draws, self.tokenizer, self.share)
+            masked, labels = mask_tokens(ids, draws, self.tokenizer, self.fraction)
             batch["input_ids"] = torch.from_numpy(masked)
             batch["labels"] = torch.from_numpy(labels)
         return batch

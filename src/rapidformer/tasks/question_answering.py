@@ -177,9 +177,9 @@ def _load_parts(args: Any) -> TextParts:
 
 def _can_abstain(config: Any, answers: Mapping[str, list[list[Answer]] | None]) -> bool:
     """Whether "no answer" is allowed: decided by the data in training, by the model afterwards."""
-    learnt = getattr(config, "rapidformer_can_abstain", None)
-    if learnt is not None and "train" not in answers:
-        return bool(learnt)
+    learned = getattr(config, "rapidformer_can_abstain", None)
+    if learned is not None and "train" not in answers:
+        return bool(learned)
     return any(not found for items in answers.values() for found in items or ())
 
 

@@ -185,7 +185,7 @@ def test_length_in_tokens_and_a_growing_batch(
     assert sizes == [4, 4, 8, 12, 12, 12], "at least 50 samples"
 
 
-def test_it_stops_after_so_many_minutes_and_goes_on(
+def test_it_stops_after_the_given_minutes_and_resumes(
     command: Any, gpt_corpus: list[object], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

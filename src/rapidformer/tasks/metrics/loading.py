@@ -70,9 +70,9 @@ def load_metric(path: str, config_name: str | None = None, **settings: Any) -> M
         return Metric(f"glue/{config_name}", _find_glue(config_name))
     if path not in _METRICS:
         near = difflib.get_close_matches(path, [*_METRICS, "glue"], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         known = ", ".join(sorted([*_METRICS, "glue"]))
-        raise ConfigurationError(f"there is no metric {path!r}: {hint}Known are {known}.")
+        raise ConfigurationError(f"there is no metric {path!r}: use one of {known}.{hint}")
     return Metric(path, _METRICS[path])
 
 
@@ -144,8 +144,8 @@ def _score_answers(predictions: list[Any], references: list[Any], **settings: An
 
 def _score_rouge(predictions: list[str], references: list[str], **settings: Any) -> _Scores:
     scores = compute_generation(predictions, references)
-    shares = {name: value / 100 for name, value in scores.items() if name != "bleu"}
-    return shares | {"rougeLsum": shares["rougeL"]}
+    fractions = {name: value / 100 for name, value in scores.items() if name != "bleu"}
+    return fractions | {"rougeLsum": fractions["rougeL"]}
 
 
 def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
