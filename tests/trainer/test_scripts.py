@@ -120,7 +120,7 @@ def test_the_documents_trainer_script_on_two_processes(workplace: Path) -> None:
         capture_output=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(9, 2) (9,)") == 2
+    assert done.stdout.count("(9, 2)") == done.stdout.count("(9,)") == 2  # lines may interleave
     assert "batch     16 = 8 micro x 2 data parallel x 1 accumulation" in done.stderr
 
 
