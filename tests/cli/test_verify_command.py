@@ -7,20 +7,14 @@ one test starts the command, and what it starts in turn, for real.
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rapidformer.cli.main import main as run_command
-from rapidformer.launch import local
-from rapidformer.launch.environment import LaunchPlan
-from tests.processes import run_in_processes
+from tests.cli.verify_table import read_table
 
 SCRIPT = """
 import torch
@@ -71,44 +65,10 @@ trainer.train()
 """
 
 
-@pytest.fixture
-def verify(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> Any:
-    """The command, whose runs are forked; returns its exit status, stdout and stderr."""
-    kinds: list[str] = []
-
-    def fork(plan: LaunchPlan, argv: list[str], settings: Any, **_: Any) -> None:
-        kinds.append(json.loads(os.environ["RAPIDFORMER_VERIFICATION"])["kind"])
-        run_in_processes(_run_here, plan.processes, argv)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        kinds.clear()
-        status = run_command(["verify", *map(str, words)])
-        captured = capfd.readouterr()
-        return status, captured.out, captured.err
-
-    monkeypatch.setattr(local, "launch", fork)
-    monkeypatch.chdir(tmp_path)
-    run.kinds = kinds
-    return run
-
-
-def _run_here(argv: list[str]) -> None:
-    from rapidformer.cli.verify import run
-
-    sys.path = list(sys.path)
-    run(argv[1:])
-
-
 def write_script(folder: Path, *, forward: str = "return model(**batch)", fault: str = "") -> Path:
     path = folder / "script.py"
     path.write_text(SCRIPT.replace("FORWARD", forward).replace("FAULT", fault))
     return path
-
-
-def read_table(out: str) -> dict[str, str]:
-    lines = out.strip().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("quantity"))
-    return {line[: lines[start].index("worst")].strip(): line for line in lines[start + 1 :]}
 
 
 def test_a_script_whose_switches_change_nothing(verify: Any, tmp_path: Path) -> None:

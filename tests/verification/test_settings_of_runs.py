@@ -8,6 +8,7 @@ import pytest
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
 from rapidformer.verification.blocks import find_first_block
+from rapidformer.verification.causes import find_causes
 from rapidformer.verification.settings import (
     Job,
     change_settings,
@@ -75,3 +76,15 @@ def test_a_block_that_every_process_computes_whole_is_not_blamed() -> None:
     ]
     assert find_first_block(alike, whole) == ""
     assert find_first_block(alike, shares) == "layers.1"
+
+
+def test_ranks_that_share_layers_must_draw_the_same_dropout_masks() -> None:
+    def build(tensor: int, draws: list[list[float]]) -> Trace:
+        place = {"data": 0, "pipeline": 0, "tensor": tensor, "context": 0}
+        return Trace(place=place, draws=draws)
+
+    alike = find_causes(Trace(), [build(0, [[0.1, 0.2]]), build(1, [[0.1, 0.2]])])
+    assert [d.value for d in alike["dropout masks"]] == [0.0]
+    (wrong,) = find_causes(Trace(), [build(0, [[0.1]]), build(1, [[0.3]])])["dropout masks"]
+    assert not wrong.is_equal
+    assert "share layers by tensor parallelism, but draw different dropout masks" in wrong.cause

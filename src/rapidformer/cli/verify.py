@@ -20,8 +20,9 @@ from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, is_launched
+from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare
-from rapidformer.verification.report import describe_first, format_table
+from rapidformer.verification.report import describe_cause, format_table
 from rapidformer.verification.settings import (
     Job,
     Kind,
@@ -49,6 +50,7 @@ _RANDOM = (
     "forward pass uses random numbers. Draw them in the dataset or the collate function (where "
     "they depend only on the sample's position), or not at all."
 )
+_DIFFERENT = "different: these switches change the result."
 _CUT = (
     "different, but not because of the switches: one process that cuts the batch into the same "
     "micro-batches gives the same result. The loss is not a mean over the labels that were "
@@ -179,6 +181,9 @@ class _Verification:
 
     def _explain(self, reference: Trace, switched: list[Trace], is_cut: bool) -> None:
         """Before blaming a switch: is it the cut of the batch, the forward pass or round-off?"""
+        if self._comparison.causes:
+            self._status, self._verdict = DIFFERS, _DIFFERENT
+            return
         again = self._start(
             "disturbed", "one process, other random numbers, same micro-batches", True
         )[0]
@@ -195,6 +200,10 @@ class _Verification:
                 return
             if compare(again, switched).is_equal:
                 self._status, self._verdict = DIFFERS, _CUT
+                equal_weights = find_equal_weights(switched)
+                if equal_weights is not None:
+                    self._comparison.set_quantity("micro-batch weights", equal_weights)
+                    self._verdict = _DIFFERENT
                 return
         if self._comparison.is_small:
             shaken = self._start("shaken", "one process, weights changed by round-off", is_cut)[0]
@@ -202,7 +211,7 @@ class _Verification:
             if self._comparison.is_equal:
                 self._notes.append(_CANCELLED)
                 return
-        self._status, self._verdict = DIFFERS, "different: these switches change the result."
+        self._status, self._verdict = DIFFERS, _DIFFERENT
 
     def _is_deterministic(self, reference: Trace) -> bool:
         other = self._start("disturbed", "one process, other random numbers")[0]
@@ -212,7 +221,7 @@ class _Verification:
         """Print the table and the verdict; raise an error if the runs differ."""
         lines = [*format_table(self._comparison), *(f"note: {note}" for note in self._notes)]
         if self._status:
-            lines += [describe_first(self._comparison)]
+            lines += describe_cause(self._comparison)
         sys.stdout.write("\n".join(["", *filter(None, lines), self._verdict, ""]))
         if self._status:
             raise VerificationError(self._verdict, self._status)

@@ -60,6 +60,8 @@ class MicroBatchResult:
     """The mean loss."""
     weight: float | torch.Tensor
     """What the mean was taken over: labels or rows; 0 for a filler."""
+    is_weight_given: bool = False
+    """Whether the forward step said it; otherwise the labels of the batch were counted."""
     parts: Mapping[str, Mean] = field(default_factory=dict)
     """What the loss is made of, by name. Only shown, never back-propagated."""
 

@@ -54,21 +54,18 @@ class UpdatingRun(ComposedRun):
                 "Finetuner or PreTrainer instead of engine.backward()."
             )
         in_hand = self._own_loop.in_training
+        is_given = weight is not None
         if in_hand is not None and in_hand.is_filler:
             weight = 0.0
         elif weight is None:
             weight = self._count_labels(in_hand)
-        self._back_propagate(loss, weight, in_hand, ends_update=bool(in_hand and in_hand.is_last))
+        result = MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given)
+        self._back_propagate(result, in_hand, ends_update=bool(in_hand and in_hand.is_last))
 
     def _back_propagate(
-        self,
-        loss: torch.Tensor,
-        weight: float | torch.Tensor,
-        micro_batch: MicroBatch | None,
-        *,
-        ends_update: bool,
+        self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
     ) -> None:
-        loss = join_loss(loss)
+        loss, weight = join_loss(result.loss), result.weight
         if isinstance(loss, DTensor):
             raise ModelError(
                 "the loss contains weights that are split over ranks (a penalty over "
@@ -76,7 +73,7 @@ class UpdatingRun(ComposedRun):
                 "sum(engine.gather_weight(p).pow(2).sum() for p in model.parameters())."
             )
         info = micro_batch.info if micro_batch is not None else None
-        get_observer().see_loss(loss, weight, info)
+        get_observer().see_loss(loss, weight, info, is_given=result.is_weight_given)
         is_last = self.clock.start_micro_batch(ends_update=ends_update)
         share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
         scale = self.scaler.scale if self.scaler else 1.0
@@ -113,7 +110,7 @@ class UpdatingRun(ComposedRun):
             beat("forward", self.clock.updates + 1)
             result = self.run_forward(forward, micro_batch)
             with self.accumulate(is_last=micro_batch is update[-1]):
-                self._back_propagate(result.loss, result.weight, micro_batch, ends_update=False)
+                self._back_propagate(result, micro_batch, ends_update=False)
             results.append(replace(result, loss=result.loss.detach()))
         return results
 
@@ -142,7 +139,8 @@ class UpdatingRun(ComposedRun):
         beat("update")
         results = pipeline.share_results(count)
         for each, result in zip(update, results, strict=True):
-            get_observer().see_loss(result.loss, result.weight, each.info)
+            # Only the last stage knows who gave the weight.
+            get_observer().see_loss(result.loss, result.weight, each.info, is_given=True)
         self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
         self._finish_gradients(pipeline.measure_norm)
         return results
@@ -188,6 +186,7 @@ class UpdatingRun(ComposedRun):
         loss, weight, parts = (
             (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
         )
+        is_given = weight is not None
         if micro_batch.is_filler:
             weight = 0.0
         elif weight is None:
@@ -196,7 +195,7 @@ class UpdatingRun(ComposedRun):
             name: (mean, weight if own is None or micro_batch.is_filler else own)
             for name, (mean, own) in parts.items()
         }
-        return MicroBatchResult(loss=loss, weight=weight, parts=means)
+        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given, parts=means)
 
     def _count_labels(self, micro_batch: MicroBatch | None) -> float:
         """How many labels a micro-batch's mean loss covers, as far as its batch shows."""

@@ -30,14 +30,21 @@ class RunObserver:
     def after_compose(self, engine: Any) -> None:
         """The engine with every switch applied."""
 
-    def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
+    def see_loss(
+        self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
+    ) -> None:
         """A micro-batch's mean loss, what it is a mean over, and the loader's counts.
 
+        ``is_given``: the script gave the weight; otherwise the engine took it from the counts.
         All stages of a pipeline see what the last one computed.
         """
 
     def see_gradients(self) -> None:
         """The gradient of an update is in ``.grad``."""
+
+    def choose_clip(self, max_norm: float, norm: torch.Tensor) -> float:
+        """The gradient is about to be clipped; returns the norm to clip it to."""
+        return max_norm
 
     def see_update(self) -> None:
         """The weights have been updated."""

@@ -176,6 +176,7 @@ class UpdateClock:
         if not self._is_complete or self.grad_norm is None:
             return None
         self._is_clipped = True
+        max_norm = get_observer().choose_clip(max_norm, self.grad_norm)
         if self.keeper is not None:
             self.keeper.set_clip(max_norm, self.grad_norm)
         elif max_norm > 0 and self._gradients:

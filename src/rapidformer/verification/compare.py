@@ -17,10 +17,14 @@ from typing import Any
 import numpy as np
 
 from rapidformer.verification.blocks import find_first_block
+from rapidformer.verification.causes import find_causes
+from rapidformer.verification.difference import LIMIT, Difference, divide
 from rapidformer.verification.trace import Tensors, Trace, compute_losses, count_samples
 
-LIMIT = 1e-5
-QUANTITIES = ("starting weights", "loss", "gradient norm", "gradients", "updated weights")
+QUANTITIES = (
+    "starting weights", "loss", "micro-batch weights", "gradient norm", "gradients", "clipping",
+    "learning rate", "weight decay", "updated weights", "dropout masks",
+)  # fmt: skip
 # A first gradient below this fraction of the norm is zero in theory, and is checked against the
 # second fraction instead.
 _FLOOR, _ROUND_OFF = 1e-6, 1e-2
@@ -32,31 +36,6 @@ _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
 # others' size. A weight whose gradient is zero in theory is moved by round-off alone, which Adam
 # turns into full steps.
 _SMALLEST_WEIGHT, _MOVED_BY_ROUND_OFF = 1e-2, 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far one number or tensor of a run is from the reference's."""
-
-    value: float
-    limit: float = LIMIT
-    update: int | None = None
-    name: str = ""
-    process: int = 0
-
-    @property
-    def excess(self) -> float:
-        """The difference as a multiple of the limit; NaN counts as the worst."""
-        return math.inf if math.isnan(self.value) else self.value / self.limit
-
-    @property
-    def is_equal(self) -> bool:
-        return self.excess <= 1.0
-
-    def locate(self) -> str:
-        parts = [self.name] if self.name else []
-        parts += [f"update {self.update + 1}"] if self.update is not None else []
-        return ", ".join([*parts, f"process {self.process}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +75,16 @@ class Comparison:
         """Whether all differences are small enough to be round-off."""
         worst = [q.worst for q in self.quantities.values() if not q.is_equal]
         return not self.problems and all(d.value <= _MOST_ROUND_OFF for d in worst)
+
+    def set_quantity(self, name: str, worst: Difference) -> None:
+        """Replace a line of the table, by what other runs have shown."""
+        self.quantities[name] = Quantity(name=name, worst=worst)
+
+    @property
+    def causes(self) -> list[str]:
+        """A sentence for each quantity that differs and shows by itself what is wrong."""
+        worst = [q.worst for q in self.quantities.values() if not q.is_equal]
+        return [d.cause for d in worst if d.cause]
 
     def describe_failures(self) -> str:
         """Every quantity that differs and where, for a test's message."""
@@ -151,7 +140,9 @@ def compare(
     first = _find_first(gradients or weights, suspects, is_forward_equal)
     beside = [d for d in gradients or weights if first is not None and d.update == first.update]
     return Comparison(
-        quantities={name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES},
+        quantities={
+            name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES if name in worst
+        },
         problems=[*_find_missing(reference, traces), *_find_broken_ties(reference, traces)],
         first=first,
         block=block,
@@ -168,6 +159,7 @@ def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[D
         "gradient norm": list(_compare_norms(reference, traces)),
         "gradients": list(_compare_gradients(reference, traces)),
         "updated weights": list(_compare_weights(reference, traces, "weights")),
+        **find_causes(reference, traces),
     }
 
 
@@ -242,7 +234,7 @@ def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Differ
                     difference = size if a is None else _get_norm(a)
                 else:
                     difference = _get_difference(a, b)
-                value = _divide(difference, _get_measure(size, norm, update))
+                value = divide(difference, _get_measure(size, norm, update))
                 yield Difference(value=value, update=update, name=name, process=process)
 
 
@@ -289,12 +281,6 @@ def _get_norm(tensor: np.ndarray[Any, Any]) -> float:
 
 def _get_difference(mine: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return _get_norm(mine - expected) if mine.shape == expected.shape else math.inf
-
-
-def _divide(difference: float, size: float) -> float:
-    if not difference:
-        return 0.0
-    return difference / size if size else math.inf
 
 
 def _find_missing(reference: Trace, traces: list[Trace]) -> Iterator[str]:

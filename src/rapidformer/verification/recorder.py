@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.accel.dropout import has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.whole import join_whole
 from rapidformer.optim.observer import RunObserver
+from rapidformer.verification.steps import StepRecorder, collect_group_setting, peek_at_draws
 from rapidformer.verification.trace import AXES, Tensors, Trace
 
 
@@ -32,19 +34,25 @@ class Recorder(RunObserver):
         self.trace = Trace()
         self._updates = updates
         self._engine: Any = None
+        self._steps: StepRecorder | None = None
+        self._has_dropout = False
         self._loss = self._weight = 0.0
         self._samples = (0, 0)
         self._hooks: list[Any] = []
 
     def before_compose(self, model: nn.Module) -> None:
         self.trace.facts["model"] = type(model).__name__  # switches extend the class
+        self._has_dropout = has_dropout(model)
 
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
+        self._steps = StepRecorder(engine, self.trace.steps)
         model, topology = self._model, engine.topology
         self.trace.place = {axis: topology.get_rank(axis) for axis in AXES}
         self.trace.start = collect_weights(model)
         self.trace.ties = find_ties(model)
+        self.trace.decays = collect_group_setting(engine.optimizer, model, "weight_decay")
+        self.trace.draws = [peek_at_draws(engine.device)]
         self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
         if not engine.args.compile:  # otherwise the hook would be compiled into the block
             names = engine.parallelized.plan.blocks
@@ -63,8 +71,12 @@ class Recorder(RunObserver):
         model: nn.Module = self._engine.parallelized.model
         return model
 
-    def see_loss(self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any) -> None:
+    def see_loss(
+        self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
+    ) -> None:
         number = float(weight)
+        assert self._steps is not None
+        self._steps.see_loss(number, info, is_given=is_given)
         if number:  # a mean over no labels is NaN, and contributes nothing
             self._loss += float(loss.detach()) * number
             self._weight += number
@@ -77,10 +89,20 @@ class Recorder(RunObserver):
         trace.samples.append(self._samples)
         trace.norms.append(float(norm) if norm is not None else 0.0)
         trace.gradients.append(collect_gradients(self._model))
+        assert self._steps is not None
+        self._steps.see_gradients()
+        if self._has_dropout and len(trace.draws) == 1:
+            # A script or a loop may have reseeded since. Harmless where nothing drops out.
+            trace.draws.append(peek_at_draws(self._engine.device))
         self._loss = self._weight = 0.0
         self._samples = (0, 0)
         for hook in self._hooks:
             hook.remove()
+
+    def choose_clip(self, max_norm: float, norm: torch.Tensor) -> float:
+        assert self._steps is not None
+        self._steps.see_clip(max_norm)
+        return max_norm
 
     def see_update(self) -> None:
         if self._updates is not None and len(self.trace.gradients) >= self._updates:

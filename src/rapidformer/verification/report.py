@@ -31,6 +31,17 @@ def format_table(comparison: Comparison) -> list[str]:
     ]
 
 
+def describe_cause(comparison: Comparison) -> list[str]:
+    """What is wrong, in sentences; then the parameter that differs first, unless that explains it.
+
+    A wrong rate or decay makes every later gradient differ, so only a first one says more.
+    """
+    first = comparison.first
+    if comparison.causes and (first is None or first.update != 0):
+        return comparison.causes
+    return [*comparison.causes, describe_first(comparison)]
+
+
 def describe_first(comparison: Comparison) -> str:
     """The parameter nearest to the cause, and by how much it differs."""
     first = comparison.first

@@ -127,6 +127,8 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
         adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
+        # So steep that an update with another one's rate shows, and never down to zero.
+        lr_decay_style="linear", lr_decay_iters=2 * job.updates, lr_decay_samples=None, min_lr=0.0,
         rampup_batch_size=None,
         data_parallel=None,  # it only checks the number of ranks, which differs here
         tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
@@ -139,14 +141,13 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         return args.replace(
             SOURCE,
             train_iters=job.updates, epochs=None, train_samples=None, train_tokens=None,
-            lr_decay_style="constant", lr_decay_iters=None, lr_decay_samples=None,
             eval_iters=0, max_train_samples=_choose_rows(args), max_eval_samples=_ROWS,
         )  # fmt: skip
     if args.train_iters or args.train_samples or args.train_tokens:
         # So that a script does not prepare data for the whole run.
         args = args.replace(
             SOURCE, train_iters=job.updates, train_samples=None, train_tokens=None,
-            lr_decay_iters=None, lr_decay_samples=None, eval_iters=0,
+            eval_iters=0,
         )  # fmt: skip
     return args
 

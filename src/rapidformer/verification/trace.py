@@ -9,14 +9,46 @@ it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Tensors = dict[str, "np.ndarray[Any, Any]"]
 AXES = ("pipeline", "data", "context", "tensor")
+
+
+class MicroBatchWeight(NamedTuple):
+    """How much a micro-batch counts in its update."""
+
+    weight: float
+    labels: int | None
+    """As the loader counted them; None where it did not."""
+    is_given: bool
+    """Whether the script gave the weight."""
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What one optimizer step is made with besides the gradient."""
+
+    micro_batches: list[MicroBatchWeight] = field(default_factory=list)
+    total_weight: float = 0.0
+    """What the sum of all micro-batches' gradients was divided by."""
+    max_norm: float | None = None
+    """The norm to clip to, as the run has it; None: the engine did not clip."""
+    clip_factor: float | None = None
+    """What clipping multiplied the gradient by."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """The learning rate of every parameter."""
+    position: int | None = None
+    """How often the schedule had advanced."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Step:
+        weights = [MicroBatchWeight(*each) for each in values.pop("micro_batches")]
+        return cls(micro_batches=weights, **values)
 
 
 @dataclass(kw_only=True)
@@ -42,6 +74,12 @@ class Trace:
     """Names of parameters that this rank holds only a slice of."""
     blocks: dict[str, float] = field(default_factory=dict)
     """In the first update: the sum of squares of each block's output."""
+    steps: list[Step] = field(default_factory=list)
+    """Per update; a bare loop's trace has none."""
+    decays: dict[str, float] = field(default_factory=dict)
+    """The weight decay of every parameter."""
+    draws: list[list[float]] = field(default_factory=list)
+    """Random numbers that dropout would use: after ``compose``, and after the first update."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For the report: the model's class, its switches, ..."""
 
@@ -60,6 +98,9 @@ class Trace:
             "ties": self.ties,
             "split": self.split,
             "blocks": self.blocks,
+            "steps": [asdict(step) for step in self.steps],
+            "decays": self.decays,
+            "draws": self.draws,
             "facts": self.facts,
         }
         text = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
@@ -80,6 +121,9 @@ class Trace:
                 ties=head["ties"],
                 split=head["split"],
                 blocks=head["blocks"],
+                steps=[Step.from_json(values) for values in head["steps"]],
+                decays=head["decays"],
+                draws=head["draws"],
                 facts=head["facts"],
             )
             for key in arrays.files:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import SGD, Optimizer
 
 from rapidformer.accel.dropout import DROPOUTS
 from rapidformer.config import Settings
@@ -26,6 +27,10 @@ from rapidformer.verification.trace import Trace
 
 # Half of fp32's last bit.
 _ROUND_OFF = 6e-8
+# Gradients are clipped to this fraction of their norm, at most.
+_CLIPPED = 0.5
+# What a weight that decays loses in an update, at least.
+_VISIBLE_DECAY = 1e-2
 
 
 class VerifiedRun(Recorder):
@@ -51,6 +56,7 @@ class VerifiedRun(Recorder):
         for group in engine.optimizer.param_groups:
             if isinstance(group.get("eps"), float):
                 group["eps"] = max(group["eps"], SMALLEST_EPSILON)
+        apply_visible_decay(engine.optimizer)
         if self._job.kind == "disturbed":
             # A forward pass without randomness is not affected.
             torch.manual_seed(engine.args.seed + 54321)
@@ -58,6 +64,11 @@ class VerifiedRun(Recorder):
             random.seed(engine.args.seed + 54321)
         if self._job.kind == "shaken":
             apply_round_off(self._model)
+
+    def choose_clip(self, max_norm: float, norm: torch.Tensor) -> float:
+        """Clip every gradient of a run that clips at all: one left out would not show otherwise."""
+        asked = super().choose_clip(max_norm, norm)
+        return min(asked, _CLIPPED * float(norm)) if asked > 0 else asked
 
     def see_update(self) -> None:
         # At every update: a short run may stop, and leave the other ranks, before the last one.
@@ -96,6 +107,22 @@ def apply_round_off(model: nn.Module) -> None:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _ROUND_OFF
             parameter.mul_(1.0 + noise.to(parameter.device))
+
+
+def apply_visible_decay(optimizer: Optimizer) -> None:
+    """Let weights that decay do so visibly: at a usual rate, a few updates take millionths off.
+
+    Only where an optimizer subtracts the decay on its own. Where Adam adds it to the gradient, a
+    large decay would hide the gradient.
+    """
+    for group in optimizer.param_groups:
+        rate, decay = float(group.get("initial_lr", group["lr"])), group.get("weight_decay", 0.0)
+        if rate > 0 and decay > 0 and (_is_decoupled(group) or isinstance(optimizer, SGD)):
+            group["weight_decay"] = max(decay, _VISIBLE_DECAY / rate)
+
+
+def _is_decoupled(group: dict[str, Any]) -> bool:
+    return group.get("decoupled_weight_decay") is True
 
 
 def apply_no_dropout(model: nn.Module) -> None:
