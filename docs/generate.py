@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import get_settings
-from rapidformer.config.dialects import ALIASES
+from rapidformer.config.accelerate_names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
+from rapidformer.config.dialects import ALIASES, REFUSED, WITHOUT_EFFECT
 from rapidformer.config.flagai_names import FLAGAI
 from rapidformer.config.foreign_names import ForeignName
 from rapidformer.config.hugging_face_names import HUGGING_FACE
+from rapidformer.config.mindformers_names import DEFAULTS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 from rapidformer.training.trainer.arguments import TrainingArguments
@@ -139,6 +141,51 @@ def render_flagai() -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_accelerator() -> str:
+    """What becomes of every argument of Accelerate's Accelerator."""
+    return _render_rows(ACCELERATOR)
+
+
+def render_deepspeed_plugin() -> str:
+    """What becomes of every argument of Accelerate's DeepSpeedPlugin."""
+    return _render_rows(DEEPSPEED_PLUGIN)
+
+
+def render_accelerate_file() -> str:
+    """What becomes of every key of the file that ``accelerate config`` writes."""
+    return _render_rows(ACCELERATE_FILE)
+
+
+def render_mindformers_trainer() -> str:
+    """What becomes of every argument of MindFormers' Trainer."""
+    return _render_rows(TRAINER)
+
+
+def render_mindformers_arguments() -> str:
+    """What becomes of MindFormers' TrainingArguments; Hugging Face's names are not repeated."""
+    lines = ["| name | default | here | |", "|---|---|---|---|"]
+    for name, default in DEFAULTS.items():
+        lines.append(_render_name(name, default, HUGGING_FACE[name]))
+    lines += [_render_name(n, default, row) for n, (default, row) in TRAINING_ARGUMENTS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def render_megatron_flags() -> str:
+    """Flags of Megatron's and EasyNLP's scripts that do nothing here or are refused."""
+    lines = ["| flag | here | |", "|---|---|---|"]
+    for table, outcome in ((WITHOUT_EFFECT, "ignored"), (REFUSED, "refused")):
+        lines += [f"| `{to_flag(name)}` | {outcome} | {note} |" for name, note in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _render_rows(table: dict[str, ForeignName]) -> str:
+    lines = ["| name | here | |", "|---|---|---|"]
+    for name, row in table.items():
+        ours = f"`{to_flag(row.setting)}`" if row.setting else row.outcome
+        lines.append(f"| `{name}` | {ours} | {row.note} |")
+    return "\n".join(lines) + "\n"
+
+
 def _render_name(name: str, default: Any, row: ForeignName) -> str:
     ours = f"`--{row.setting.replace('_', '-')}`" if row.setting else row.outcome
     return f"| `{name}` | `{default!r}` | {ours} | {row.note} |"
@@ -154,6 +201,12 @@ def render_aliases() -> str:
 TABLES = {
     ("coming_from.md", "hugging-face"): render_hugging_face,
     ("coming_from.md", "flagai"): render_flagai,
+    ("coming_from.md", "accelerator"): render_accelerator,
+    ("coming_from.md", "deepspeed-plugin"): render_deepspeed_plugin,
+    ("coming_from.md", "accelerate-file"): render_accelerate_file,
+    ("coming_from.md", "mindformers-trainer"): render_mindformers_trainer,
+    ("coming_from.md", "mindformers-arguments"): render_mindformers_arguments,
+    ("coming_from.md", "megatron-flags"): render_megatron_flags,
     ("coming_from.md", "aliases"): render_aliases,
     ("switches.md", "switches"): render_switches,
     ("parity.md", "exclusions"): render_exclusions,

@@ -16,6 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
 from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.processes import run_in_processes
+from tests.small import make_model_folder, make_pair_data
 
 ROWS = 24
 
@@ -238,3 +239,62 @@ def test_a_model_is_saved_whole(tmp_path: Path) -> None:
 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert saved.keys() == accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+
+
+SCRIPT = Path(__file__).parent / "trainer" / "scripts" / "accelerate_distribution2.py"
+ACCELERATE_YAML = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+def test_the_script_of_the_document_on_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from rapidformer.cli.main import main
+
+    make_model_folder(tmp_path / "bert")
+    make_pair_data(tmp_path / "mrpc", train=20, validation=6)
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE_YAML)
+    script = tmp_path / "distribution2.py"
+    script.write_text(SCRIPT.read_text() + 'print(accelerator, "steps", len(train_dataloader))\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAPIDFORMER_FLAGS", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    assert main(["launch", "--config", "accelerate.yaml", str(script)]) == 0
+    told = capfd.readouterr().out
+    assert "num_processes=2, process_index=0" in told and "steps 2" in told
+
+
+def test_an_accelerate_file_with_several_machines(tmp_path: Path) -> None:
+    from rapidformer.config import parse_arguments
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+        "num_machines: 2\nnum_processes: 8\nmachine_rank: 1\nmain_process_ip: node-a\n"
+        "main_process_port: 29501\ndeepspeed_config:\n  zero_stage: 3\n"
+        "  gradient_accumulation_steps: 4\n  offload_optimizer_device: none\n"
+    )
+    args = parse_arguments(["--config", str(path)])
+    assert (args.nnodes, args.node_rank, args.nproc_per_node) == (2, 1, 4)
+    assert (args.master_addr, args.master_port, args.mixed_precision) == ("node-a", 29501, "bf16")
+    assert (args.zero_stage, args.gradient_accumulation_steps) == (3, 4)
+
+
+def test_an_accelerate_file_that_cannot_be_followed(tmp_path: Path) -> None:
+    from rapidformer.config import parse_arguments
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: TPU\nfuture: 1\n")
+    with pytest.raises(ConfigurationError) as error:
+        parse_arguments(["--config", str(path)])
+    text = str(error.value)
+    assert "LOCAL_MACHINE" in text and "TPU" in text and "future is not supported" in text

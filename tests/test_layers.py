@@ -14,6 +14,7 @@ import rapidformer
 ROOT = Path(rapidformer.__file__).parent
 # From the top to the bottom; a room may import what stands below it, and its own files.
 LAYERS = [
+    {"preprocess_data"},
     {"cli"},
     {"launch"},
     {"tasks"},

@@ -10,6 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ _WHERE = {
 }
 
 adopt_rank_variables(os.environ)
+provide_megatron_names()
 
 
 def __getattr__(name: str) -> Any:

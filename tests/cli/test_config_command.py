@@ -121,3 +121,20 @@ def test_help_lists_the_answers_flags(ask: Run) -> None:
     done = ask("--help")
     assert done.returncode == 0
     assert "--mixed-precision ANSWER" in done.stdout
+
+
+@pytest.mark.parametrize(("machine", "device"), [("2", "cuda"), ("1", "cpu")])
+def test_the_six_answers_of_accelerate(ask: Run, tmp_path: Path, machine: str, device: str) -> None:
+    done = ask(answers=f"0\n{machine}\n1\nno\n2\nno\n")
+    assert done.returncode == 0, done.stderr
+    args = parse_arguments(["--config", str(tmp_path / "rapidformer.yaml")])
+    assert (args.device, args.nproc_per_node, args.mixed_precision) == (device, 2, None)
+    assert args.zero_stage == 0
+
+
+def test_accelerates_questions_again_after_a_wrong_answer(ask: Run, tmp_path: Path) -> None:
+    done = ask(answers="0\n3\n2\n2\nyes\n8\nyes\n")
+    assert "0, 1 or 2" in done.stdout
+    args = parse_arguments(["--config", str(tmp_path / "rapidformer.yaml")])
+    assert (args.nnodes, args.nproc_per_node, args.zero_stage) == (2, 4, 2)
+    assert args.mixed_precision == "fp16"

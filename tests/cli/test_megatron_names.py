@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -68,3 +69,15 @@ def test_megatron_itself_is_left_alone() -> None:
     provide_megatron_names()
     assert sys.modules["megatron"] is own
     assert not hasattr(own, "mpu")
+
+
+def test_plain_python_needs_no_launcher_of_ours() -> None:
+    code = "import rapidformer; from megatron import mpu; assert mpu is rapidformer.mpu"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_preprocess_data_is_a_module() -> None:
+    words = [sys.executable, "-m", "rapidformer.preprocess_data", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "--output-prefix" in done.stdout

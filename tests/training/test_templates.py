@@ -129,6 +129,15 @@ def test_best_follows_the_metric_asked_for(tmp_path: Path) -> None:
         assert saved["extra"]["progress"]["best_step"] == step
 
 
+def test_a_finetuner_evaluates_its_test_data_at_the_end() -> None:
+    class WithTest(LineFinetuner):
+        def train_valid_test_datasets_provider(self) -> Any:
+            return make_rows(40), make_rows(13), make_rows(7), None
+
+    metrics = WithTest(make_engine(epochs=1)).train()
+    assert (metrics["examples"], metrics["test_examples"]) == (13, 7)
+
+
 def test_a_hook_may_return_a_weight_or_megatrons_pair() -> None:
     class WithWeight(LineFinetuner):
         def run_forward_step(self, batch: Any, model: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rapidformer.cli.accelerate_questions import START, ask_as_accelerate
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
@@ -85,10 +86,13 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     values: dict[str, Any] = {}
     notes: list[str] = []
     gpus = count_gpus()
-    values["device"] = questions.ask(
+    device = questions.ask(
         "device", "Which device? (cpu, cuda)", "cuda" if gpus else "cpu",
-        _one_of(("cpu", "cuda")),
+        _check_device,
     )  # fmt: skip
+    if device == START:
+        return ask_as_accelerate(questions.ask), []
+    values["device"] = device
     nodes = int(questions.ask("nnodes", "How many machines?", "1", _whole_number))
     if nodes > 1:
         values |= _ask_about_nodes(questions, nodes, notes)
@@ -148,6 +152,10 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def _check_device(answer: str) -> str:
+    return answer if answer == START else _one_of(("cpu", "cuda"))(answer)
 
 
 def _whole_number(answer: str) -> str:

@@ -7,8 +7,9 @@ which do the same; if it is, nothing changes.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -35,15 +36,16 @@ _NAMES: dict[str, dict[str, tuple[str, str | None]]] = {
 }
 
 
+# For `from megatron.mpu import …` and `import megatron.mpu`.
+_MODULES = ("megatron.mpu", "megatron.core.mpu")
+
+
 class _Alias(ModuleType):
     """A module that looks its names up elsewhere on first use."""
 
     def __init__(self, name: str, names: dict[str, tuple[str, str | None]]) -> None:
         super().__init__(name)
         self._names = names
-        self.__path__: list[str] = []
-        # Without a spec, importlib's find_spec("megatron") would raise an error.
-        self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         where = self.__dict__.get("_names", {}).get(name)
@@ -56,15 +58,28 @@ class _Alias(ModuleType):
         return module if where[1] is None else getattr(module, where[1])
 
 
+class _Finder(MetaPathFinder, Loader):
+    """Finds our modules under Megatron's names, after everybody else has looked."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _NAMES and fullname not in _MODULES:
+            return None
+        if fullname != "megatron" and not isinstance(sys.modules.get("megatron"), _Alias):
+            return None  # Megatron itself is installed: its modules are its own
+        return ModuleSpec(fullname, self, is_package=fullname in _NAMES)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Alias(spec.name, _NAMES.get(spec.name, {}))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A module of ours takes the place; other names are looked up when they are used."""
+        if module.__name__ in _MODULES:
+            sys.modules[module.__name__] = importlib.import_module(_MPU)
+
+
 def provide_megatron_names() -> None:
-    """Make Megatron's names importable, unless Megatron itself is installed."""
-    if "megatron" in sys.modules or importlib.util.find_spec("megatron") is not None:
-        return
-    for name, names in _NAMES.items():
-        sys.modules[name] = alias = _Alias(name, names)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, alias)
-    # Also for `from megatron.mpu import …` and `import megatron.mpu`.
-    mpu = importlib.import_module(_MPU)
-    sys.modules["megatron.mpu"] = sys.modules["megatron.core.mpu"] = mpu
+    """Make Megatron's names importable; where Megatron itself is installed, it is found first."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -18,6 +18,8 @@ ALIASES: dict[str, str] = {
     "norm_epsilon": "layernorm_epsilon",
     "recompute_activations": "checkpoint_activations",
     "lr_scheduler_type": "lr_decay_style",
+    "use_distributed_optimizer": "zero_1_memory_optimization",
+    "valid_batch_size": "eval_micro_batch_size",
     # Megatron-DeepSpeed
     "cpu_optimizer": "cpu_offload",
     "remote_device": "cpu_offload",
@@ -102,6 +104,34 @@ WITHOUT_EFFECT: dict[str, str] = {
     "tensorboard_queue_size": "TensorBoard is written at every log interval",
     "override_lr_scheduler": "current settings always override those of a checkpoint",
     "use_checkpoint_lr_scheduler": "current settings always override those of a checkpoint",
+    "recompute_method": "every block is recomputed by itself; --recompute-interval leaves some out",
+    "recompute_num_layers": "--recompute-interval leaves blocks out",
+    "activations_checkpoint_method": "every block is recomputed by itself",
+    "activations_checkpoint_num_layers": "every block is recomputed by itself",
+    "distribute_checkpointed_activations": "--sequence-parallel splits stored activations",
+    "tensorboard_log_interval": "TensorBoard is written at every log interval",
+    "log_timers_to_tensorboard": "step times are always logged",
+    "log_batch_size_to_tensorboard": "the batch size is always in arguments.yaml",
+    "log_validation_ppl_to_tensorboard": "every metric of an evaluation is always logged",
+    "log_memory_to_tensorboard": "memory is always logged on a GPU",
+    "no_log_learnig_rate_to_tensorboard": "the learning rate is always logged",
+    "no_log_loss_scale_to_tensorboard": "the loss scale is always logged",
+    "overlapping_eval": "evaluation sees every example once",
     "app_name": "--task selects the task",
     "sink_mode": "sink_size says how often the host looks at a run",
+}
+
+# Flags of Megatron's scripts and the vendor's that would change the result, and why they cannot.
+REFUSED: dict[str, str] = {
+    "mlp_type": "--num-experts makes a layer a mixture of experts",
+    "router_type": "tokens go to the experts with the highest scores",
+    "top_k_linear_strategy": "use --moe-router-topk",
+    "moe_linear_layer_type": "experts are plain feed-forward blocks",
+    "use_expert_residual_network": "a residual expert is not built in",
+    "disable_moe_token_dropping": "tokens are never dropped; leave it out",
+    "moe_min_capacity": "experts have no capacity limit, so no token is dropped",
+    "moe_train_capacity_factor": "experts have no capacity limit, so no token is dropped",
+    "moe_eval_capacity_factor": "experts have no capacity limit, so no token is dropped",
+    "log_params_norm": "the norm of the weights is not logged; grad_norm is",
+    "log_num_zeros_in_grad": "zeros in gradients are not counted; grad_norm is logged",
 }

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rapidformer.config.accelerate_file import is_accelerate_file, translate_file
-from rapidformer.config.dialects import ALIASES, BARE_BESIDE, VALUES, WITHOUT_EFFECT
+from rapidformer.config.dialects import ALIASES, BARE_BESIDE, REFUSED, VALUES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.config.user_defined import APPLICATIONS, take_user_defined
+from rapidformer.config.user_defined import FLAG as USER_DEFINED
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
 
@@ -51,6 +53,8 @@ def build_parser(
         parser.add_argument(
             "--" + name.replace("_", "-"), nargs="?", dest=name, default=argparse.SUPPRESS
         )
+    # Taken apart before parsing; here it is known.
+    parser.add_argument(USER_DEFINED, dest="user_defined_parameters", default=argparse.SUPPRESS)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     return parser
@@ -80,15 +84,19 @@ def parse_arguments(
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
     words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
+    problems: list[str] = []
+    words, user_defined = take_user_defined(words, problems)
     words = _drop_bare_switches([_normalize(word, known) for word in words])
     words = _join_negative_numbers(words, known)
     namespace, unknown = parser.parse_known_args(words)
-    problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
+    problems += [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
         problems = [
             f"unexpected {' '.join(unknown)!r}: put the setting's --name in front of each value"
         ]
     given = vars(namespace)
+    if "task" not in given and given.get("app_name") in APPLICATIONS:
+        given["task"] = APPLICATIONS[given["app_name"]]
     settings = get_settings()
     file_values = _read_yaml(given.get("config"), problems)
     from_file = f"{given['config']}" if "config" in given else ""
@@ -103,6 +111,7 @@ def parse_arguments(
         raise ConfigurationError(problems)
     extras = {k: v for k, v in file_values.items() if k not in settings}
     extras |= {k: v for k, v in given.items() if k not in settings}
+    extras = {**user_defined, **extras}
     return Settings(**values, extras=extras, sources=sources)
 
 
@@ -185,6 +194,9 @@ def _drop_bare_switches(words: list[str]) -> list[str]:
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     name = word.partition("=")[0]
+    reason = REFUSED.get(name.lstrip("-").replace("-", "_"))
+    if reason is not None:
+        return f"{name} is not supported: {reason}."
     near = find_nearest(name, known)
     hint = f"did you mean {near}?" if near else "`rapidformer --help` lists all flags."
     return f"unknown flag {name}: {hint}"

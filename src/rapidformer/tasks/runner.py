@@ -23,7 +23,7 @@ from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows import take_first
 from rapidformer.training.finetuner import Finetuner
-from rapidformer.training.loop import evaluate_model
+from rapidformer.training.loop import Metrics, evaluate_model
 
 
 class TaskFinetuner(Finetuner):
@@ -64,11 +64,20 @@ class TaskFinetuner(Finetuner):
         return self.task.forward(model, batch_or_iterator)
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
+        return self._measure(model[0], eval_dataloader, "validation")
+
+    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
+        """On test data with labels alone: some published test sets have none."""
         assert self.prepared is not None
-        records = collect_records(
-            self.task, model[0], eval_dataloader, self.prepared, self.engine.topology
-        )
-        return self.task.compute_metrics(records, self.prepared, "validation")
+        loader = self.build_eval_loader(dataset, collate)
+        if loader is None or not self.prepared.is_labelled("test"):
+            return None
+        return lambda: self._measure(model, loader, "test")
+
+    def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
+        assert self.prepared is not None
+        records = collect_records(self.task, model, loader, self.prepared, self.engine.topology)
+        return self.task.compute_metrics(records, self.prepared, split)
 
 
 def train_task(engine: RapidformerEngine) -> dict[str, float]:
