@@ -51,7 +51,7 @@ def test_black_box(processes: int, small_model: Path, small_data: Path, tmp_path
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [1, 2, 3, 4, 5, 6]
     assert {"lr", "grad_norm", "tokens_per_second", "samples_per_second"} <= set(training[0])
-    assert lines[-1]["eval_accuracy"] >= 0
+    assert lines[-1]["test_accuracy"] >= 0
     _check_loads_in_transformers(folder / "best")
     _check_loads_in_transformers(folder / "last")
 
