@@ -7,6 +7,7 @@ Split weights are joined on rank 0; the folder replaces an older one in one step
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.models.location import quiet_transformers
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 
 
 def export_model(
@@ -50,6 +53,20 @@ def export_model(
         publish(folder, with_manifest=False)
     wait_for_all()
     return folder
+
+
+def merge_export(source: Path, target: Path) -> None:
+    """Move an exported model into a folder; only an earlier model's files are replaced."""
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    for pattern in _WEIGHTS:
+        for path in target.glob(pattern):
+            if path.relative_to(target) not in files:
+                # from_pretrained would load an older model.safetensors instead of new shards.
+                path.unlink()
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).replace(target / name)
+    shutil.rmtree(source)
 
 
 def gather_weights(model: nn.Module) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.accelerator_settings import build_accelerator_settings
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.log import warn_once
 from rapidformer.optim.takeover import take_over_scheduler
 
 _UNSEEDED = 67280421310721
@@ -359,7 +360,9 @@ class Accelerator:
         self, model: nn.Module, save_directory: str | Path, *sizes: Any, **options: Any
     ) -> None:
         """Write the weights whole, as a folder that ``from_pretrained`` loads."""
-        self.engine.export(save_directory)
+        if sizes or options:
+            warn_once("save_model(): max_shard_size and safe_serialization have no effect.")
+        self.engine.export_into(save_directory)
 
     def save(self, content: Any, file: str | Path, **options: Any) -> None:
         """``torch.save``, once."""

@@ -14,10 +14,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.export import export_model, gather_weights
+from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.run import Arguments
@@ -126,6 +127,14 @@ class RapidformerEngine(UpdatingRun):
                 processor=processor,
                 weights=weights,
             )
+
+    def export_into(self, folder: str | Path, processor: Any = None) -> None:
+        """Save the model into a folder that may hold other files, which stay."""
+        target = Path(folder)
+        exported = self.export(target / ".exported", processor)
+        if self.is_main:
+            merge_export(exported, target)
+        wait_for_all()
 
     def close(self) -> None:
         """Leave the process group; the last call of a script."""

@@ -75,10 +75,8 @@ class RunRecords:
         Every process must call it: split weights are joined.
         """
         folder = Path(output_dir or self.args.output_dir or ".")
-        staged = folder / "model"
-        exported = self.engine.export(staged, self.processing_class)
+        self.engine.export_into(folder, self.processing_class)
         if self.is_world_process_zero():
-            _move_content(exported, folder)
             (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
         wait_for_all()
 
@@ -170,12 +168,6 @@ class RunRecords:
             if isinstance(value, float) and math.isfinite(value) and "_per_second" not in name
         )
         get_logger().info(f"{what} | {numbers}")
-
-
-def _move_content(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        path.replace(target / path.name)
-    source.rmdir()
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
