@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from rapidformer import Accelerator
+from rapidformer.errors import CheckpointError
+from rapidformer.training.trainer.settings import build_settings
 from tests.trainer.small import make_classifier
-from tests.trainer.test_trainer import make_trainer
+from tests.trainer.test_trainer import make_arguments, make_trainer
 
 
 def write_note(folder: Path) -> Path:
@@ -40,3 +43,19 @@ def test_a_trainer_saves_beside_other_folders(tmp_path: Path) -> None:
     make_trainer(tmp_path).save_model()
     assert note.read_text() == "mine"
     assert (tmp_path / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["best", "last", "previous"])
+def test_training_refuses_to_overwrite_a_folder_that_no_run_wrote(
+    tmp_path: Path, name: str
+) -> None:
+    note = write_note(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"would overwrite .*{name}, which no run wrote"):
+        make_trainer(tmp_path, max_steps=1).train()
+    assert note.read_text() == "mine"
+
+
+def test_a_deepspeed_dictionary_leaves_the_users_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.json").write_text("mine")
+    build_settings(make_arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 1}}))
+    assert (tmp_path / "deepspeed.json").read_text() == "mine"

@@ -155,7 +155,7 @@ def test_sharding_and_parallelism(given: dict[str, Any], wanted: dict[str, Any])
 def test_a_deepspeed_dictionary_becomes_the_runs_file(tmp_path: Path) -> None:
     content = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
     settings = build_settings(TrainingArguments(str(tmp_path), deepspeed=content))
-    assert settings.deepspeed == str(tmp_path / "deepspeed.json")
+    assert settings.deepspeed == str(tmp_path / ".deepspeed.json")
     assert json.loads(Path(settings.deepspeed).read_text()) == content
     # The file wins over a default of Hugging Face's; a value that was given must agree with it.
     assert resolve(settings).micro_batch_size == 4

@@ -260,9 +260,7 @@ class MindFormersTrainer(Trainer):
         settings = self._build_task_settings(**values)
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
-            if engine.is_main:
-                set_aside(Path(settings.save))
-            engine.wait_for_all()
+            set_aside(Path(settings.save), is_main=engine.is_main)
         finetuner = _GivenData(engine, settings, self.train_dataset, self.eval_dataset)
         metrics = finetuner.train()
         self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None

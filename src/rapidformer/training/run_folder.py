@@ -14,6 +14,7 @@ from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.store import TRACKER, find_checkpoints
+from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -31,7 +32,7 @@ def check_run_folder(
 
     ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
     """
-    if not (folder / METRICS_FILE).exists() and not find_checkpoints(folder):
+    if not _is_run(folder):
         return
     is_same = source is not None and folder.resolve() in (
         source.resolve(),
@@ -55,16 +56,48 @@ def check_run_folder(
         (folder / name).unlink(missing_ok=True)
 
 
-def set_aside(folder: Path) -> None:
+def set_aside(folder: Path, *, is_main: bool) -> None:
     """Move the folder's earlier run into its ``previous`` folder, which holds only one run.
 
-    For front ends that train into the same folder again without asking.
+    For front ends that train into the same folder again without asking. Every rank must call it:
+    rank 0 moves, and what it finds wrong stops all ranks.
     """
+    problem = None
+    if is_main:
+        try:
+            _refuse_foreign_folders(folder)
+            if _is_run(folder):
+                _move_to_previous(folder)
+        except CheckpointError as error:
+            problem = str(error)
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).exists() or bool(find_checkpoints(folder))
+
+
+def _refuse_foreign_folders(folder: Path) -> None:
+    """A run would overwrite folders of these names, whoever made them."""
+    foreign = [] if _is_run(folder) else [folder / BEST, folder / LAST]
+    if not _is_run(folder / PREVIOUS):
+        foreign.append(folder / PREVIOUS)
+    foreign = [
+        path for path in foreign if path.is_file() or (path.is_dir() and any(path.iterdir()))
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"a run in {folder} would overwrite {', '.join(str(path) for path in foreign)}, which "
+            "no run wrote: move it, or choose another folder."
+        )
+
+
+def _move_to_previous(folder: Path) -> None:
     names = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard")
     found = [*find_checkpoints(folder), *(folder / name for name in names)]
     found = [path for path in found if path.exists()]
-    if not found:
-        return
     for link in folder.glob("checkpoint-*"):
         if link.is_symlink():
             link.unlink()

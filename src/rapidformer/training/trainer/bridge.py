@@ -7,7 +7,6 @@ from typing import Any
 
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
 from rapidformer.training.finetuner import to_metrics
@@ -57,7 +56,7 @@ class TrainerTemplate(Template):
         """The order of a run: folder, data, model, evaluation, loop."""
         trainer = self.trainer
         if self.args.save is not None and self.args.load is None and not self.args.overwrite:
-            self._set_earlier_run_aside(Path(self.args.save))
+            set_aside(Path(self.args.save), is_main=self.engine.is_main)
         resume = self.find_resume_folder()
         if trainer.train_dataloader is None:
             self.prepare()
@@ -74,11 +73,6 @@ class TrainerTemplate(Template):
         loader = self.trainer.get_train_dataloader()
         self.trainer.train_dataloader = self.engine.adopt_loader(loader, is_training=True)
         self.compose()
-
-    def _set_earlier_run_aside(self, folder: Path) -> None:
-        if self.engine.is_main:
-            set_aside(folder)
-        broadcast_object(None)
 
     def compose(self) -> Any:
         trainer = self.trainer

@@ -233,7 +233,7 @@ def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> V
         return {"deepspeed": given}
     folder = Path(arguments.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "deepspeed.json"
+    path = folder / ".deepspeed.json"  # deepspeed.json may be a file of the user's
     # Every process writes the same text, each by way of a file of its own.
     own = folder / f".deepspeed-{os.getpid()}.json"
     own.write_text(json.dumps(given, indent=2), encoding="utf-8")
