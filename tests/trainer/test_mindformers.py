@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rapidformer import Trainer, TrainingArguments
 from rapidformer.config.rank_variables import adopt_rank_variables
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import CheckpointError, ConfigurationError
 from tests.processes import PATIENCE, find_free_port
+from tests.trainer.small import collate, make_classifier, make_rows
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WORDS = ["hello", "!", *(f"w{i}" for i in range(30))]
@@ -135,6 +138,51 @@ def test_verbs_in_one_process_use_what_was_trained(place: Path) -> None:
     assert trainer.evaluate()["loss"] < after["loss"]
     answers = trainer.predict(input_data=["hello w1", "w3"], max_new_tokens=2)
     assert [list(answer) for answer in answers] == [["text_generation_text"]] * 2
+
+
+def make_instance_trainer() -> Any:
+    rows = make_rows(8)
+    arguments = TrainingArguments(batch_size=4, num_train_epochs=1, remove_unused_columns=False)
+    return Trainer(
+        arguments, model=make_classifier(), train_dataset=rows, eval_dataset=rows,
+        data_collator=collate,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["train", "finetune", "evaluate", "predict"])
+def test_a_missing_checkpoint_of_an_instance_is_an_error(place: Path, verb: str) -> None:
+    with pytest.raises(CheckpointError, match="nowhere holds no weights"):
+        getattr(make_instance_trainer(), verb)("nowhere")
+
+
+def test_an_instance_takes_the_weights_of_a_checkpoint(place: Path) -> None:
+    trainer = make_instance_trainer()
+    other = make_classifier()
+    with torch.no_grad():
+        other.classifier.bias += 2.0
+    other.save_pretrained(place / "other")
+    before = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate("other")["eval_loss"] != before
+    assert torch.equal(trainer.model.classifier.bias, other.classifier.bias)
+    trainer.finetune("other")
+    trained = trainer.evaluate()["eval_loss"]
+    trainer.evaluate("other")
+    assert trainer.evaluate(True)["eval_loss"] == pytest.approx(trained, abs=1e-6)
+
+
+def test_do_eval_evaluates_after_every_epoch(place: Path) -> None:
+    trainer = make_instance_trainer()
+    trainer.train(do_eval=True)
+    assert any("eval_loss" in line for line in trainer.state.log_history)
+
+
+def test_weights_beside_the_run_are_read_where_they_are(place: Path) -> None:
+    """Only the run's own best and last model move when an earlier run is set aside."""
+    shutil.copytree(place / "gpt2", place / "output" / "mine")
+    arguments = TrainingArguments(num_train_epochs=1, batch_size=4)
+    trainer: Any = Trainer(arguments, "text_generation", "gpt2", None, "train")
+    trainer.finetune("output/mine")
+    assert (place / "output" / "last").is_dir()
 
 
 def test_widths_that_do_not_fit_the_processes(place: Path) -> None:

@@ -36,11 +36,12 @@ from rapidformer.log import warn_once
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner, evaluate_task, predict_task
-from rapidformer.training.run_folder import PREVIOUS, set_aside
+from rapidformer.training.run_folder import BEST, LAST, PREVIOUS, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
 from rapidformer.training.trainer.mindformers_context import get_context
 from rapidformer.training.trainer.settings import build_settings
 from rapidformer.training.trainer.trainer import Trainer
+from rapidformer.training.trainer.weights import load_weights
 
 _SOURCE = "Trainer"
 _NEEDS_INSTANCE = ("optimizers", "callbacks", "compute_metrics", "data_collator")
@@ -214,6 +215,27 @@ class MindFormersTrainer(Trainer):
             return {"pretrained_model_name_or_path": MODELS.get(str(checkpoint), str(checkpoint))}
         return {}
 
+    def _load_into_instance(self, checkpoint: Checkpoint) -> None:
+        """The same for a model instance, whose weights are replaced."""
+        if not checkpoint:
+            return
+        folder = self._output if checkpoint is True else Path(checkpoint).expanduser()
+        if self._engine is not None and get_world_size_from_environment() > 1:
+            raise ConfigurationError(
+                f"{folder}: weights cannot be loaded into a model that the processes already "
+                "share. Load them before the first verb, or make a new Trainer."
+            )
+        load_weights(self.model, folder, best=(folder / BEST).is_dir())
+        self._engine = None  # an optimizer may hold copies of the weights before
+
+    def _ask_for_evaluation(self, do_eval: bool) -> None:
+        if not do_eval:
+            return
+        if self.eval_dataset is None:
+            raise DataError("do_eval=True needs an eval_dataset.")
+        if self.args.eval_strategy == "no":
+            self.args.eval_strategy = "epoch"
+
     # ---- the four verbs ------------------------------------------------------------------------
 
     def train(  # type: ignore[override]
@@ -226,8 +248,10 @@ class MindFormersTrainer(Trainer):
         resume_from_checkpoint: Checkpoint = None,
     ) -> Any:
         """Train from fresh weights, or from ``train_checkpoint``."""
+        self._ask_for_evaluation(do_eval)
         resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
         if self._is_instance:
+            self._load_into_instance(train_checkpoint)
             return super().train(resume_from_checkpoint=resumes)
         weights = self._find_weights(train_checkpoint)
         return self._run_training(resumes, from_scratch=not weights, **weights)
@@ -242,8 +266,10 @@ class MindFormersTrainer(Trainer):
         resume_from_checkpoint: Checkpoint = None,
     ) -> Any:
         """Train from the model's own weights, or from ``finetune_checkpoint``."""
+        self._ask_for_evaluation(do_eval)
         resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
         if self._is_instance:
+            self._load_into_instance(finetune_checkpoint)
             return super().train(resume_from_checkpoint=resumes)
         return self._run_training(resumes, **self._find_weights(finetune_checkpoint))
 
@@ -253,8 +279,8 @@ class MindFormersTrainer(Trainer):
         if resumes:
             values["load"] = self.args.output_dir if resumes is True else str(resumes)
         given = Path(values.get("pretrained_model_name_or_path", ""))
-        if not resumes and given.parent == self._output:
-            # Where the earlier run of this folder will stand by then.
+        if not resumes and given.parent == self._output and given.name in (BEST, LAST):
+            # The earlier run of this folder is set aside before the weights are read.
             moved = given.parent / PREVIOUS / given.name
             values["pretrained_model_name_or_path"] = str(moved)
         settings = self._build_task_settings(**values)
@@ -276,6 +302,7 @@ class MindFormersTrainer(Trainer):
     ) -> dict[str, Any]:
         """The metrics on the evaluation data: of what was trained here, or of the model."""
         if self._is_instance:
+            self._load_into_instance(eval_checkpoint)
             return super().evaluate(eval_dataset, **options)
         if eval_dataset is not None:
             self.eval_dataset = eval_dataset
@@ -298,6 +325,7 @@ class MindFormersTrainer(Trainer):
     ) -> Any:
         """Answers to a text, a list of texts, a file with a text per line, or a data set."""
         if self._is_instance:
+            self._load_into_instance(predict_checkpoint)
             return super().predict(input_data, **options)
         if input_data is None:
             input_data = self.eval_dataset

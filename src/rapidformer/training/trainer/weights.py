@@ -22,7 +22,7 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
     if source is None:
         raise CheckpointError(
             f"{folder} holds no weights: a run's folder has {LAST}/{_FILE}, a model's {_FILE}. "
-            "Files of FlagAI's own (pytorch_model.bin) must be loaded into the model first."
+            "Load weights in another format (pytorch_model.bin) into the model yourself."
         )
     weights = load_file(source)
     missing, unknown = model.load_state_dict(weights, strict=False)
