@@ -222,6 +222,25 @@ def test_load_dir_takes_the_weights_alone(tmp_path: Path) -> None:
         )
 
 
+def test_load_optim_never_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nowhere"):
+        trainer = make_trainer(tmp_path, load_dir=str(tmp_path / name), load_optim=True)
+        with pytest.raises(CheckpointError, match=f"{name} holds no weights"):
+            trainer.train(make_classifier(), train_dataset=make_rows(), collate_fn=collate)
+
+
+def test_evaluation_alone_uses_the_weights_of_load_dir(tmp_path: Path) -> None:
+    saved = make_classifier()
+    with torch.no_grad():
+        saved.classifier.bias += 1.0
+    saved.save_pretrained(tmp_path / "saved")
+    trainer = make_trainer(tmp_path, epochs=0, load_dir=str(tmp_path / "saved"), load_optim=True)
+    model = make_classifier()
+    trainer.train(model, valid_dataset=make_rows(4), collate_fn=collate)
+    assert torch.equal(model.classifier.bias, saved.classifier.bias)
+
+
 def _wider() -> Any:
     model = make_classifier()
     model.classifier = torch.nn.Sequential(model.classifier)
@@ -241,6 +260,33 @@ def test_save_best_decides(tmp_path: Path) -> None:
     assert len(scores) == 3
     saved = json.loads((tmp_path / "run" / "iter_0000010" / "run.json").read_text())
     assert saved["extra"]["progress"]["best_step"] == 4
+
+
+def test_save_best_may_maximize_a_metric(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, eval_interval=10, save_best=lambda best, metrics: max(best, metrics["acc"])
+    )
+    for _ in range(2):  # the first score does not hold for the second training
+        trainer.train(
+            make_classifier(), train_dataset=make_rows(), valid_dataset=make_rows(8, 1),
+            collate_fn=collate, metric_methods=[["acc", accuracy]],
+        )  # fmt: skip
+        saved = json.loads((tmp_path / "run" / "iter_0000010" / "run.json").read_text())
+        assert saved["extra"]["progress"]["best_step"] == 10
+        assert trainer._times_best == 1
+
+
+class Sized(list[Any]):
+    """A data set whose truth value nobody has defined, as an array's."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("ambiguous")
+
+
+def test_an_evaluation_dataset_is_not_asked_for_its_truth(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, epochs=0)
+    trainer.train(make_classifier(), valid_dataset=make_rows(4), collate_fn=collate)
+    assert trainer.evaluate(Sized(make_rows(4)))["loss"] > 0
 
 
 def test_every_name_has_a_row() -> None:

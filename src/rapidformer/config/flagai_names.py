@@ -6,8 +6,6 @@ from typing import Any
 
 from rapidformer.config.foreign_names import ForeignName, honoured, ignored, mapped
 
-_RESUME = "load_dir loads weights; use rapidformer's --load to resume a run"
-
 # name -> (FlagAI's default, what it does here)
 FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     "env_type": ("pytorch", honoured("pytorch, pytorchDDP, deepspeed or deepspeed+mpu")),

@@ -67,8 +67,6 @@ class FlagAITrainer(Trainer):
         seed_everything(int(values["seed"]), deterministic=False)
         for name in ("epochs", "batch_size", "lr", "experiment_name", "save_dir", "tokenizer"):
             setattr(self, name, values[name])
-        self._best_score: Any = float("inf")
-        self._times_best = 0
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -111,6 +109,9 @@ class FlagAITrainer(Trainer):
         self.model, self.model_init, self._engine = model, None, None
         self.train_dataset, self.eval_dataset = train, valid
         self.metric_methods = list(methods or [])
+        # As in FlagAI: with metrics, `save_best` maximizes.
+        self._best_score: Any = float("-inf" if self.metric_methods else "inf")
+        self._times_best = 0
         self.args = TrainingArguments(
             str(values["save_dir"] or "."),
             seed=int(values["seed"]),
@@ -133,20 +134,33 @@ class FlagAITrainer(Trainer):
         settings = settings.replace(
             "derived: save_best", metric_for_best_model=self.args.metric_for_best_model
         )
-        folder = self.values["load_dir"]
-        if folder is not None and self.values["load_optim"] and find_checkpoint(Path(folder)):
-            settings = settings.replace("load_dir", load=str(folder))
+        if self._resumes():
+            settings = settings.replace("load_dir", load=str(self.values["load_dir"]))
         return settings
 
+    def _resumes(self) -> bool:
+        """Whether the run continues a checkpoint; otherwise ``load_dir`` gives weights alone."""
+        values = self.values
+        return bool(
+            values["load_dir"]
+            and values["load_optim"]
+            and values["epochs"]
+            and find_checkpoint(Path(values["load_dir"]))
+        )
+
     def _load_given_weights(self) -> None:
-        """``load_dir`` means weights: the run itself starts at step 0."""
-        folder = self.values["load_dir"]
-        if folder is None or self.values["load_optim"]:
+        """The weights in ``load_dir``, for a run that starts at step 0."""
+        values = self.values
+        folder = values["load_dir"]
+        if folder is None or self._resumes():
             return
-        if not Path(folder).is_dir():
+        trains, exists = bool(values["epochs"]), Path(folder).is_dir()
+        if trains and not exists and not values["load_optim"]:
             warn_once(f"load_dir={folder!r} does not exist: training starts from the model given.")
             return
-        load_weights(self.model, Path(folder), best=self.values["load_type"] != "latest")
+        load_weights(self.model, Path(folder), best=values["load_type"] != "latest")
+        if trains and values["load_optim"]:
+            warn_once(f"load_dir={folder!r} holds no checkpoint: the optimizer starts fresh.")
 
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return self._get_loss(self._forward(model, batch))
@@ -183,7 +197,8 @@ class FlagAITrainer(Trainer):
         return self.get_dataloader(self.train_dataset, self.data_collator, shuffle=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self.get_dataloader(eval_dataset or self.eval_dataset, self.data_collator)
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        return self.get_dataloader(dataset, self.data_collator)
 
     def _can_train(self) -> bool:
         return self.train_dataset is not None and bool(self.values["epochs"])
