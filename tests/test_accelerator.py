@@ -122,6 +122,13 @@ def test_prepare_returns_the_objects_in_their_order_and_may_be_called_in_parts()
     assert accelerator.unwrap_model(model) is model
 
 
+def test_the_warm_up_of_a_scheduler_made_before_prepare_starts_low() -> None:
+    model, optimizer, loader = make_parts()
+    scheduler = get_linear_schedule_with_warmup(optimizer, 4, 10)
+    Accelerator(cpu=True).prepare(model, optimizer, loader, scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
 def test_two_models_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(RapidformerError, match="one model"):

@@ -46,6 +46,13 @@ def test_names() -> None:
 
 
 @pytest.mark.usefixtures("as_rank_1")
+def test_a_script_may_log_on_every_process(capsys: pytest.CaptureFixture[str]) -> None:
+    get_logger("script").info("on %s", "one", main_process_only=True)  # type: ignore[call-arg]
+    get_logger("script").info("on %s", "all", main_process_only=False)  # type: ignore[call-arg]
+    assert capsys.readouterr().err == "[rank 1] on all\n"
+
+
+@pytest.mark.usefixtures("as_rank_1")
 def test_other_processes_say_errors_only_with_their_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

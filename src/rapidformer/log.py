@@ -9,16 +9,41 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 _NAME = "rapidformer"
+
+
+class ScriptLogger(logging.Logger):
+    """A logger whose methods also take ``main_process_only=False``, as Accelerate's do."""
+
+    def _log(  # type: ignore[override]
+        self,
+        level: int,
+        msg: object,
+        args: Any,
+        *,
+        main_process_only: bool = True,
+        extra: Mapping[str, object] | None = None,
+        stacklevel: int = 1,
+        **options: Any,
+    ) -> None:
+        extra = {"every_rank": not main_process_only, **(extra or {})}
+        super()._log(level, msg, args, extra=extra, stacklevel=stacklevel + 1, **options)
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
     """The library's logger, or a child of it."""
     if name is None or name == _NAME:
         return logging.getLogger(_NAME)
-    return logging.getLogger(name if name.startswith(_NAME + ".") else f"{_NAME}.{name}")
+    before = logging.getLoggerClass()
+    logging.setLoggerClass(ScriptLogger)
+    try:
+        return logging.getLogger(name if name.startswith(_NAME + ".") else f"{_NAME}.{name}")
+    finally:
+        logging.setLoggerClass(before)
 
 
 def configure_logging(level: str = "info") -> None:
@@ -51,7 +76,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         # Looked up each time: tests and progress bars replace standard error.
         self.stream = sys.stderr
-        if _get_rank() == 0 or record.levelno >= logging.WARNING:
+        is_for_all = record.levelno >= logging.WARNING or getattr(record, "every_rank", False)
+        if _get_rank() == 0 or is_for_all:
             super().emit(record)
 
 

@@ -9,9 +9,20 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
-from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
+from rapidformer import (
+    Accelerator,
+    Finetuner,
+    RapidformerEngine,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from rapidformer.config import arguments_from_mapping
+from rapidformer.optim.optimizers import build_optimizer
+from rapidformer.optim.schedule import build_scheduler
 from rapidformer.tasks.runner import train_task
 from tests.small import make_model_folder, make_pair_data
 
@@ -94,6 +105,45 @@ def run_flagai(parts: dict[str, Any], folder: Path) -> None:
     trainer.train(build_model(parts), train_dataset=parts["kept"], collate_fn=parts["collate"])
 
 
+def run_accelerator(parts: dict[str, Any], folder: Path) -> None:
+    """The script brings optimizer and schedule: here those that the other front ends build."""
+    set_seed(1234)
+    accelerator = Accelerator(cpu=True)
+    settings = arguments_from_mapping(SETTINGS)
+    model = build_model(parts)
+    optimizer = build_optimizer(model, settings)
+    loader = DataLoader(parts["kept"], batch_size=4, shuffle=True, collate_fn=parts["collate"])
+    schedule = build_scheduler(
+        optimizer, settings, train_iters=len(loader), count_samples=lambda updates: 4 * updates
+    )
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            file.write(json.dumps({"loss": loss.item()}) + "\n")
+
+
+def run_mindformers(parts: dict[str, Any], folder: Path) -> None:
+    arguments = TrainingArguments(
+        str(folder), batch_size=4, num_train_epochs=1, learning_rate=1e-3, weight_decay=0.1,
+        seed=1234, lr_scheduler_type="cosine", lr_end=1e-4, warmup_ratio=0.1, sink_size=1,
+        dataloader_drop_last=False, device_target="CPU", log_level="error",
+    )  # fmt: skip
+    trainer: Any = Trainer(
+        args=arguments, task="text_classification", model=parts["model"],
+        train_dataset=f"{parts['data']}/train.jsonl",
+    )  # fmt: skip
+    trainer.finetune()
+
+
 def read_losses(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [value["loss"] for value in map(json.loads, lines) if "loss" in value]
@@ -108,7 +158,9 @@ def expected(parts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return losses
 
 
-@pytest.mark.parametrize("run", [run_black_box, run_engine_loop, run_flagai])
+@pytest.mark.parametrize(
+    "run", [run_black_box, run_engine_loop, run_accelerator, run_flagai, run_mindformers]
+)
 def test_the_losses_are_equal(
     run: Any, parts: dict[str, Any], expected: list[float], tmp_path: Path
 ) -> None:

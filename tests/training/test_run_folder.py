@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rapidformer.checkpoint.store import TRACKER
+from rapidformer.engine.metrics_file import METRICS_FILE, MetricsFile
 from rapidformer.errors import CheckpointError
-from rapidformer.training.run_folder import METRICS_FILE, MetricsFile, check_run_folder
+from rapidformer.training.run_folder import check_run_folder
 
 
 @pytest.fixture

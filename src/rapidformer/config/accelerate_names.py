@@ -33,12 +33,15 @@ ACCELERATOR: dict[str, ForeignName] = {
     "step_scheduler_with_optimizer": refused(
         "do not prepare a scheduler that should step at its own pace"
     ),
-    "log_with": refused("write to your tracker yourself, if accelerator.is_main_process"),
+    "log_with": honoured(
+        '"tensorboard" or "all": log() writes TensorBoard files, and metrics.jsonl in '
+        "project_dir; other trackers are refused"
+    ),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),
-    "project_dir": ignored("pass the folder to save_state()"),
+    "project_dir": honoured("where log() writes; save_state() is given its folder itself"),
     "project_config": ignored("pass the folder to save_state()"),
-    "logging_dir": ignored("there are no trackers"),
+    "logging_dir": honoured("where TensorBoard's files go, instead of project_dir"),
     "dataloader_config": ignored(_LOADER),
     "dispatch_batches": ignored(_LOADER),
     "even_batches": ignored("batches that only keep ranks in step are never counted"),

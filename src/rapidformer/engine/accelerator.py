@@ -4,10 +4,13 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.backward(loss)
 
-Two things a reader would get wrong. Outside ``accumulate(model)`` it is ``optimizer.step()`` that
-ends an update: gradients of several ``backward`` calls add up, as in a plain loop (``loss / n`` is
-the script's to write). And a prepared scheduler moves ``num_processes`` times per update, as in
-Accelerate, where its length was counted before ``prepare`` shortened the loader.
+Inside ``accumulate(model)``, the engine counts micro-batches and decides when an update is due.
+Outside it, ``optimizer.step()`` ends an update: the gradients of several ``backward`` calls add up,
+as in a plain loop, and the script divides the loss by their number itself.
+
+A prepared scheduler moves ``num_processes`` steps per update, as in Accelerate: scripts count its
+length before ``prepare`` divides the loader among the processes. A scheduler that is not prepared
+moves one step per call.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
@@ -32,6 +35,7 @@ from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.accelerator_settings import build_accelerator_settings
 from rapidformer.engine.engine import RapidformerEngine
+from rapidformer.engine.tracking import Tracker
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.takeover import take_over_scheduler
@@ -57,6 +61,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
     rank = int(os.environ.get("RANK") or 0) if device_specific else 0
     seed_everything(seed + rank, deterministic=deterministic)
+
+
+class _UnchangedRates(LRScheduler):
+    """The engine's schedule, which leaves the rates to the script's: its warm-up may have begun."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class Accelerator:
@@ -85,8 +96,19 @@ class Accelerator:
         self._has_train_loader = False
         self._schedulers: list[LRScheduler] = []
         self._registered: list[Any] = []
+        self._tracker = Tracker(
+            project_folder=arguments.get("project_dir"),
+            board_folder=arguments.get("logging_dir"),
+            is_wanted=bool(arguments.get("log_with")),
+            is_main=self.is_main_process,
+        )
 
     # ---- what this process is ------------------------------------------------------------------
+
+    @property
+    def state(self) -> Accelerator:
+        """The same facts: ``accelerator.state.num_processes`` and so on."""
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -218,9 +240,9 @@ class Accelerator:
     def _compose(self) -> None:
         if self.engine.model is not None or self._model is None or self._optimizer is None:
             return
-        # The engine's own schedule stands still: a script brings the schedule it wants.
-        still = LambdaLR(self._optimizer, lambda _: 1.0)
-        self.engine.compose(self._model, self._optimizer, lr_scheduler=still)
+        self.engine.compose(
+            self._model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer)
+        )
 
     # ---- the loop's verbs ----------------------------------------------------------------------
 
@@ -284,13 +306,17 @@ class Accelerator:
         raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """The same; a list of anything but tensors is joined as objects."""
+        """Like ``gather``, for the rows of the batch in hand.
+
+        A loss that was repeated ``batch_size`` times counts as often as a last, smaller batch has
+        rows. A list of anything but tensors is joined as objects.
+        """
         is_objects = isinstance(values, list) and not any(
             isinstance(each, torch.Tensor) for each in values
         )
         if use_gather_object or is_objects:
             return self.engine.gather_objects(list(values))
-        return self.gather(values)
+        return self.gather(self.engine.drop_surplus_rows(values))
 
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean of a tensor over the processes."""
@@ -407,8 +433,24 @@ class Accelerator:
         dataloader.load_state_dict({"epoch": dataloader.epoch, "consumed_samples": consumed})
         return dataloader
 
+    # ---- tracking ------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
+        self._tracker.start(project_name, config or {})
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Write numbers to ``metrics.jsonl`` and TensorBoard; only the main process does."""
+        self._tracker.log(values, step)
+
     def end_training(self) -> None:
-        """Leave the other processes; the last call of a script."""
+        """Close the logs and leave the other processes; the last call of a script."""
+        self._tracker.close()
         self.engine.close()
 
     def __repr__(self) -> str:

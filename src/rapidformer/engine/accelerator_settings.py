@@ -40,6 +40,7 @@ def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
     _check_names(given, problems)
+    _check_trackers(given, problems)
     values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
     values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
     if given.get("cpu"):
@@ -93,6 +94,22 @@ def _choose_accumulation(
         listed = ", ".join(f"{where} says {number}" for where, number in numbers.items())
         problems.append(f"gradient accumulation: {listed}.")
     return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
+
+
+def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
+    wanted = given.get("log_with")
+    if not wanted:
+        return
+    each = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+    names = [str(getattr(one, "value", one)).lower() for one in each]
+    unknown = [name for name in names if name not in ("all", "tensorboard")]
+    if unknown:
+        problems.append(
+            f'Accelerator(log_with={", ".join(unknown)}) is not supported: use "tensorboard", or '
+            "write to your tracker yourself, if accelerator.is_main_process."
+        )
+    if not (given.get("project_dir") or given.get("logging_dir")):
+        problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
 
 
 def _check_names(given: Mapping[str, Any], problems: list[str]) -> None:

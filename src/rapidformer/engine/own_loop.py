@@ -35,12 +35,15 @@ class OwnLoop:
         """The current micro-batch, if it is training data."""
         self.is_composed = False
         self._in_hand: MicroBatch | None = None
+        self._batch_size = 0
+        """Of the loader that yielded the micro-batch in hand."""
         self._rows = 0
         self._ended_with_filler = False
 
     def watch(self, loader: DistributedLoader, *, is_training: bool) -> None:
         """Remember what the loader yields from now on."""
-        loader.follow = self._follow_training if is_training else self._follow_evaluation
+        follow = self._follow_training if is_training else self._follow_evaluation
+        loader.follow = lambda micro_batches: follow(micro_batches, loader.batch_size)
 
     @contextmanager
     def holding(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -60,8 +63,17 @@ class OwnLoop:
             return True
         return self._ended_with_filler and rows == self._rows
 
-    def _follow_training(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for each in self._follow(micro_batches):
+    def count_surplus_rows(self, rows: int) -> int:
+        """How many of so many rows are not of the batch in hand, which is smaller than others."""
+        held = self._in_hand
+        if held is None or rows != self._batch_size or not (held.info.rows or held.is_filler):
+            return 0
+        return max(0, rows - held.info.rows)
+
+    def _follow_training(
+        self, micro_batches: Iterator[MicroBatch], batch_size: int
+    ) -> Iterator[MicroBatch]:
+        for each in self._follow(micro_batches, batch_size):
             self.in_training = each
             beat("forward", self._clock.updates + 1)
             yield each
@@ -71,14 +83,16 @@ class OwnLoop:
         # Its update has ended. What comes next, from wherever, starts another.
         self.in_training = None
 
-    def _follow_evaluation(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for each in self._follow(micro_batches):
+    def _follow_evaluation(
+        self, micro_batches: Iterator[MicroBatch], batch_size: int
+    ) -> Iterator[MicroBatch]:
+        for each in self._follow(micro_batches, batch_size):
             self.in_training = None
             beat("evaluate", self._clock.updates)
             yield each
 
-    def _follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        self._rows, self._ended_with_filler = 0, False
+    def _follow(self, micro_batches: Iterator[MicroBatch], batch_size: int) -> Iterator[MicroBatch]:
+        self._rows, self._ended_with_filler, self._batch_size = 0, False, batch_size
         for each in micro_batches:
             self._in_hand = each
             self._ended_with_filler = each.is_filler

@@ -217,6 +217,16 @@ class Run:
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)
 
+    def drop_surplus_rows(self, values: Any) -> Any:
+        """Results without the rows that a full batch would have had, and the one in hand has not.
+
+        For what is not computed row by row: a loss repeated ``batch_size`` times.
+        """
+        if isinstance(values, torch.Tensor) and values.dim():
+            surplus = self._own_loop.count_surplus_rows(len(values))
+            return values[: len(values) - surplus] if surplus else values
+        return values
+
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order."""
         return [value for part in gather_objects(values, self.topology) for value in part]

@@ -14,9 +14,10 @@ from typing import Any
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.config import Settings
 from rapidformer.config.render import render_arguments
-from rapidformer.log import get_logger, warn_once
+from rapidformer.engine.metrics_file import MetricsFile, open_board
+from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from rapidformer.training.run_folder import ARGUMENTS_FILE, MetricsFile
+from rapidformer.training.run_folder import ARGUMENTS_FILE
 
 
 class Reporter(Callback):
@@ -38,7 +39,7 @@ class Reporter(Callback):
             replace_text(Path(args.save) / ARGUMENTS_FILE, text)
         board_folder = args.tensorboard_dir or (args.save and str(Path(args.save) / "tensorboard"))
         if board_folder:
-            self._board = _open_board(board_folder, resume_step)
+            self._board = open_board(board_folder, resume_step)
         wants_bar = args.progress if args.progress is not None else sys.stderr.isatty()
         if wants_bar:
             self._bar = _ProgressBar(total_steps, resume_step)
@@ -133,17 +134,6 @@ def _shorten(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.1f}{suffix}"
     return f"{number:.1f}"
-
-
-def _open_board(folder: str, resume_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        warn_once(
-            "no TensorBoard logs: run pip install tensorboard. metrics.jsonl has all the numbers."
-        )
-        return None
-    return SummaryWriter(folder, purge_step=resume_step + 1 if resume_step else None)  # type: ignore[no-untyped-call]
 
 
 class _ProgressBar:

@@ -1,24 +1,16 @@
-"""The folder of a run (``--save``): who may write to it, and its metrics file.
-
-``metrics.jsonl`` has one JSON object per line. A resumed run continues the same file, after
-removing the lines of steps that it will repeat.
-"""
+"""The folder of a run (``--save``): who may write to it."""
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from pathlib import Path
-from typing import Any
 
-from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.store import TRACKER, find_checkpoints
 from rapidformer.dist.collectives import broadcast_object
+from rapidformer.engine.metrics_file import METRICS_FILE
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
-METRICS_FILE = "metrics.jsonl"
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
@@ -106,38 +98,3 @@ def _move_to_previous(folder: Path) -> None:
     for path in found:
         path.rename(folder / PREVIOUS / path.name)
     get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")
-
-
-class MetricsFile:
-    """Appends to ``metrics.jsonl``; every line is on disk when the call returns."""
-
-    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / METRICS_FILE
-        if resume_step and self.path.exists():
-            self._drop_after(resume_step)
-        elif not resume_step:
-            self.path.unlink(missing_ok=True)
-
-    def write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            # JSON has neither NaN nor Infinity: write null.
-            numbers = {k: None if _is_not_finite(v) else v for k, v in line.items()}
-            file.write(json.dumps(numbers, allow_nan=False) + "\n")
-
-    def _drop_after(self, step: int) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _get_step(line) <= step]
-        replace_text(self.path, "".join(line + "\n" for line in kept))
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _get_step(line: str) -> float:
-    """The step of a line; infinity for a line cut off by a crash."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
