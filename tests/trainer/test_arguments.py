@@ -12,7 +12,7 @@ import transformers
 from transformers import HfArgumentParser, IntervalStrategy
 
 import rapidformer
-from rapidformer import TrainingArguments
+from rapidformer import Seq2SeqTrainingArguments, TrainingArguments
 from rapidformer.config import Settings, resolve
 from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.config.schema import get_settings
@@ -197,3 +197,14 @@ def test_one_public_class_and_one_internal_one() -> None:
 def test_settings_built_directly_know_what_was_said() -> None:
     settings = Settings(global_batch_size=32)
     assert settings.is_given("global_batch_size") and not settings.is_given("lr")
+
+
+@pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])
+def test_names_of_transformers_4_keep_the_script_hugging_faces(cls: Any) -> None:
+    arguments = cls("out", warmup_ratio=0.1, evaluation_strategy="epoch")
+    assert type(arguments) is cls
+    assert (arguments.warmup_steps, arguments.eval_strategy) == (0.1, "epoch")
+    assert (arguments.lr_scheduler_type, arguments.logging_steps) == ("linear", 500)
+    assert cls("out", warmup_ratio=0.1, warmup_steps=7).warmup_steps == 7
+    with pytest.raises(ConfigurationError, match="warmup_ratio must be at least 0 and below 1"):
+        cls("out", warmup_ratio=1.5)

@@ -11,6 +11,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from rapidformer import Trainer
+from tests.processes import run_in_processes
 from tests.trainer.test_trainer import make_trainer, read_losses
 
 
@@ -132,3 +133,40 @@ def test_scripts_find_the_last_checkpoint_and_its_history(tmp_path: Path) -> Non
     again.train(resume_from_checkpoint=last)
     steps = [line["step"] for line in again.state.log_history if "loss" in line]
     assert steps == list(range(1, 21))
+
+
+def test_evaluate_in_a_callback_is_without_dropout(tmp_path: Path) -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            model = details["model"]
+            hook = model.register_forward_pre_hook(lambda module, _: seen.add(module.training))
+            seen: set[bool] = set()
+            trainer.evaluate()
+            hook.remove()
+            modes.append((seen == {False}, model.training))
+
+    trainer = make_trainer(tmp_path, callbacks=[Evaluates], max_steps=1)
+    trainer.train()
+    assert modes == [(True, True)]
+
+
+class AsksOnFirstRank(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_save = state.global_step == 2
+        control.should_training_stop = state.global_step == 3
+
+
+def test_the_first_process_decides_for_all(tmp_path: Path) -> None:
+    for steps, folders in run_in_processes(_ask_on_first_rank, 2, str(tmp_path)):
+        assert steps == 3
+        assert "iter_0000002" in folders
+
+
+def _ask_on_first_rank(folder: str) -> tuple[int, list[str]]:
+    trainer = make_trainer(folder, per_device_train_batch_size=2, save_total_limit=None)
+    if trainer.is_world_process_zero():
+        trainer.add_callback(AsksOnFirstRank)
+    trainer.train()
+    return trainer.state.global_step, [path.name for path in Path(folder).iterdir()]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import shutil
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import get_constant_schedule, get_scheduler
 from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
 from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
+from rapidformer.training.trainer.loss import call_with_count
 from tests.processes import run_in_processes
 from tests.trainer.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
 
@@ -440,3 +444,27 @@ def test_the_signature_is_hugging_faces() -> None:
 def test_evaluation_needs_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="evaluation needs an eval_dataset"):
         make_trainer(tmp_path, eval_dataset=None).evaluate()
+
+
+def test_a_fractional_warm_up_is_rounded_up_to_whole_updates(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=5, warmup_steps=0.3, learning_rate=1.0)
+    trainer.train()
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    expected = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=5)
+    wanted = []
+    for _ in range(5):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        expected.step()
+    assert rates == pytest.approx(wanted)
+
+
+def test_a_trainer_that_is_gone_frees_its_model(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    call_with_count(partial(trainer.compute_loss), trainer.model, collate(make_rows(4)), count=None)
+    kept = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert kept() is None

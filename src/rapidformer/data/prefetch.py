@@ -1,8 +1,7 @@
 """Batches on their way to the device: the next one is copied while this one is worked on.
 
-The copy runs from pinned memory on a stream of its own. What a reader would get wrong: a tensor
-made on that stream and used on another must be marked so (``record_stream``), or its memory would
-be given away while the model still reads it.
+The copy runs from pinned memory on its own stream. A tensor made on that stream and used on another
+must be marked with ``record_stream``, or its memory could be reused while the model still reads it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.config.mindformers_names import TRAINING_ARGUMENTS
+from rapidformer.training.trainer.former_names import FORMER_NAMES, takes_former_names
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_schedul
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
 
 
+@takes_former_names
 @dataclass(repr=False)
 class TrainingArguments:
     """Settings of a run in Hugging Face's words."""
@@ -153,7 +155,9 @@ class TrainingArguments:
 
     def __new__(cls, *positional: Any, **named: Any) -> TrainingArguments:
         """In MindFormers' words, an instance of the class that has those names."""
-        if cls is TrainingArguments and named.keys() & set(TRAINING_ARGUMENTS):
+        # Names of transformers 4 are no sign of MindFormers.
+        own = TRAINING_ARGUMENTS.keys() - FORMER_NAMES.keys()
+        if cls is TrainingArguments and named.keys() & own:
             module = importlib.import_module("rapidformer.training.trainer.mindformers_arguments")
             cls = module.MindFormersArguments
         return object.__new__(cls)
@@ -256,7 +260,7 @@ class TrainingArguments:
     # ---- as text -------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name; tokens are not told."""
+        """Every field by name; tokens are masked."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         return {
             name: f"<{name.upper()}>" if name.endswith("_token") and value else value

@@ -54,6 +54,17 @@ class CallbackList:
                 trainer.control = returned
         return trainer.control
 
+    def list_events(self) -> set[str]:
+        """The events that at least one callback listens to."""
+        names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+        return {
+            name
+            for name in names
+            for callback in self.callbacks
+            if getattr(getattr(callback, name), "__func__", None)
+            is not getattr(TrainerCallback, name)
+        }
+
     def on_prediction_step(self, loader: Any) -> None:
         self.call("on_prediction_step", eval_dataloader=loader)
 

@@ -1,7 +1,7 @@
 """The loop's hook points as transformers' events: the trainer's state follows the loop's.
 
-What a reader would get wrong: ``evaluate()`` tells the callbacks of an evaluation itself, as in
-transformers, before the loop has compared it with the best one; here the result is only copied.
+As in transformers, ``evaluate()`` itself tells the callbacks of an evaluation, before the loop has
+compared it with the best one; here the result is only copied.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.timetable import count_updates
 from rapidformer.training.trainer.interface import TrainerInterface
@@ -18,6 +19,8 @@ from rapidformer.training.trainer.records import STATE_FILE
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate",
              "should_save")  # fmt: skip
+# The loop acts on requests of these only at the end of the step.
+_WITHIN_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 
@@ -33,6 +36,7 @@ class LoopEvents(Callback):
 
     def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
+        self._heard: set[str] = set()
 
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
         trainer, args = self._trainer, self._trainer.args
@@ -46,6 +50,8 @@ class LoopEvents(Callback):
                 setattr(state, name, count_updates(interval, loop.train_iters))
         if loop.step:
             self._recall(loop)
+        # A callback may be on some ranks only: all must know where requests can come from.
+        self._heard = set().union(*gather_from_all(trainer.callbacks.list_events()))
         self._tell("on_train_begin", loop, control)
 
     def _recall(self, loop: RunningLoop) -> None:
@@ -80,6 +86,7 @@ class LoopEvents(Callback):
             self._read(control)
             self._trainer.log({_LOGGED[name]: line[name] for name in _LOGGED if name in line})
             self._pass_on(control)
+            self._agree(control, "on_log")
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` told them."""
@@ -87,6 +94,7 @@ class LoopEvents(Callback):
         theirs = self._trainer.control
         for name in _REQUESTS:
             setattr(control, name, getattr(control, name) or getattr(theirs, name))
+        self._agree(control, "on_evaluate", "on_log", "on_prediction_step")
 
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         if self._trainer.state.is_world_process_zero:
@@ -102,6 +110,17 @@ class LoopEvents(Callback):
         self._read(control)
         self._trainer.callbacks.call(event)
         self._pass_on(control)
+        if event == "on_step_end":
+            self._agree(control, event, *_WITHIN_STEP)
+        elif event not in _WITHIN_STEP:
+            self._agree(control, event)
+
+    def _agree(self, control: Control, *events: str) -> None:
+        """Rank 0's requests count; nothing is sent if no callback listens to these events."""
+        if self._heard.intersection(events):
+            requests = broadcast_object([getattr(control, name) for name in _REQUESTS])
+            for name, value in zip(_REQUESTS, requests, strict=True):
+                setattr(control, name, value)
 
     def _read(self, control: Control) -> None:
         theirs = self._trainer.control

@@ -48,6 +48,9 @@ def call_with_count(function: Callable[..., Any], *arguments: Any, count: Any) -
 
 
 def _takes_count(function: Callable[..., Any]) -> bool:
+    # The cache must not keep a bound method, and so a trainer and its model, alive.
+    if isinstance(function, functools.partial):
+        function = function.func
     return _find_count(getattr(function, "__func__", function))
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.training.trainer.arguments import TrainingArguments
+from rapidformer.training.trainer.former_names import takes_former_names
 
 
+@takes_former_names
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
     """``TrainingArguments`` and how to generate in evaluation."""

@@ -1,8 +1,8 @@
 """From Hugging Face's ``TrainingArguments`` to the ``Settings`` of a run.
 
 The table in ``config/hugging_face_names.py`` says what each name becomes; here stand only the names
-whose value must be translated. What a reader would get wrong: a value that the user did not change
-counts as not given, so that a DeepSpeed file may still say it.
+whose value must be translated. A value that the user did not change counts as not given, so that a
+DeepSpeed file may still set it.
 """
 
 from __future__ import annotations
@@ -115,8 +115,13 @@ def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Va
 
 
 def has_own_curve(arguments: TrainingArguments) -> bool:
-    """Whether a schedule of ours is the one asked for; otherwise transformers makes it."""
-    return arguments.lr_scheduler_type in _CURVES and not arguments.lr_scheduler_kwargs
+    """Whether a schedule of ours is the one asked for; otherwise transformers makes it.
+
+    transformers rounds a fractional warm-up up to whole updates; our curve does not.
+    """
+    kind = arguments.lr_scheduler_type
+    is_rounded = 0 < arguments.warmup_steps < 1 and kind != "constant"
+    return kind in _CURVES and not arguments.lr_scheduler_kwargs and not is_rounded
 
 
 def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> Values:

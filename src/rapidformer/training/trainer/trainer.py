@@ -3,9 +3,9 @@
     trainer = Trainer(model, args, train_dataset=..., eval_dataset=..., processing_class=...)
     trainer.train()
 
-A subclass may replace any public method. What a reader would get wrong: the engine is made when it
-is first needed, so a script may change ``args`` until then; and an instance takes on the class of
-another dialect when its arguments are in that dialect (``dialects.py``).
+A subclass may override any public method. The engine is built when it is first needed, so a script
+may change ``args`` until then. An instance whose arguments are in another dialect takes on that
+dialect's class (``dialects.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -417,10 +418,14 @@ class Trainer(RunRecords):
             )
             return {}
 
-        if self._is_training:
-            run()
+        if self._is_training and not self.model.training:
+            run()  # the loop's own evaluation
         else:
-            with regularize(self.model, self.engine.args):
+            # A run of training has regularized the model already.
+            applied = (
+                nullcontext() if self._is_training else regularize(self.model, self.engine.args)
+            )
+            with applied:
                 evaluate_model(self.engine, run)
         return outputs[0]
 

@@ -1,0 +1,38 @@
+"""Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
+
+FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
+
+C = TypeVar("C")
+
+
+def takes_former_names(cls: type[C]) -> type[C]:
+    """Let a class of arguments take the former names too; its signature stays as it is."""
+    build: Callable[..., None] = cls.__init__
+
+    @functools.wraps(build)
+    def take(self: C, *positional: Any, **named: Any) -> None:
+        build(self, *positional, **_rename(named))
+
+    cls.__init__ = take  # type: ignore[assignment]
+    return cls
+
+
+def _rename(named: dict[str, Any]) -> dict[str, Any]:
+    renamed = {name: value for name, value in named.items() if name not in FORMER_NAMES}
+    for former, name in FORMER_NAMES.items():
+        value = named.get(former)
+        if former == "warmup_ratio" and value is not None and not 0 <= value < 1:
+            raise ConfigurationError(f"warmup_ratio must be at least 0 and below 1, got {value}.")
+        if value and not renamed.get(name):  # where both are given, the present name wins
+            warn_once(f"TrainingArguments({former}={value!r}) is now {name}={value!r}.")
+            renamed[name] = value
+    return renamed
