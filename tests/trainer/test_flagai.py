@@ -52,7 +52,7 @@ DEEPSPEED = {
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """What the script finds in its folder: a T5 with its tokenizer, and the toy data."""
     return fill(tmp_path)
 
@@ -107,50 +107,48 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
-def test_ddp_launches_itself_and_passes_flags_on(workplace: Path, alone: list[float]) -> None:
+def test_ddp_launches_itself_and_passes_flags_on(folder: Path, alone: list[float]) -> None:
     more = "    deepspeed_config='deepspeed.json'\n"
     done = run_script(
-        workplace, env_type="pytorchDDP", batch=2, processes=2, more=more, flags="--mine 3"
+        folder, env_type="pytorchDDP", batch=2, processes=2, more=more, flags="--mine 3"
     )
     assert done.returncode == 0, done.stderr
     assert "there is no hostfile ./hostfile: the run is on this node alone" in done.stderr
     assert "deepspeed_config='deepspeed.json' is not used: env_type is 'pytorchDDP'" in done.stderr
     assert "2 processes on CPU" in done.stderr
-    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+    assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
-def test_deepspeed(workplace: Path, alone: list[float]) -> None:
+def test_deepspeed(folder: Path, alone: list[float]) -> None:
     more = "    deepspeed_config='deepspeed.json'\n"
-    done = run_script(workplace, env_type="deepspeed", batch=4, processes=2, more=more)
+    done = run_script(folder, env_type="deepspeed", batch=4, processes=2, more=more)
     assert done.returncode == 0, done.stderr
     assert "deepspeed.json wins over the Trainer's own arguments: micro_batch_size 4 (now 2)." in (
         done.stderr
     )
     assert "ZeRO-1 over 2 ranks" in done.stderr
-    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+    assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize(("stage", "processes"), [(1, 4), (3, 2)])
 def test_deepspeed_with_model_parallelism(
-    workplace: Path, alone: list[float], stage: int, processes: int
+    folder: Path, alone: list[float], stage: int, processes: int
 ) -> None:
     batch = 4 // (processes // 2)
     content = {
         **DEEPSPEED, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": batch,
     }  # fmt: skip
-    (workplace / "deepspeed.json").write_text(json.dumps(content))
+    (folder / "deepspeed.json").write_text(json.dumps(content))
     more = "    deepspeed_config='deepspeed.json',\n    model_paralle_size = 2\n"
-    done = run_script(
-        workplace, env_type="deepspeed+mpu", batch=batch, processes=processes, more=more
-    )
+    done = run_script(folder, env_type="deepspeed+mpu", batch=batch, processes=processes, more=more)
     assert done.returncode == 0, done.stderr
     assert f"rapidformer's own ZeRO-{stage} x tensor parallelism of 2 is used" in done.stderr
-    assert read_losses(workplace) == pytest.approx(alone, abs=1e-5)
+    assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_failing_script_has_a_true_status(workplace: Path) -> None:
-    (workplace / "train_targets.txt").unlink()
-    done = run_script(workplace, env_type="pytorchDDP", batch=2, processes=2)
+def test_a_failing_script_has_a_true_status(folder: Path) -> None:
+    (folder / "train_targets.txt").unlink()
+    done = run_script(folder, env_type="pytorchDDP", batch=2, processes=2)
     assert done.returncode == 1
     assert "No such file or directory: 'train_targets.txt'" in done.stderr
 
