@@ -466,3 +466,26 @@ def test_settings_built_directly_accumulate_to_the_global_batch() -> None:
     rows = [{"x": torch.ones(1), "labels": torch.ones(())} for _ in range(64)]
     engine.compose(nn.Linear(1, 1), train_dataloader=DataLoader(rows, batch_size=16))  # type: ignore[arg-type]
     assert engine.clock.rounds_per_update == 2
+
+
+def test_a_validation_pass_before_backward_leaves_the_weight_of_the_batch() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    engine = make_engine(global_batch_size=2, micro_batch_size=1, clip_grad=0.0)
+    rows = make_labelled_rows(1, 3)
+    train = engine.build_data_loader(rows, is_training=True)
+    valid = engine.build_data_loader(rows, is_training=False)
+    engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in train:
+        loss = model(batch["x"]).mean()
+        with torch.no_grad():
+            for other in valid:
+                model(other["x"])
+        engine.backward(loss)
+    assert float(engine.clock.total_weight) == 4.0
+
+
+def test_a_model_keeps_no_switch_of_an_earlier_engine() -> None:
+    model = nn.Linear(3, 3)
+    make_engine(mixed_precision="bf16").compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RapidformerError, match="composed earlier with other settings"):
+        make_engine().compose(model, torch.optim.SGD(model.parameters(), lr=0.1))

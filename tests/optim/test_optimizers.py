@@ -195,5 +195,5 @@ def test_parts_share_rate_and_state_also_after_loading() -> None:
 
 
 def test_muon_needs_matrices() -> None:
-    with pytest.raises(ConfigurationError, match="no matrices to turn; use adam"):
+    with pytest.raises(ConfigurationError, match="no weight matrices in its blocks; use adam"):
         build_optimizer(nn.LayerNorm(4), OptimizerArguments(optimizer="muon", lr=1))

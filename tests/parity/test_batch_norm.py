@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rapidformer.engine import RapidformerEngine
 from tests.parity.harness import keep_rate, make_sgd, zero
 from tests.parity.own_loop import SETTINGS, Loop, assert_same
 from tests.parity.own_models import PlainModel
+from tests.processes import run_in_processes
 
 
 class NormalisedModel(PlainModel):
@@ -64,3 +66,31 @@ def test_accumulation_with_batch_norm_is_reported(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("WARNING"):
         engine.compose(model, make_sgd(model), keep_rate)
     assert "BatchNorm takes its statistics over one micro-batch, not over the 4" in caplog.text
+
+
+def test_fillers_do_not_count() -> None:
+    """Six rows over two ranks of two: in the second round, the second rank has none."""
+    assert run_in_processes(train_on_six_rows, 1)[0] == pytest.approx(
+        run_in_processes(train_on_six_rows, 2)[0], abs=1e-6
+    )
+
+
+def train_on_six_rows() -> list[float]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    engine = RapidformerEngine(
+        args={
+            "micro_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
+            "lr": 0.1,
+            "clip_grad": 0.0,
+            "log_level": "error",
+        }
+    )
+    rows = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i))} for i in range(6)]
+    loader = engine.build_data_loader(rows, is_training=True, shuffle=False)
+    engine.compose(model, make_sgd(model), keep_rate)
+    for batch in loader:
+        # A mean of squares over its rows: each rank's own weight is the number of its rows.
+        engine.backward(model(batch["x"]).square().mean(), weight=float(len(batch["x"])))
+        engine.step()
+    return [*model[1].running_mean.tolist(), *model[0].weight.flatten().tolist()]

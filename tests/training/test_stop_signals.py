@@ -43,7 +43,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(
         train(tmp_path, signal.SIGINT)
     said = capsys.readouterr().err
     assert "Ctrl-C: training finishes this step, saves a checkpoint and stops." in said
-    assert "Press Ctrl-C again to stop at once." in said
+    assert "A second signal stops at once." in said
     assert (
         f"stopped by Ctrl-C at step 3: resume with the same command and --load {tmp_path}" in said
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,23 @@ def test_a_pair_of_loss_and_logits_is_refused() -> None:
 
     with pytest.raises(RapidformerError, match="second item must be"):
         WithLogits(make_engine(epochs=1)).train()
+
+
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:
+    LineFinetuner(make_engine(epochs=1, save=str(tmp_path))).train()
+    shutil.rmtree(tmp_path / "last")
+    engine = make_engine(epochs=1, save=str(tmp_path), load=str(tmp_path))
+    LineFinetuner(engine).train()
+    assert engine.clock.updates == 10
+    assert (tmp_path / "last").is_dir()
+
+
+def test_a_checkpoint_knows_the_evaluation_of_its_own_step(tmp_path: Path) -> None:
+    """Saved by its interval first, evaluated at the end of the epoch next."""
+    LineFinetuner(make_engine(epochs=2, save=str(tmp_path), save_interval=5)).train()
+    engine = make_engine(epochs=3, lr=0.0, save=str(tmp_path / "next"))
+    finetuner = LineFinetuner(engine)
+    finetuner.train()
+    extra = engine.load_checkpoint(tmp_path / "iter_0000010")
+    assert extra["progress"]["evaluated_at"] == 10
+    assert extra["progress"]["best_step"] == 10

@@ -63,7 +63,7 @@ def test_evaluation_may_begin_later() -> None:
             {"eval_interval": 1.5},
             "--eval-interval must be a whole number of steps, or below 1 for a",
         ),
-        ({"load_best_model_at_end": True}, "--load-best-model-at-end needs --save"),
+        ({"load_best_model_at_end": True, "save": "none"}, "needs a run folder: leave out"),
         (
             {"early_stopping_patience": 2, "eval_strategy": "no"},
             "--early-stopping-patience needs evaluations, but --eval-strategy is no.",

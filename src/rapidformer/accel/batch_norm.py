@@ -7,6 +7,7 @@ accumulation cannot be exact: no micro-batch knows the rows of the next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from rapidformer.overlay import extend
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batches: int) -> str:
+def synchronise_batch_norm(
+    model: nn.Module, topology: Topology, *, micro_batches: int, is_filler: Callable[[], bool]
+) -> str:
     """Let every BatchNorm see the rows of all replicas, in place; returns a start-up line."""
     modules = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
     if not modules:
@@ -35,7 +38,7 @@ def synchronise_batch_norm(model: nn.Module, topology: Topology, *, micro_batche
     group = topology.get_replica_group()
     if group is None:
         return ""
-    members = {"_replicas": group}
+    members = {"_replicas": group, "_is_filler": staticmethod(is_filler)}
     for module in modules:
         extend(module, "statistics", lambda cls: members, styles=(_SharedStatistics,))
     return f"batch norm: statistics of {len(modules)} layers over {group.size()} ranks"
@@ -53,12 +56,15 @@ class _SharedStatistics:
         dims = [0, *range(2, rows.dim())]
         shape = [1, -1] + [1] * (rows.dim() - 2)
         # The number of rows may differ between ranks; it is sent with their sum.
-        count = values.new_full((1,), values.numel() / values.shape[1])
-        *sums, total = self._sum(torch.cat([values.sum(dims), count])).split([values.shape[1], 1])
+        # A filler keeps its rank in step, but is none of the batch's rows.
+        counted = 0.0 if self._is_filler() else 1.0
+        count = values.new_full((1,), counted * values.numel() / values.shape[1])
+        summed = self._sum(torch.cat([values.sum(dims) * counted, count]))
+        *sums, total = summed.split([values.shape[1], 1])
         mean = sums[0] / total
         centred = values - mean.view(shape)
         # From centred values: the mean of squares minus the squared mean would cancel.
-        variance = self._sum(centred.square().sum(dims)) / total
+        variance = self._sum(centred.square().sum(dims) * counted) / total
         if self.training and self.running_mean is not None:
             self._follow(mean.detach(), variance.detach() * total / (total - 1))
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)

@@ -9,7 +9,7 @@ was built without memory, the slices are created at the end, when it is known wh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -94,6 +94,7 @@ def parallelize(
     precision: Precision,
     given_plan: GivenPlan | None = None,
     for_training: bool = True,
+    is_filler: Callable[[], bool] = lambda: False,
 ) -> Parallelized:
     """Apply every switch that the settings turn on, in place."""
     plan = find_plan(model, given_plan)
@@ -114,7 +115,7 @@ def parallelize(
     _place_weights(assembly)
     if for_training:
         steps = args.gradient_accumulation_steps or 1
-        line = synchronise_batch_norm(model, topology, micro_batches=steps)
+        line = synchronise_batch_norm(model, topology, micro_batches=steps, is_filler=is_filler)
         lines += [line] if line else []
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)

@@ -180,8 +180,8 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
                 f"{to_flag(name)} must be a whole number of steps, or below 1 for a fraction of "
                 f"the run, got {interval}."
             )
-    if args.load_best_model_at_end and args.save is None:
-        yield "--load-best-model-at-end needs --save: the best weights are saved there."
+    if args.load_best_model_at_end and args.keeps_nothing:
+        yield "--load-best-model-at-end needs a run folder: leave out --save none."
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."

@@ -1,10 +1,10 @@
-"""The loader: one global order of samples, cut the same way for any number of processes.
+"""The loader: one global order of samples, cut the same way for any number of ranks.
 
-A *round* is one micro-batch on every process. Round k takes samples [k R, (k+1) R) of the epoch's
-order, R = micro-batch size x processes, and process r the r-th slice of it; an update is so many
-rounds. The position is one number of samples, the same on every process, so a run goes on exactly
-where it was. A process without samples in the last round gets a *filler* (a sample of another
-process, with weight 0), because all processes must run the model equally often.
+A *round* is one micro-batch on every rank. Round k takes samples [k R, (k+1) R) of the epoch's
+order, R = micro-batch size x ranks, and rank r the r-th slice of it; an update is a fixed number of
+rounds. The position is one number of samples, the same on every rank, so a run resumes where
+it stopped. A rank without samples in the last round gets a *filler* (another rank's sample, with
+weight 0), because all ranks must run the model equally often.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class DistributedLoader:
         self._device = device or torch.device("cpu")
         self._order = order
         self._get_batch_size = get_batch_size
-        """Samples of the update after so many samples, where updates are not all equal."""
+        """Samples of the next update after this many samples, if updates differ in size."""
         self._sum_counts = sum_counts
+        """Adds counts over all replicas; given if updates are counted ahead."""
         self._gather_digests = gather_digests
-        """How the processes compare what they have read from a stream; None once they have."""
-        """Adds counts over all replicas; given where updates are to be counted ahead."""
+        """How the ranks compare what they have read from a stream; None once they have."""
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
@@ -167,7 +167,7 @@ class DistributedLoader:
         """The global position, valid for any number of processes.
 
         A stream is read again from its start and its rows are skipped, although its data set may
-        have a ``state_dict`` of its own: Hugging Face's leaves out what stands in a shuffle buffer.
+        have a ``state_dict`` of its own: Hugging Face's leaves out the rows in its shuffle buffer.
         """
         return {"epoch": self.epoch, "consumed_samples": self.consumed_samples}
 

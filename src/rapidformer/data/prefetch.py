@@ -1,4 +1,4 @@
-"""Batches on their way to the device: the next one is copied while this one is worked on.
+"""Copy batches to the device: the next one is copied while the current one is processed.
 
 The copy runs from pinned memory on its own stream. A tensor made on that stream and used on another
 must be marked with ``record_stream``, or its memory could be reused while the model still reads it.

@@ -60,14 +60,9 @@ class ComposedRun(Run):
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
         self._parameters: list[nn.Parameter] = []
-        self._num_trainable = 0
+        self._trainable: list[bool] = []
         self._is_by_row = False
         self._parallelized: Parallelized | None = None
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether the model is split into stages; ``run_update`` then replaces ``backward``."""
-        return self.topology.pipeline > 1
 
     def build_model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """``build()``; if the run splits weights, no rank ever holds all of them.
@@ -114,7 +109,7 @@ class ComposedRun(Run):
         self._own_loop.is_composed = True
         # Listed once: walking a model's modules takes longer than many of its kernels.
         self._parameters = list(model.parameters())
-        self._num_trainable = self._count_trainable()
+        self._trainable = [p.requires_grad for p in self._parameters]
         watch_double_backward(model, self._check_double_backward)
         deepspeed = self._parallelized.deepspeed
         if deepspeed is not None:
@@ -185,6 +180,7 @@ class ComposedRun(Run):
             precision=self.precision,
             given_plan=plan,
             for_training=for_training,
+            is_filler=self._own_loop.is_on_filler,
         )
         return switch_on_once(model, self.args, switch_on)
 
@@ -226,9 +222,6 @@ class ComposedRun(Run):
             train_iters=train_iters,
             count_samples=self.batches.count_samples,
         )
-
-    def _count_trainable(self) -> int:
-        return sum(p.requires_grad for p in self._parameters)
 
     def _check_double_backward(self) -> None:
         check_double_backward(self.args, self.topology, is_by_row=self._is_by_row)

@@ -54,6 +54,10 @@ class OwnLoop:
         finally:
             self._in_hand = before
 
+    def is_on_filler(self) -> bool:
+        """Whether the current micro-batch is a filler."""
+        return self._in_hand is not None and self._in_hand.is_filler
+
     def ends_with_filler(self, rows: int) -> bool:
         """Whether results of so many rows, made from batches of this pass, end with a filler's.
 
@@ -86,10 +90,16 @@ class OwnLoop:
     def _follow_evaluation(
         self, micro_batches: Iterator[MicroBatch], batch_size: int
     ) -> Iterator[MicroBatch]:
-        for each in self._follow(micro_batches, batch_size):
-            self.in_training = None
-            beat("evaluate", self._clock.updates)
-            yield each
+        before = self.in_training
+        try:
+            for each in self._follow(micro_batches, batch_size):
+                self.in_training = None
+                beat("evaluate", self._clock.updates)
+                yield each
+        finally:
+            # Unless training has moved on: backward may still come for the batch before.
+            if self.in_training is None:
+                self.in_training = before
 
     def _follow(self, micro_batches: Iterator[MicroBatch], batch_size: int) -> Iterator[MicroBatch]:
         self._rows, self._ended_with_filler, self._batch_size = 0, False, batch_size

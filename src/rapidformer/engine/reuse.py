@@ -33,7 +33,8 @@ def switch_on_once(
             )
         if before == asked:
             return parallelized
-        if args.world_size > 1:
+        plain = {name: v for switch in SWITCHES for name, v in switch.get_defaults().items()}
+        if args.world_size > 1 or before != plain:
             changed = [name for name in asked if before[name] != asked[name]]
             raise RapidformerError(
                 "this model was composed earlier with other settings "

@@ -157,7 +157,7 @@ class Run:
         return lambda: group_by_length(lengths, size)
 
     def adopt_loader(self, loader: Any, *, is_training: bool) -> DistributedLoader:
-        """The user's DataLoader, spread over the processes."""
+        """The user's DataLoader, split over the data-parallel ranks."""
         if isinstance(loader, DistributedLoader):
             return loader
         if not isinstance(loader, DataLoader):
@@ -172,7 +172,7 @@ class Run:
             num_replicas=self.args.data_parallel_size,
             replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
-            seed=self.args.seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             device=self.device,
             gather_digests=None if is_alone() else gather_from_all,
         )
@@ -180,6 +180,11 @@ class Run:
 
     def _adopt_batch_size(self, batch_size: int) -> None:
         """Accumulate to ``--global-batch-size`` in micro-batches of the user's own size."""
+        if not self.batches.is_constant:
+            raise ConfigurationError(
+                "--rampup-batch-size needs a loader whose batches the engine sizes: use "
+                "engine.build_data_loader(dataset, collate_fn)."
+            )
         total = self.args.global_batch_size
         if not self.args.is_given("global_batch_size") or total is None:
             return
@@ -187,7 +192,7 @@ class Run:
         if total % share:
             raise ConfigurationError(
                 f"--global-batch-size {total} is not a multiple of the DataLoader's batch_size "
-                f"{batch_size} x {self.args.data_parallel_size} data-parallel processes = {share}."
+                f"{batch_size} x {self.args.data_parallel_size} data-parallel ranks = {share}."
             )
         self.clock.rounds_per_update = total // share
 

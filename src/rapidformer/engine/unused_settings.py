@@ -59,6 +59,8 @@ def describe_unused(args: Settings, made_by_script: dict[str, tuple[str, ...]]) 
         what: [name for name in names if args.is_given(name)]
         for what, names in made_by_script.items()
     }
+    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return None  # a notebook: what its cells read cannot be searched
     read = _find_attributes() if any(given.values()) else set()
     parts = []
     for what, names in given.items():

@@ -156,10 +156,10 @@ class UpdatingRun(ComposedRun):
 
     def _notice_unfrozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""
-        count = self._count_trainable()
-        if count == self._num_trainable:
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable == self._trainable:
             return False
-        self._num_trainable = count
+        self._trainable = trainable
         assert self.optimizer is not None
         if self.parallelized.deepspeed is not None:
             raise RapidformerError(
@@ -172,8 +172,8 @@ class UpdatingRun(ComposedRun):
         if idle:
             warn_once(
                 f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "
-                "hold them, so they are not updated. Add them once they are unfrozen: "
-                'optimizer.add_param_group({"params": [...]}).'
+                "hold them, so they are not updated. Pass compose() an optimizer over all "
+                "parameters, frozen ones included: torch.optim.AdamW(model.parameters(), ...)."
             )
         return True
 

@@ -98,7 +98,9 @@ def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Op
         rest = [p for p in group["params"] if p.dim() != 2 or id(p) not in turned]
         others += [{**group, "params": rest}] if rest else []
     if not matrices:
-        raise ConfigurationError("--optimizer muon: the model has no matrices to turn; use adam.")
+        raise ConfigurationError(
+            "--optimizer muon: the model has no weight matrices in its blocks; use adam."
+        )
     muon = Muon(
         [{"params": matrices}],
         lr=lr,
@@ -114,8 +116,15 @@ class CombinedOptimizer(Optimizer):
 
     def __init__(self, parts: list[Optimizer]) -> None:
         self._parts = parts
+        self._is_complete = False
         super().__init__([group for part in parts for group in part.param_groups], {})
+        self._is_complete = True
         self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_complete:
+            raise ConfigurationError("--optimizer muon takes no further parameter groups.")
+        super().add_param_group(param_group)
 
     def _share(self) -> None:
         """Let each part see its own slice of the joint groups, and the joint state."""

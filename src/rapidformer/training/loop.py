@@ -6,6 +6,7 @@ evaluation.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,7 @@ class TrainingLoop:
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._saved_at: int | None = None
+        self._saved_progress: Progress | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step
         self._step_before = self.step
@@ -133,6 +135,18 @@ class TrainingLoop:
     def is_finished(self) -> bool:
         """Whether a restored run has already done all of its updates."""
         return self._attempts >= self.train_iters
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether the final model was written; a run may have died after its last checkpoint."""
+        if self.args.save is None or self.engine.resumed_from is None:
+            return True
+        last = Path(self.args.save) / LAST
+        # An older one is an earlier, shorter run's.
+        is_newer = last.is_dir() and (
+            last.stat().st_mtime >= self.engine.resumed_from.stat().st_mtime
+        )
+        return bool(broadcast_object(is_newer))
 
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
@@ -335,13 +349,14 @@ class TrainingLoop:
         self._notify("on_log", self._locate() | metrics)
         self._notify("on_evaluate", metrics)
         self.meter.resume(paused_at)
-        if self.control.should_save and self.args.save:
+        # A checkpoint of this step, if there is one, does not know this evaluation.
+        if self.args.save and (self.control.should_save or self._saved_at == self.step):
             self.save()
 
     def save(self) -> None:
         """Save a checkpoint, unless this step already has one."""
         self.control.should_save = False
-        if self._saved_at == self.step:
+        if self._saved_at == self.step and self._saved_progress == self.progress:
             return
         # Reading the meter raises an error if a loss is NaN: such a state is never saved.
         self._log()
@@ -350,7 +365,7 @@ class TrainingLoop:
         folder = self.engine.save_checkpoint(
             extra={"progress": progress, "attempts": self._attempts}, protected=self._best_folder
         )
-        self._saved_at = self.step
+        self._saved_at, self._saved_progress = self.step, Progress(**progress)
         self._notify("on_save", folder)
         self.meter.resume(paused_at)
 
@@ -363,6 +378,7 @@ class TrainingLoop:
             self.progress.best_value = self.progress.best_step = None
         self._attempts = extra.get("attempts", self.step)
         self._step_before = self._saved_at = self.step
+        self._saved_progress = copy.deepcopy(self.progress)
 
 
 def evaluate_model(

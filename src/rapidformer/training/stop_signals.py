@@ -57,7 +57,7 @@ class StopSignals:
         how = "saves a checkpoint" if self._saves else "saves nothing (no --save folder)"
         self._say(
             f"{self.name}: training finishes this step, {how} and stops. "
-            "Press Ctrl-C again to stop at once."
+            "A second signal stops at once."
         )
 
     def _put_back(self) -> None:

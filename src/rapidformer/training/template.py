@@ -275,7 +275,7 @@ class Template(ABC):
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
-            if loop.is_finished:
+            if loop.is_finished and loop.is_exported:
                 return self._tell_finished(loop)
         with regularize(model, self.args):
             return loop.run()

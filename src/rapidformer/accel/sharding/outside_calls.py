@@ -81,7 +81,11 @@ class _OutsideCall:
             get_parameter_table(module)[name] = parameter
 
     def _is_outside(self) -> bool:
-        if self._gathered.is_kept or is_in_forward(self._root):
+        if is_in_forward(self._root):
+            return False
+        if self._gathered.is_kept and all(
+            group.is_unsharded for group in list_parameter_groups(self._root)
+        ):
             return False
         # Recomputation in the backward pass: everything needed is gathered already.
         return not is_in_backward()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.errors import ModelError
 
-Call = tuple[bool, bool, int, frozenset[str]]
+Call = tuple[bool, bool, int, frozenset[tuple[str, bool | str | None]]]
 
 
 def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
@@ -43,7 +43,12 @@ class _Depth:
         self._run: list[str] = []
 
     def start(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        given = frozenset(name for name, value in kwargs.items() if value is not None)
+        # Modes may choose blocks, and are the same on every rank; tensors are data.
+        given = frozenset(
+            (name, value if isinstance(value, bool | str) else None)
+            for name, value in kwargs.items()
+            if value is not None
+        )
         self._call = (model.training, torch.is_grad_enabled(), len(args), given)
         self._run = []
 
