@@ -48,6 +48,7 @@ class _SharedStatistics:
     """Placed in front of a BatchNorm's own class."""
 
     _replicas: dist.ProcessGroup
+    _is_filler: Callable[[], bool]
 
     def forward(self: Any, rows: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
