@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import get_linear_schedule_with_warmup
+from transformers import BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
 from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.processes import run_in_processes
 from tests.small import make_model_folder, make_pair_data
+from tests.trainer.small import make_classifier
 
 ROWS = 24
 
@@ -246,6 +247,22 @@ def test_a_model_is_saved_whole(tmp_path: Path) -> None:
 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert saved.keys() == accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+
+
+def save_sharded(folder: str) -> bool:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    model = make_classifier()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.unwrap_model(model).save_pretrained(
+        folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
+def test_save_pretrained_of_a_sharded_model_saves_it_whole(tmp_path: Path) -> None:
+    assert run_in_processes(save_sharded, 2, str(tmp_path)) == [True, True]
+    saved = BertForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    torch.testing.assert_close(dict(saved), dict(make_classifier().state_dict()), rtol=0, atol=0)
 
 
 SCRIPT = Path(__file__).parent / "trainer" / "scripts" / "accelerate_distribution2.py"

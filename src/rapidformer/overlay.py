@@ -28,6 +28,7 @@ ORDER = {
     "autocast": "runs in 16 bits on fp32 weights",
     "deepspeed": "runs through DeepSpeed's engine",
     "stages": "runs only the blocks of this rank's stage",
+    "saving": "saves sharded weights whole",
     "recording": "records a block's inputs while the model is examined",
     "update": "steps when an update is due (optimizers and schedulers)",
 }

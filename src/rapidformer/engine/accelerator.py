@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
@@ -39,6 +40,7 @@ from rapidformer.engine.tracking import Tracker
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.takeover import take_over_scheduler
+from rapidformer.overlay import extend, list_layers
 
 _UNSEEDED = 67280421310721
 """What torch's generator says of its seed in a process that nobody has seeded."""
@@ -375,8 +377,22 @@ class Accelerator:
     # ---- saving --------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        """The model: nothing is ever wrapped."""
+        """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
+        is_sharded = any(isinstance(each, DTensor) for each in self.engine.parameters)
+        if model is self._model and is_sharded and "saving" not in list_layers(model):
+            extend(model, "saving", self._build_saving)
         return model
+
+    def _build_saving(self, cls: Any) -> dict[str, Any]:
+        def save_pretrained(
+            module: nn.Module, save_directory: str | Path, *values: Any, **options: Any
+        ) -> None:
+            if options.get("state_dict") is not None:  # gathered already
+                cls.save_pretrained(module, save_directory, *values, **options)
+            else:
+                self.engine.export_into(save_directory)
+
+        return {"save_pretrained": save_pretrained} if hasattr(cls, "save_pretrained") else {}
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The weights whole, on the first process; every process must call this."""
