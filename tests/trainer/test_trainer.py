@@ -420,6 +420,11 @@ def test_data_without_any_input_is_refused(tmp_path: Path) -> None:
         ({"model": None}, ConfigurationError, "needs a model, or a model_init"),
         ({"train_dataset": None}, DataError, "training needs a train_dataset"),
         ({"tokenizer": 1, "processing_class": 2}, ConfigurationError, "two names of one thing"),
+        (
+            {"eval_dataset": None, "eval_strategy": "epoch", "load_best_model_at_end": True},
+            ConfigurationError,
+            "eval_strategy='epoch' needs an eval_dataset",
+        ),
         ({"train_data": 1}, ConfigurationError, "'train_data': did you mean 'train_dataset'"),
     ],
 )
@@ -468,3 +473,31 @@ def test_a_trainer_that_is_gone_frees_its_model(tmp_path: Path) -> None:
     del trainer
     gc.collect()
     assert kept() is None
+
+
+def test_an_error_inside_model_init_is_not_hidden(tmp_path: Path) -> None:
+    calls = []
+
+    def make(*ignored: Any) -> Any:
+        calls.append(ignored)
+        raise TypeError("the user's own mistake")
+
+    with pytest.raises(TypeError, match="the user's own mistake"):
+        make_trainer(tmp_path, model_init=make)
+    assert calls == [()]
+    trainer = make_trainer(tmp_path, model_init=lambda trial: make_classifier())
+    assert trainer.model is not None
+
+
+def test_the_verbs_of_an_accelerator_in_a_subclass(tmp_path: Path) -> None:
+    class Gathers(Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            accelerator = self.accelerator
+            accelerator.wait_for_everyone()
+            assert accelerator.unwrap_model(model) is self.model
+            assert accelerator.is_main_process and accelerator.num_processes == 1
+            gathered = accelerator.gather_for_metrics({"labels": [inputs["labels"]]})
+            assert torch.equal(gathered["labels"][0], inputs["labels"])
+            return super().prediction_step(model, inputs, *rest, **named)
+
+    assert "eval_loss" in make_trainer(tmp_path, Gathers).evaluate()

@@ -223,7 +223,7 @@ class FlagAITrainer(Trainer):
         )
         metrics = self._name_metrics(output)
         self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
-        self._tell({f"eval_{name}": value for name, value in metrics.items()}, "validation")
+        self._log_line({f"eval_{name}": value for name, value in metrics.items()}, "validation")
         return metrics
 
     def _name_metrics(self, output: EvalLoopOutput) -> Metrics:

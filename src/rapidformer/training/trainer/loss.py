@@ -89,5 +89,28 @@ class LossRecorder:
             )
         return returned.mean() if returned.dim() else returned
 
+    @property
+    def is_main_process(self) -> bool:
+        return self._engine.is_main
+
+    @property
+    def num_processes(self) -> int:
+        return self._engine.args.world_size
+
+    def wait_for_everyone(self) -> None:
+        self._engine.wait_for_all()
+
+    def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """The model: nothing is ever wrapped."""
+        return model
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Every process's rows, each example of the data once; also of nested lists and dicts."""
+        if isinstance(values, Mapping):
+            return {name: self.gather_for_metrics(value) for name, value in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.gather_for_metrics(value) for value in values)
+        return self._engine.gather(values)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -158,8 +158,8 @@ class RunRecords:
             run_as_future=not blocking,
         )
 
-    def _tell(self, metrics: dict[str, Any], what: str) -> None:
-        """One line for the person at the terminal; the loop tells its own evaluations."""
+    def _log_line(self, metrics: dict[str, Any], what: str) -> None:
+        """One line for the person at the terminal; the loop logs its own evaluations."""
         if self._is_training or not self.is_world_process_zero():
             return
         numbers = " | ".join(

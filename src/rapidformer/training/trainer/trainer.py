@@ -90,6 +90,11 @@ class Trainer(RunRecords):
         if (model is None) == (model_init is None):
             raise ConfigurationError("Trainer needs a model, or a model_init that makes one.")
         self.args = args if args is not None else TrainingArguments("trainer_output")
+        if self.args.eval_strategy != "no" and eval_dataset is None:
+            raise ConfigurationError(
+                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset: pass one, or "
+                "set eval_strategy='no'."
+            )
         seed_everything(self.args.seed, deterministic=self.args.full_determinism)
         self.model_init = model_init
         self.model: nn.Module = model if model is not None else self.call_model_init()
@@ -149,10 +154,12 @@ class Trainer(RunRecords):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model that ``model_init`` makes."""
         assert self.model_init is not None
-        try:
-            model = self.model_init()
-        except TypeError:
-            model = self.model_init(trial)
+        parameters = inspect.signature(self.model_init).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needs_trial = any(
+            each.kind in positional and each.default is each.empty for each in parameters
+        )
+        model = self.model_init(trial) if needs_trial else self.model_init()
         if model is None:
             raise RapidformerError("model_init must return a model, it returned None.")
         return model
@@ -364,7 +371,7 @@ class Trainer(RunRecords):
         metrics = self._add_speed(output, metric_key_prefix, started)
         self.log(dict(metrics))
         self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
-        self._tell(metrics, "evaluation")
+        self._log_line(metrics, "evaluation")
         return metrics
 
     def evaluate_in_training(self) -> Metrics:
