@@ -76,8 +76,12 @@ def test_accumulating_by_hand_on_two_processes(stage: int | None) -> None:
         assert own_rates == rates
 
 
-def train_counting(accelerator: Accelerator, batch_size: int) -> list[float]:
+def train_counting(
+    accelerator: Accelerator, batch_size: int, *, evaluation_first: bool = False
+) -> list[float]:
     model, optimizer, loader = make_parts(batch_size, rows=22)
+    if evaluation_first:
+        accelerator.prepare(DataLoader(loader.dataset, batch_size=5))
     optimizer, model, loader = accelerator.prepare(optimizer, model, loader)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -96,6 +100,11 @@ def test_accumulate_counts_although_a_model_is_truthy() -> None:
     engine_steps = Accelerator(cpu=True, gradient_accumulation_steps=3)
     train_counting(engine_steps, 4)
     assert engine_steps.engine.clock.updates == 2
+
+
+def test_an_evaluation_loader_may_be_prepared_first() -> None:
+    plain, other = (Accelerator(cpu=True, gradient_accumulation_steps=3) for _ in range(2))
+    assert train_counting(plain, 4) == train_counting(other, 4, evaluation_first=True)
 
 
 def test_a_deepspeed_plugin_counts_without_accumulate() -> None:
@@ -184,6 +193,25 @@ def test_verbs_between_processes() -> None:
     assert first[3] == [1.0, 0.0]
     assert first[4:] == (2, True, DistributedType.MULTI_CPU)
     assert second[5] is False
+
+
+def _gather_repeated_losses(rows: int, batch_size: int) -> Any:
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.arange(rows)), batch_size=batch_size)
+    loader, losses, texts = accelerator.prepare(loader), [], []
+    with torch.no_grad():
+        for (batch,) in loader:
+            repeated, _ = accelerator.gather_for_metrics((batch.max().repeat(batch_size), batch))
+            losses += repeated.tolist()
+            texts += accelerator.gather_for_metrics([str(int(each)) for each in batch])
+    return losses, texts
+
+
+def test_a_repeated_loss_counts_each_example_once() -> None:
+    losses, texts = _gather_repeated_losses(9, 8)
+    assert losses == [7] * 8 + [8] and texts == [str(i) for i in range(9)]
+    for losses, texts in run_in_processes(_gather_repeated_losses, 2, 5, 2):
+        assert losses == [1, 1, 3, 3, 4] and texts == [str(i) for i in range(5)]
 
 
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -216,8 +216,11 @@ class Accelerator:
         loaders = [each for each in objects if isinstance(each, DataLoader)]
         if self._has_train_loader or not loaders:
             return None
-        self._has_train_loader = True
         shuffled = [each for each in loaders if isinstance(each.sampler, RandomSampler)]
+        # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
+        # still be the one to train on.
+        has_optimizer = any(isinstance(each, Optimizer) for each in (self._optimizer, *objects))
+        self._has_train_loader = bool(shuffled) or has_optimizer
         return (shuffled or loaders)[0]
 
     def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
@@ -478,6 +481,6 @@ class Accelerator:
 
 
 def _get_plain_state(each: Any) -> dict[str, Any]:
-    """What an object is to be restored from, without functions, which cannot be saved."""
+    """The state to restore an object from, without functions, which cannot be saved."""
     state: dict[str, Any] = each.state_dict()
     return {name: value for name, value in state.items() if not callable(value)}

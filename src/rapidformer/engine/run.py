@@ -230,10 +230,16 @@ class Run:
         if isinstance(values, torch.Tensor) and values.dim():
             surplus = self._own_loop.count_surplus_rows(len(values))
             return values[: len(values) - surplus] if surplus else values
+        if isinstance(values, dict):
+            return {name: self.drop_surplus_rows(value) for name, value in values.items()}
+        if isinstance(values, (list, tuple)):
+            return type(values)(self.drop_surplus_rows(value) for value in values)
         return values
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
-        """Every process's list, joined in rank order."""
+        """Every process's list, joined in rank order, without fillers of the last batch."""
+        if self._own_loop.ends_with_filler(len(values)):
+            values = values[:-1]
         return [value for part in gather_objects(values, self.topology) for value in part]
 
     def wait_for_all(self) -> None:
