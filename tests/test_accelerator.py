@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
+from rapidformer.config import resolve
+from rapidformer.engine.accelerator_settings import build_accelerator_settings
 from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.processes import run_in_processes
 from tests.small import make_model_folder, make_pair_data
@@ -265,6 +267,29 @@ def test_accumulation_that_two_places_say_differently() -> None:
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
     with pytest.raises(ConfigurationError, match="says 2, deepspeed_plugin says 4"):
         Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+
+
+def test_accumulation_that_is_no_number() -> None:
+    with pytest.raises(
+        ConfigurationError, match="must be a whole number of at least 1, got 'auto'"
+    ):
+        Accelerator(gradient_accumulation_steps="auto")
+
+
+def test_the_content_of_a_deepspeed_file_may_be_given() -> None:
+    """Its numbers hold: Accelerate's own defaults must not contradict them."""
+    content = {
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config=content)
+    settings = resolve(build_accelerator_settings({"cpu": True, "deepspeed_plugin": plugin}))
+    assert settings.deepspeed is not None and settings.clip_grad == 0.5
+    assert settings.gradient_accumulation_steps == 2
+    with pytest.raises(ConfigurationError, match="must be what JSON can hold"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={"optimizer": object()}))
 
 
 def test_a_model_is_saved_whole(tmp_path: Path) -> None:

@@ -6,7 +6,11 @@ What ``rapidformer launch`` was told holds where the constructor says nothing.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.accelerate_file import translate_deepspeed, translate_precision
 from rapidformer.config.accelerate_names import ACCELERATOR
+from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -23,9 +28,9 @@ _SOURCE = "Accelerator"
 
 @dataclass
 class DeepSpeedPlugin:
-    """Accelerate's words for ZeRO: a stage, or a DeepSpeed file in ``hf_ds_config``."""
+    """Accelerate's words for ZeRO: a stage, or a DeepSpeed file (its path or its content)."""
 
-    hf_ds_config: str | Path | None = None
+    hf_ds_config: str | Path | dict[str, Any] | None = None
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float | None = None
     zero_stage: int = 2
@@ -56,6 +61,8 @@ def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
     values |= _choose_accumulation(given, values, problems)
     settings = None
     try:
+        if _is_clipped_by_file(values):
+            del values["clip_grad"]
         settings = arguments_from_mapping(values, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
@@ -63,6 +70,13 @@ def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
         raise ConfigurationError(problems)
     assert settings is not None
     return _add_launched(settings, set(values) - {"clip_grad"})
+
+
+def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
+    path = values.get("deepspeed")
+    return (
+        path is not None and find_value(load_deepspeed_file(path), "gradient_clipping") is not None
+    )
 
 
 def _add_launched(settings: Settings, given: set[str]) -> Settings:
@@ -76,7 +90,24 @@ def _read_plugin(plugin: Any) -> dict[str, Any]:
     ours = {field.name: field.default for field in dataclasses.fields(DeepSpeedPlugin)}
     values = {name: getattr(plugin, name, default) for name, default in ours.items()}
     changed = {name: value for name, value in values.items() if value != ours[name]}
+    if isinstance(content := changed.get("hf_ds_config"), dict):
+        changed["hf_ds_config"] = _write_for_this_process(content)
     return {"zero_stage": values["zero_stage"], **changed}
+
+
+def _write_for_this_process(content: dict[str, Any]) -> str:
+    """A file with the content, for as long as the process runs: DeepSpeed's settings are a path."""
+    try:
+        text = json.dumps(content)
+    except (TypeError, ValueError) as reason:
+        raise ConfigurationError(
+            f"DeepSpeedPlugin(hf_ds_config={{...}}) must be what JSON can hold: {reason}."
+        ) from None
+    folder = Path(tempfile.mkdtemp(prefix="rapidformer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "hf_ds_config.json"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
 
 
 def _choose_accumulation(
@@ -89,10 +120,17 @@ def _choose_accumulation(
         "gradient_accumulation_plugin": getattr(plugin, "num_steps", None),
         "deepspeed_plugin": values.get("gradient_accumulation_steps"),
     }
-    numbers = {where: int(number) for where, number in said.items() if number not in (None, 1)}
+    numbers: dict[str, int] = {}
+    for where, number in said.items():
+        if number is not None and (not str(number).isdecimal() or int(number) < 1):
+            problems.append(f"{where} must be a whole number of at least 1, got {number!r}.")
+        elif number not in (None, 1):
+            numbers[where] = int(number)
     if len(set(numbers.values())) > 1:
         listed = ", ".join(f"{where} says {number}" for where, number in numbers.items())
         problems.append(f"gradient accumulation: {listed}.")
+    if "deepspeed" in values and not numbers:
+        return {}  # the DeepSpeed file says it
     return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
 
 
