@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_sigterm_saves_and_keeps_its_exit_status(
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
 
 
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """A test run that a script has put into the background starts with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     said: list[str] = []
     with StopSignals(said.append, saves=True, is_alone=True) as signals:
