@@ -181,7 +181,7 @@ class DistributedLoader:
         self._is_resuming = True
 
     def _count_rounds(self) -> int:
-        """Rounds until the end of the update that begins, or goes on, now."""
+        """Rounds until the end of the current update."""
         if self._get_batch_size is None:
             return self._rounds_per_update - self._position % self._rounds_per_update
         consumed = self.epoch * self.num_samples + self.consumed_samples

@@ -87,7 +87,7 @@ class Accelerator:
         self.engine = RapidformerEngine(args=settings)
         self.engine.warns_of_unused_settings = False
         if seed != _UNSEEDED:
-            set_random_states(states, device)  # the script goes on with its own random numbers
+            set_random_states(states, device)  # the script keeps its own random numbers
         self.deepspeed_plugin = arguments.get("deepspeed_plugin")
         # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
         self._is_counting = self.deepspeed_plugin is not None and (

@@ -42,7 +42,7 @@ class RunClosedError(WorkerError):
 
 
 class RefusedError(WorkerError):
-    """This node may not take part; the run itself goes on."""
+    """This node may not take part; the run itself continues."""
 
 
 class Rounds(RendezvousHandler):

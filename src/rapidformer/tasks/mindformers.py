@@ -248,13 +248,8 @@ class MindFormersTrainer(Trainer):
         resume_from_checkpoint: Checkpoint = None,
     ) -> Any:
         """Train from fresh weights, or from ``train_checkpoint``."""
-        self._ask_for_evaluation(do_eval)
-        resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
-        if self._is_instance:
-            self._load_into_instance(train_checkpoint)
-            return super().train(resume_from_checkpoint=resumes)
-        weights = self._find_weights(train_checkpoint)
-        return self._run_training(resumes, from_scratch=not weights, **weights)
+        resumes = resume_training or resume_from_checkpoint
+        return self._learn(train_checkpoint, resumes, do_eval, starts_fresh=True)
 
     def finetune(
         self,
@@ -266,12 +261,21 @@ class MindFormersTrainer(Trainer):
         resume_from_checkpoint: Checkpoint = None,
     ) -> Any:
         """Train from the model's own weights, or from ``finetune_checkpoint``."""
+        resumes = resume_training or resume_from_checkpoint
+        return self._learn(finetune_checkpoint, resumes, do_eval, starts_fresh=False)
+
+    def _learn(
+        self, checkpoint: Checkpoint, resumes: Checkpoint, do_eval: bool, *, starts_fresh: bool
+    ) -> Any:
         self._ask_for_evaluation(do_eval)
-        resumes = resume_training or resume_from_checkpoint or _get(self.args, "resume_training")
+        resumes = resumes or _get(self.args, "resume_training")
         if self._is_instance:
-            self._load_into_instance(finetune_checkpoint)
+            self._load_into_instance(checkpoint)
             return super().train(resume_from_checkpoint=resumes)
-        return self._run_training(resumes, **self._find_weights(finetune_checkpoint))
+        weights = self._find_weights(checkpoint)
+        if starts_fresh:
+            weights = {**weights, "from_scratch": not weights}
+        return self._run_training(resumes, **weights)
 
     def _run_training(self, resumes: Checkpoint, **values: Any) -> dict[str, float]:
         if self.train_dataset is None:

@@ -55,7 +55,7 @@ class LoopEvents(Callback):
         self._tell("on_train_begin", loop, control)
 
     def _recall(self, loop: RunningLoop) -> None:
-        """The history of the run that is resumed, up to the step where it goes on."""
+        """The history of the run that is resumed, up to the step where it resumes."""
         path = Path(loop.args.save or ".") / STATE_FILE
         with contextlib.suppress(OSError, ValueError, KeyError):
             lines = json.loads(path.read_text(encoding="utf-8"))["log_history"]
