@@ -23,6 +23,13 @@ GIVEN = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each test acts as a script that reads no setting: pytest's workers have no file at all."""
+    script = str(tmp_path / "script.py")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
+
+
 def compose(capsys: pytest.CaptureFixture[str], *parts: Any, **more: Any) -> list[str]:
     """What compose() says of settings without effect."""
     model = nn.Linear(3, 1)
@@ -60,6 +67,13 @@ def test_a_schedule_that_gets_its_length_from_the_flags_uses_them(
     schedule = partial(get_linear_schedule_with_warmup, num_warmup_steps=0, num_training_steps=None)
     (said,) = compose(capsys, "loader", lr_scheduler_fn=schedule)
     assert "--lr-warmup-iters" in said and "--epochs" not in said
+
+
+def test_a_notebook_is_told_nothing_since_its_cells_cannot_be_searched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert compose(capsys, "optimizer") == []
 
 
 def test_a_setting_that_the_script_reads_is_not_named(tmp_path: Path) -> None:
