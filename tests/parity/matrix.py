@@ -118,8 +118,8 @@ DEEPSPEED_LAYOUTS: Layouts = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}},
     ),
     "stage 3, 4 processes": (4, {"zero_optimization": {"stage": 3}}),
-    "AutoTP 2": (2, {"tensor_parallel": {"autotp_size": 2}}),
-    "stage 2, 2 x AutoTP 2": (
+    "tensor 2": (2, {"tensor_parallel": {"autotp_size": 2}}),
+    "stage 2, 2 x tensor 2": (
         4,
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),

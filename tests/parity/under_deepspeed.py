@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.deepspeed.state import join_tensor_split
 from rapidformer.engine import RapidformerEngine
 from rapidformer.optim.observer import get_observer
 from rapidformer.verification.recorder import Recorder
@@ -77,10 +78,7 @@ class DeepSpeedRecorder(Recorder):
         for name, parameter in strategy.model.named_parameters():
             gradient = safe_get_full_grad(parameter)
             if gradient is not None:
-                if getattr(parameter, "ds_is_replaced_module", False):
-                    gradient = gradient.clone()
-                    parameter.gather_params([gradient])
-                gradients[name] = gradient / divisor
+                gradients[name] = join_tensor_split(parameter, gradient) / divisor
         return self._name_all(gradients)
 
     def _collect_weights(self) -> Tensors:

@@ -46,6 +46,8 @@ class Assembly:
     deferred: DeferredWeights | None
     """How to create the weights of a model that was built without them."""
     uses_deepspeed: bool = False
+    uses_autotp: bool = False
+    """Whether DeepSpeed's AutoTP splits the layers instead of our tensor parallelism."""
 
     # What switches leave for those that follow.
     plan: ModelPlan

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
-from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
@@ -98,6 +98,7 @@ def parallelize(
 ) -> Parallelized:
     """Apply every switch that the settings turn on, in place."""
     plan = find_plan(model, given_plan)
+    uses_deepspeed = args.deepspeed is not None and for_training
     assembly = Assembly(
         model=model,
         whole_plan=plan,
@@ -107,7 +108,8 @@ def parallelize(
         topology=topology,
         precision=precision,
         deferred=get_deferred(model),
-        uses_deepspeed=args.deepspeed is not None and for_training,
+        uses_deepspeed=uses_deepspeed,
+        uses_autotp=uses_deepspeed and topology.tensor > 1 and is_split_by_autotp(model),
     )
     check_weights(model, assembly.deferred)
     lines = [f"precision: {precision.reason}"]

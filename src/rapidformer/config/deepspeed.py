@@ -223,7 +223,7 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
     if stage == 3 and args.tensor_model_parallel_size > 1:
         yield (
             f"{_describe(args, 'tensor_model_parallel_size')} with zero_optimization.stage 3 in "
-            f"{file}: DeepSpeed's AutoTP supports stages 1 and 2 only. Use one of them, or "
+            f"{file}: tensor parallelism under DeepSpeed needs stage 1 or 2. Use one of them, or "
             "--zero-3-memory-optimization without --deepspeed."
         )
     if stage == 3 and args.compile:

@@ -94,7 +94,9 @@ def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
     return isinstance(section, dict) and section.get("enabled") in (True, AUTO)
 
 
-def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Section:
+def build_deepspeed_config(
+    args: Settings, mixed_precision: str | None, *, uses_autotp: bool = False
+) -> Section:
     """The configuration for DeepSpeed: the file, completed with the run's settings.
 
     Schedule, loss scale and autocast stay with the engine; so does an optimizer of ours.
@@ -104,7 +106,7 @@ def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Secti
     stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
     is_half = has_own_precision(content, mixed_precision)
     zero = content.setdefault("zero_optimization", {})
-    # Stage 0's optimizers cannot handle AutoTP's split gradients; stage 1 gives the same numbers.
+    # Stage 0's optimizers cannot handle split gradients; stage 1 gives the same numbers.
     needs_zero = is_half or args.tensor_model_parallel_size > 1
     zero["stage"] = max(stage, 1) if needs_zero else stage
     if args.cpu_offload and stage:
@@ -133,7 +135,9 @@ def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Secti
     # DeepSpeed computes it, and would count tensor-parallel ranks as replicas.
     content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
-    if args.tensor_model_parallel_size > 1:
+    if not uses_autotp:
+        content.pop("tensor_parallel", None)
+    else:
         tensor = content.setdefault("tensor_parallel", {})
         tensor["autotp_size"] = args.tensor_model_parallel_size
     filled: Section = _without_autos(content)

@@ -206,7 +206,6 @@ SWITCHES: tuple[Switch, ...] = (
         name="tensor parallelism",
         turned_on_by=("tensor_model_parallel_size",),
         module="tensor.switch",
-        done_by_deepspeed=True,
         exact=f"to 3e-6{_NEW_DROPOUT}",
     ),
     Switch(
@@ -219,7 +218,6 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="loss over a split vocabulary",
         module="tensor.vocabulary_loss",
-        done_by_deepspeed=True,
         needs=(Rule(switch="tensor parallelism"),),
         exact="to 3e-6",
     ),

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.pipeline.pipeline import Pipeline
-from rapidformer.accel.tensor.check import check_whole_gradients
+from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -152,7 +152,9 @@ class UpdatingRun(ComposedRun):
         has_changed = self._notice_unfrozen()
         group = self.topology.get_group("tensor")
         if group is not None and (has_changed or self.clock.updates == self._first_update):
-            check_whole_gradients(self.parallelized.model, group)
+            deepspeed = self.parallelized.deepspeed
+            read = get_own_gradient if deepspeed is None else deepspeed.gather_gradient
+            check_whole_gradients(self.parallelized.model, group, read)
 
     def _notice_unfrozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer.accel.tensor.slices import cut_slice, find_slice, join_slice
 from rapidformer.compat.deepspeed import (
     cut_for_tensor_parallelism,
     get_piece,
@@ -168,14 +169,14 @@ class GatheredState:
             return self._gather_model_weight(parameter)
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return _join_tensor_split(parameter, safe_get_full_fp32_param(parameter))
+        return join_tensor_split(parameter, safe_get_full_fp32_param(parameter))
 
     def _gather_model_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """The weight that the model computes with."""
         if self._strategy.stage < 3:
-            return _join_tensor_split(parameter, parameter.detach())
+            return join_tensor_split(parameter, parameter.detach())
         with self._strategy.deepspeed.zero.GatheredParameters([parameter]):
-            return _join_tensor_split(parameter, parameter.detach().clone())
+            return join_tensor_split(parameter, parameter.detach().clone())
 
     def _gather(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
         """A tensor of the optimizer's state; a number (the update count) is the same for all."""
@@ -186,7 +187,7 @@ class GatheredState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_state()
-        return _join_tensor_split(parameter, safe_get_full_optimizer_state(parameter, key))
+        return join_tensor_split(parameter, safe_get_full_optimizer_state(parameter, key))
 
     def _link_state(self) -> None:
         """Make DeepSpeed find its state again: it looks after the first group's first step."""
@@ -256,17 +257,23 @@ class GatheredState:
         own = getattr(parameter, "ds_shape", parameter.shape)
         if not is_split_by_tensor(parameter):
             return torch.Size(own)
-        return _join_tensor_split(parameter, torch.empty(own, device=self._strategy.device)).shape
+        return join_tensor_split(parameter, torch.empty(own, device=self._strategy.device)).shape
 
 
 def is_split_by_tensor(parameter: Any) -> bool:
-    """Whether AutoTP has split it over ranks."""
+    """Whether tensor parallelism (ours, or AutoTP) has split it over ranks."""
+    return find_slice(parameter) is not None or _is_split_by_autotp(parameter)
+
+
+def _is_split_by_autotp(parameter: Any) -> bool:
     return bool(getattr(parameter, "ds_is_replaced_module", False))
 
 
-def _join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
-    """The whole of what AutoTP has split, from this rank's slice."""
-    if not is_split_by_tensor(parameter):
+def join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
+    """The whole of a weight (or of its gradient or state), from this rank's slice."""
+    if (slice_ := find_slice(parameter)) is not None:
+        return join_slice(slice_, own)
+    if not _is_split_by_autotp(parameter):
         return own
     box = own.detach().clone()
     parameter.gather_params([box])
@@ -275,7 +282,9 @@ def _join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
 
 def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """This rank's slice of it."""
-    if not is_split_by_tensor(parameter):
+    if (slice_ := find_slice(parameter)) is not None:
+        return cut_slice(slice_, whole)
+    if not _is_split_by_autotp(parameter):
         return whole
     return cut_for_tensor_parallelism(parameter, whole)
 

@@ -35,6 +35,7 @@ from rapidformer.config.deepspeed_file import (
     load_deepspeed_file,
     uses_our_optimizer,
 )
+from rapidformer.dist import mpu
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, MissingPackageError
 from rapidformer.log import warn_once
@@ -46,6 +47,13 @@ _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
 _LARGEST_BUCKET = 1024 * 488_281
+# Models that AutoTP splits exactly; all others are split by our own tensor parallelism.
+_AUTOTP_MODELS = ("bert", "llama")
+
+
+def is_split_by_autotp(model: nn.Module) -> bool:
+    """Whether DeepSpeed's AutoTP splits this kind of model into layers that it can join again."""
+    return getattr(getattr(model, "config", None), "model_type", None) in _AUTOTP_MODELS
 
 
 class DeepSpeedStrategy:
@@ -60,6 +68,7 @@ class DeepSpeedStrategy:
         device: torch.device,
         topology: Topology,
         precision: Precision,
+        uses_autotp: bool = False,
     ) -> None:
         self.deepspeed = import_deepspeed(device, args.log_level)
         self.model = model
@@ -69,7 +78,7 @@ class DeepSpeedStrategy:
         content = load_deepspeed_file(self.file)
         self.keeps_precision = has_own_precision(content, kind)
         self.has_own_optimizer = not uses_our_optimizer(content)
-        self.settings = build_deepspeed_config(args, kind)
+        self.settings = build_deepspeed_config(args, kind, uses_autotp=uses_autotp)
         self.stage = int(self.settings["zero_optimization"]["stage"])
         # By default, DeepSpeed allocates buckets of half a billion numbers, however small the
         # model.
@@ -81,6 +90,7 @@ class DeepSpeedStrategy:
         self._args = args
         self._plan = plan
         self._topology = topology
+        self._uses_autotp = uses_autotp
         if "activation_checkpointing" in content and not args.checkpoint_activations:
             warn_once(
                 f"activation_checkpointing in {self.file} has an effect only in models that call "
@@ -115,11 +125,13 @@ class DeepSpeedStrategy:
                     optimizer=optimizer,
                     model_parameters=None if optimizer is not None else groups,
                     config=self.settings,
+                    # With our own tensor parallelism, it must know which ranks are replicas.
+                    mpu=mpu if self._topology.tensor > 1 and not self._uses_autotp else None,
                 )
             except Exception as reason:  # DeepSpeed's checks raise all kinds of errors
                 raise self._explain(reason) from reason
         self._state = GatheredState(self) if self.stage else None
-        if self._topology.tensor > 1:
+        if self._uses_autotp:
             self._check_split(shapes)
         self._forward_through_deepspeed()
         started: Optimizer = self.engine.basic_optimizer
@@ -159,7 +171,7 @@ class DeepSpeedStrategy:
         ]
         if offloaded:
             parts.append(f"{' and '.join(offloaded)} on the CPU")
-        if tensor > 1:
+        if self._uses_autotp:
             parts.append(f"AutoTP over {tensor} ranks")
         if self.keeps_precision:
             parts.append("16-bit weights next to fp32 ones")
@@ -227,6 +239,15 @@ class DeepSpeedStrategy:
         optimizer = self.engine.optimizer
         norm = optimizer.scaled_global_norm() if self.stage < 3 else compute_norm(optimizer)
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+
+    def gather_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """What all replicas have added up for a parameter, up to a factor; all must call this."""
+        if not self.stage:
+            return parameter.grad
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: torch.Tensor | None = safe_get_full_grad(parameter)
+        return gradient
 
     # ---- state -----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ def apply(assembly: Assembly) -> str | None:
         device=assembly.device,
         topology=assembly.topology,
         precision=assembly.precision,
+        uses_autotp=assembly.uses_autotp,
     )
     assembly.synchronizer = strategy
     assembly.needs_autocast = not strategy.keeps_precision

@@ -24,7 +24,8 @@ from torch.distributed.tensor import Shard
 
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.zero import get_sharding_options
-from rapidformer.accel.tensor.parallel import distribute, list_choices
+from rapidformer.accel.tensor.parallel import list_choices
+from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import Split, Style, extend_class
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan

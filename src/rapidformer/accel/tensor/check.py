@@ -7,11 +7,14 @@ loss shows it. So the first update compares them; it is the only one that waits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.accel.tensor.slices import find_slice
 from rapidformer.errors import TrainingError
 
 _SHOWN = 5
@@ -20,13 +23,24 @@ _TOLERANCE = 0.02
 _FLOOR = 1e-5
 
 
-def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+ReadGradient = Callable[[nn.Parameter], torch.Tensor | None]
+
+
+def get_own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """A parameter's gradient on this rank."""
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def check_whole_gradients(
+    model: nn.Module, group: dist.ProcessGroup, read: ReadGradient = get_own_gradient
+) -> None:
     """Raise if ranks that share layers have different gradients for a weight they all hold."""
     names, sums = [], []
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.requires_grad and _is_whole(parameter):
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else torch.zeros(1)
+        if parameter.requires_grad and _is_whole(parameter):
+            gradient = read(parameter)
+            local = torch.zeros(1) if gradient is None else gradient
             names.append(name)
             # Two numbers per gradient: copies that differ do so in at least one of them.
             size = max(local.numel(), 1) ** 0.5
@@ -52,6 +66,9 @@ def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def _is_whole(parameter: DTensor) -> bool:
+def _is_whole(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        slice_ = find_slice(parameter)
+        return slice_ is not None and slice_.placement.is_replicate()
     names = parameter.device_mesh.mesh_dim_names or ()
     return "tensor" in names and parameter.placements[names.index("tensor")].is_replicate()

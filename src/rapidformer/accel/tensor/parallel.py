@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
 from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.tensor.outputs import WholeOutputs
+from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import (
     Colwise,
     ColwiseGathered,
@@ -360,29 +360,6 @@ def _get_weight(module: nn.Module) -> Tensor:
     weight = get_parameter_table(module)["weight"]
     assert weight is not None
     return weight
-
-
-def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's slice of a weight that all ranks hold, as a DTensor."""
-    whole = parameter.data
-    if placement.is_replicate():
-        local = whole
-    else:
-        assert isinstance(placement, (Shard, StridedShard))
-        dim = placement.dim
-        parts = getattr(placement, "split_factor", 1)
-        pieces = whole.chunk(parts, dim)
-        start, end = get_share(pieces[0].shape[dim], mesh.get_group())
-        local = torch.cat([piece.narrow(dim, start, end - start) for piece in pieces], dim)
-    split = DTensor.from_local(
-        local.contiguous(),
-        mesh,
-        [placement],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.contiguous().stride(),
-    )
-    return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
 # ---- modules -------------------------------------------------------------------------------------

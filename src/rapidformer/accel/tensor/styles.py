@@ -1,11 +1,12 @@
 """What a module does once its layer is split: a subclass of its own class, per style.
 
-Parameters are DTensors on the tensor axis; code that *reads* one (``self.weight``, anywhere) gets
-this rank's slice as a plain tensor, with the right gradient behind it (outside any module's call:
-the whole weight). So arithmetic in a layer is plain, and clipping, optimizers and checkpoints see
-one kind of tensor. A weight that every rank holds whole but uses on its own slice (of heads, or of
-tokens) has a different gradient on each; it is read through ``copy_in``, which sums them in each
-backward pass, so accumulation adds sums and never sums twice.
+Parameters are DTensors on the tensor axis (under DeepSpeed plain slices, ``slices.py``); code that
+*reads* one (``self.weight``, anywhere) gets this rank's slice as a plain tensor, with the right
+gradient behind it (outside any module's call: the whole weight). So arithmetic in a layer is plain,
+and clipping, optimizers and checkpoints see one kind of tensor. A weight that every rank holds
+whole but uses on its own slice (of heads, or of tokens) has a different gradient on each; it is
+read through ``copy_in``, which sums them in each backward pass, so accumulation adds sums and never
+sums twice.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
 from rapidformer.accel.on_demand import join_on_demand
+from rapidformer.accel.tensor.slices import find_slice
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
@@ -116,18 +118,30 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     parameter = get_parameter_table(module)[name]
     holder: Any = module
     split: Split = holder.rapidformer_split
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != split.mesh:
+    placement = _find_placement(parameter, split.mesh)
+    if placement is None:
         # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
         return parameter
     if not _is_inside_a_call():
-        return _read_outside(parameter, split)
-    local = parameter.to_local()
+        return _read_outside(parameter, placement, split)
+    local = _get_own(parameter)
     if name in split.readings:
         return split.readings[name](local)
     is_among_tokens = module.training and is_split_by_tokens(split.surroundings)
-    if is_among_tokens and parameter.placements[0].is_replicate():
+    if is_among_tokens and placement.is_replicate():
         return copy_in(local, split.group)
     return local
+
+
+def _find_placement(parameter: Any, mesh: DeviceMesh) -> Placement | None:
+    if isinstance(parameter, DTensor):
+        return parameter.placements[0] if parameter.device_mesh == mesh else None
+    slice_ = find_slice(parameter)
+    return None if slice_ is None else slice_.placement
+
+
+def _get_own(parameter: Any) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 _running_calls = 0
@@ -139,19 +153,16 @@ def _is_inside_a_call() -> bool:
     return torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()
 
 
-def _read_outside(parameter: DTensor, split: Split) -> Tensor:
+def _read_outside(parameter: Any, placement: Any, split: Split) -> Tensor:
     """A weight in user code: whole, as in one process; for changing it, the parameter itself."""
-    placement: Any = parameter.placements[0]
-    if not torch.is_grad_enabled():
-        return parameter
-    if placement.is_replicate():
-        return parameter.to_local()
-    if type(placement) is not Shard:
-        return parameter  # the slices are not contiguous: torch's own operations join them
-    dim = placement.dim
-    return join_on_demand(
-        parameter.to_local(), dim, parameter.shape[dim], split.group, source=parameter
-    )
+    if placement.is_replicate() and torch.is_grad_enabled():
+        return _get_own(parameter)
+    if type(placement) is not Shard or not torch.is_grad_enabled():
+        # Slices in pieces: torch's own operations join them.
+        return parameter  # type: ignore[no-any-return]
+    dim, slice_ = placement.dim, find_slice(parameter)
+    length = slice_.shape[dim] if slice_ is not None else parameter.shape[dim]
+    return join_on_demand(_get_own(parameter), dim, length, split.group, source=parameter)
 
 
 def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegion]:

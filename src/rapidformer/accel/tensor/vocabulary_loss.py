@@ -23,6 +23,8 @@ from rapidformer.models.plan import ModelPlan
 
 def apply(assembly: Assembly) -> str | None:
     """Keep the logits of the model split, if its loss can be computed from split ones."""
+    if assembly.uses_autotp:
+        return None
     mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None
     is_split = apply_vocabulary_loss(assembly.model, assembly.plan, mesh)

@@ -130,7 +130,7 @@ class FlagAITrainer(Trainer):
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        settings = flagai_settings.build_settings(self.values, self._given, self.model)
+        settings = flagai_settings.build_settings(self.values, self._given)
         settings = settings.replace(
             "derived: save_best", metric_for_best_model=self.args.metric_for_best_model
         )

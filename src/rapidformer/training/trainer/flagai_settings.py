@@ -30,8 +30,6 @@ _BY_FILE = "derived: a DeepSpeed file may say otherwise"
 _NEVER = 2**31 - 1
 # FlagAI's cosine ends at a tenth of the rate.
 _LAST_SHARE = 0.1
-# Models that DeepSpeed's AutoTP splits exactly; all others are split by our own tensor parallelism.
-_AUTOTP_MODELS = ("bert", "llama")
 
 
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +78,8 @@ def tell_unused(values: Mapping[str, Any], given: set[str]) -> None:
             say_once(f"Trainer({name}=...) has no effect: {row.note}.")
 
 
-def build_settings(values: Mapping[str, Any], given: set[str], model: Any) -> Settings:
-    """The settings of a run with this model."""
+def build_settings(values: Mapping[str, Any], given: set[str]) -> Settings:
+    """The settings of a run."""
     mapped = {
         row.setting: values[name]
         for name, (_, row) in FLAGAI.items()
@@ -95,7 +93,7 @@ def build_settings(values: Mapping[str, Any], given: set[str], model: Any) -> Se
     told = {name: getattr(launched, name) for name in launched.sources if name not in mapped}
     settings = settings.replace("command line", **told)
     if values["env_type"].startswith("deepspeed"):
-        return _take_file(settings, values, said, model)
+        return _take_file(settings, values, said)
     return settings
 
 
@@ -132,9 +130,7 @@ def _forget(settings: Settings, names: set[str], source: str) -> Settings:
     return dataclasses.replace(settings, sources=sources)
 
 
-def _take_file(
-    settings: Settings, values: Mapping[str, Any], said: set[str], model: Any
-) -> Settings:
+def _take_file(settings: Settings, values: Mapping[str, Any], said: set[str]) -> Settings:
     """Let the file win over the constructor, and say over what."""
     path = str(values["deepspeed_config"])
     content = load_deepspeed_file(path)
@@ -149,36 +145,34 @@ def _take_file(
     if find_value(content, "train_batch_size") is not None:
         asked = asked.replace(_BY_FILE, gradient_accumulation_steps=None)
     stage, size = get_zero_stage(asked, content), asked.tensor_model_parallel_size
-    if size > 1 and (stage == 3 or _get_kind(model) not in _AUTOTP_MODELS):
-        merged = _use_our_own(asked, content, stage)
+    if size > 1 and stage == 3:
+        merged = _use_our_own(asked, content)
     else:
         merged, _ = merge_deepspeed(asked)
     _tell_overridden(settings, merged, said, path)
     return merged if merged.deepspeed is None else asked
 
 
-def _use_our_own(asked: Settings, content: dict[str, Any], stage: int) -> Settings:
-    """Our ZeRO and tensor parallelism with the file's numbers, for what DeepSpeed cannot split."""
+def _use_our_own(asked: Settings, content: dict[str, Any]) -> Settings:
+    """Our ZeRO-3 and tensor parallelism with the file's numbers."""
     path, size = asked.deepspeed or "", asked.tensor_model_parallel_size
     merged, problems = merge_deepspeed(asked.replace(_BY_FILE, tensor_model_parallel_size=1))
     if problems:
         raise ConfigurationError(problems)
-    why = "stage 3" if stage == 3 else "this model"
     say_once(
-        f"DeepSpeed's AutoTP does not take {why}: rapidformer's own ZeRO-{stage} x tensor "
-        f"parallelism of {size} is used, with the values of {path}."
+        "DeepSpeed's ZeRO-3 does not combine with tensor parallelism: rapidformer's own ZeRO-3 x "
+        f"tensor parallelism of {size} is used, with the values of {path}."
     )
     zero = modernize(content).get("zero_optimization")
     offloads = (
         isinstance(zero, dict) and (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     )
-    stages = {f"zero_{stage}_memory_optimization": True} if stage else {}
     return merged.replace(
         f"{path}: zero_optimization",
         deepspeed=None,
         tensor_model_parallel_size=size,
         cpu_offload=bool(offloads),
-        **stages,
+        zero_3_memory_optimization=True,
     )
 
 
@@ -194,7 +188,3 @@ def _tell_overridden(before: Settings, merged: Settings, said: set[str], path: s
         changed.append(f"fp16 True (now {merged.mixed_precision or 'fp32'})")
     if changed:
         say_once(f"{path} wins over the Trainer's own arguments: {', '.join(changed)}.")
-
-
-def _get_kind(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
