@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.small import make_model_folder, make_pair_data
+from tests.warm_python import start_warm_python
 
 # How long an example takes says something about the machine's load, nothing about the code.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -92,13 +94,24 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pair_data(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="session")
+def python() -> Iterator[Path]:
+    """A Python for scripts and commands as a user starts them, without the seconds of importing.
+
+    What is about starting itself (what is imported when, who dies with whom) uses the real one.
+    """
+    # A short path: a socket's may have 107 characters.
+    with tempfile.TemporaryDirectory() as folder, start_warm_python(Path(folder)) as executable:
+        yield executable
+
+
 @pytest.fixture
-def rapidformer(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def rapidformer(python: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command as a user would, in a folder of the test's own."""
 
     def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "rapidformer.cli.main", *map(str, words)],
+            [python, "-m", "rapidformer.cli.main", *map(str, words)],
             capture_output=True,
             text=True,
             cwd=tmp_path,

@@ -333,10 +333,14 @@ use_cpu: true
 
 
 def test_the_script_of_the_document_on_two_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    python: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     from rapidformer.cli.main import main
 
+    monkeypatch.setattr(sys, "executable", str(python))
     make_model_folder(tmp_path / "bert")
     make_pair_data(tmp_path / "mrpc", train=20, validation=6)
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE_YAML)

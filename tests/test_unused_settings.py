@@ -76,7 +76,7 @@ def test_a_notebook_is_told_nothing_since_its_cells_cannot_be_searched(
     assert compose(capsys, "optimizer") == []
 
 
-def test_a_setting_that_the_script_reads_is_not_named(tmp_path: Path) -> None:
+def test_a_setting_that_the_script_reads_is_not_named(python: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"
@@ -88,9 +88,7 @@ def test_a_setting_that_the_script_reads_is_not_named(tmp_path: Path) -> None:
         "for _ in range(getattr(engine.args, 'epochs')): pass\n"
     )
     flags = ["--lr", "0.1", "--weight-decay", "0.2", "--epochs", "1", "--eval-interval", "2"]
-    done = subprocess.run(
-        [sys.executable, str(script), *flags], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([python, str(script), *flags], capture_output=True, text=True, check=True)
     (said,) = [line for line in done.stderr.splitlines() if "no effect here" in line]
     assert said.endswith(
         "no effect here: --weight-decay (your script has its own optimizer); "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ def _common(model: Path, data: Path, processes: int) -> list[object]:
 
 
 @ONE_OR_TWO
-def test_black_box(processes: int, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+def test_black_box(
+    python: Path, processes: int, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
     """The documents' fine-tuning command, every switch included."""
     folder = tmp_path / "run"
     done = subprocess.run(
@@ -38,7 +39,7 @@ def test_black_box(processes: int, small_model: Path, small_data: Path, tmp_path
             **os.environ,
             "MODEL": str(small_model),
             "DATA": str(small_data),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
         },
         capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
     )  # fmt: skip
@@ -110,11 +111,11 @@ def test_engine_loop(processes: int, rapidformer: Any, small_model: Path, small_
 
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])
 def test_engine_loop_under_torchs_own_launchers(
-    launcher: str, small_model: Path, small_data: Path
+    python: Path, launcher: str, small_model: Path, small_data: Path
 ) -> None:
     """``torchrun`` and the older launcher, which adds ``--local-rank`` to the command line."""
     done = subprocess.run(
-        [sys.executable, "-m", launcher, "--nproc_per_node", "2",
+        [python, "-m", launcher, "--nproc_per_node", "2",
          "--master_port", str(find_free_port()), str(EXAMPLES / "engine_loop.py"),
          *map(str, _common(small_model, small_data, 2)), "--local_rank=0"],
         capture_output=True, text=True, timeout=200, check=False, env={**os.environ},
@@ -123,10 +124,10 @@ def test_engine_loop_under_torchs_own_launchers(
     assert done.stdout.count("epoch 1: loss") == 1
 
 
-def test_pretraining_from_the_standard_library(tmp_path: Path) -> None:
+def test_pretraining_from_the_standard_library(python: Path, tmp_path: Path) -> None:
     """Corpus, tokenizer, files, black box and script in miniature: the same losses from both."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "pretraining" / "run.py"), "--small", "--steps", "12",
+        [python, str(EXAMPLES / "pretraining" / "run.py"), "--small", "--steps", "12",
          "--output", str(tmp_path)],
         capture_output=True, text=True, timeout=280, check=False, env={**os.environ},
     )  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,14 @@ def fill(tmp_path: Path) -> Path:
 
 
 def run_script(
-    folder: Path, *, env_type: str, batch: int, processes: int = 1, more: str = "", flags: str = ""
+    python: Path,
+    folder: Path,
+    *,
+    env_type: str,
+    batch: int,
+    processes: int = 1,
+    more: str = "",
+    flags: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """``python script.py`` with another of the document's constructors, as a user would."""
     launch = LAUNCH.format(processes=processes) if env_type != "pytorch" else ""
@@ -93,7 +99,7 @@ def run_script(
     assert made in text
     (folder / "train.py").write_text(text, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "train.py", *flags.split()], cwd=folder, text=True, capture_output=True,
+        [python, "train.py", *flags.split()], cwd=folder, text=True, capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=280, check=False,
     )  # fmt: skip
 
@@ -104,20 +110,22 @@ def read_losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def alone(python: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process, with the same rows in every update."""
     folder = fill(tmp_path_factory.mktemp("alone"))
-    done = run_script(folder, env_type="pytorch", batch=4)
+    done = run_script(python, folder, env_type="pytorch", batch=4)
     assert done.returncode == 0, done.stderr
     losses = read_losses(folder)
     assert len(losses) == 4
     return losses
 
 
-def test_ddp_launches_itself_and_passes_flags_on(folder: Path, alone: list[float]) -> None:
+def test_ddp_launches_itself_and_passes_flags_on(
+    python: Path, folder: Path, alone: list[float]
+) -> None:
     more = "    deepspeed_config='deepspeed.json'\n"
     done = run_script(
-        folder, env_type="pytorchDDP", batch=2, processes=2, more=more, flags="--mine 3"
+        python, folder, env_type="pytorchDDP", batch=2, processes=2, more=more, flags="--mine 3"
     )
     assert done.returncode == 0, done.stderr
     assert "there is no hostfile ./hostfile: the run is on this node alone" in done.stderr
@@ -126,9 +134,9 @@ def test_ddp_launches_itself_and_passes_flags_on(folder: Path, alone: list[float
     assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
-def test_deepspeed(folder: Path, alone: list[float]) -> None:
+def test_deepspeed(python: Path, folder: Path, alone: list[float]) -> None:
     more = "    deepspeed_config='deepspeed.json'\n"
-    done = run_script(folder, env_type="deepspeed", batch=4, processes=2, more=more)
+    done = run_script(python, folder, env_type="deepspeed", batch=4, processes=2, more=more)
     assert done.returncode == 0, done.stderr
     assert "deepspeed.json wins over the Trainer's own arguments: micro_batch_size 4 (now 2)." in (
         done.stderr
@@ -137,19 +145,19 @@ def test_deepspeed(folder: Path, alone: list[float]) -> None:
     assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
-def test_deepspeed_with_model_parallelism(folder: Path, alone: list[float]) -> None:
+def test_deepspeed_with_model_parallelism(python: Path, folder: Path, alone: list[float]) -> None:
     """AutoTP refuses T5: our tensor parallelism splits it, under DeepSpeed's own ZeRO-1."""
     more = "    deepspeed_config='deepspeed.json',\n    model_paralle_size = 2\n"
-    done = run_script(folder, env_type="deepspeed+mpu", batch=2, processes=4, more=more)
+    done = run_script(python, folder, env_type="deepspeed+mpu", batch=2, processes=4, more=more)
     assert done.returncode == 0, done.stderr
     assert re.search(r"DeepSpeed [\d.]+, ZeRO-1 over 2 ranks", done.stderr)
     assert "tensor parallelism: 2 ranks (plan: " in done.stderr
     assert read_losses(folder) == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_failing_script_has_a_true_status(folder: Path) -> None:
+def test_a_failing_script_has_a_true_status(python: Path, folder: Path) -> None:
     (folder / "train_targets.txt").unlink()
-    done = run_script(folder, env_type="pytorchDDP", batch=2, processes=2)
+    done = run_script(python, folder, env_type="pytorchDDP", batch=2, processes=2)
     assert done.returncode == 1
     assert "No such file or directory: 'train_targets.txt'" in done.stderr
 

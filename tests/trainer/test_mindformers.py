@@ -108,7 +108,10 @@ def test_distribute_task_by_rank_table(place: Path) -> None:
     check_trained(place)
 
 
-def test_distribute_task_by_our_command(place: Path) -> None:
+def test_distribute_task_by_our_command(
+    python: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(python))
     from rapidformer.cli.main import main
 
     script = str(SCRIPTS / "distribute_task.py")

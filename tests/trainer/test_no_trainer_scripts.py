@@ -98,7 +98,7 @@ def test_text_classification_resumes_to_the_bit(
 
 
 def test_language_modelling_on_two_processes(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
+    python: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process with batches of 4 trains and evaluates as two with batches of 2."""
     common = f"{CLM} --gradient_accumulation_steps 2"
@@ -111,7 +111,7 @@ def test_language_modelling_on_two_processes(
     launch = ["launch", "--nproc-per-node", "2", "--device", "cpu"]
     script = str(SCRIPTS / "run_clm_no_trainer.py")
     done = subprocess.run(
-        [sys.executable, "-m", "rapidformer.cli.main", *launch, script, *common.split(),
+        [python, "-m", "rapidformer.cli.main", *launch, script, *common.split(),
          *sizes.split()], cwd=workplace, text=True, capture_output=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

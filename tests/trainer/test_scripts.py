@@ -112,11 +112,11 @@ def test_the_documents_trainer_script(
     assert (workplace / "test-trainer" / "last" / "tokenizer.json").is_file()
 
 
-def test_the_documents_trainer_script_on_two_processes(workplace: Path) -> None:
+def test_the_documents_trainer_script_on_two_processes(python: Path, workplace: Path) -> None:
     words = ["launch", "--nproc-per-node", "2", "--device", "cpu", "hugging_face_trainer.py"]
     (workplace / words[-1]).write_text((SCRIPTS / words[-1]).read_text())
     done = subprocess.run(
-        [sys.executable, "-m", "rapidformer.cli.main", *words], cwd=workplace, text=True,
+        [python, "-m", "rapidformer.cli.main", *words], cwd=workplace, text=True,
         capture_output=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

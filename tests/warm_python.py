@@ -1,0 +1,220 @@
+"""A Python that starts at once: it forks a process which has imported torch and transformers.
+
+The tests start hundreds of commands as a user would, and importing takes each of them five seconds
+of processor time. ``start_warm_python`` gives the path of an executable that takes Python's own
+arguments (``script.py``, ``-m module``, ``-c code``) and behaves like it: same working folder,
+environment, files, signals and exit status. Its ``sys.executable`` is itself, so what a launcher
+starts is fast too.
+
+Two processes stand for one: the client, which the caller sees and signals, and the fork, which
+does the work. The client passes signals on, and the fork is killed when the client dies.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+MOST_FILES = 250
+"""As many descriptors as fit into one message."""
+
+SLOW = (
+    "datasets", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+    "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
+    "torchmetrics", "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+)  # fmt: skip
+
+CLIENT = """#!{python} -IS
+import array, json, os, signal, socket, sys
+files = []
+for name in os.listdir("/proc/self/fd"):
+    try:
+        os.fstat(int(name))
+        if os.get_inheritable(int(name)):
+            files.append(int(name))
+    except OSError:
+        pass
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+call = [sys.argv[1:], os.getcwd(), dict(os.environ), files]
+server.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+with server.makefile("rw") as channel:
+    channel.write(json.dumps(call) + "\\n")
+    channel.flush()
+    fork = int(channel.readline())
+    def pass_on(number, frame):
+        try:
+            os.kill(fork, number)
+        except ProcessLookupError:
+            pass
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    for name in files:
+        os.close(name)
+    status = int(channel.readline() or -9)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -9 else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@contextmanager
+def start_warm_python(folder: Path) -> Iterator[Path]:
+    """The executable, with a ``rapidformer`` command beside it; they work until the block ends."""
+    address = folder / "s"
+    client = folder / "python"
+    client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+    client.chmod(0o755)
+    command = folder / "rapidformer"
+    command.write_text(f'#!/bin/sh\nexec {client} -m rapidformer.cli.main "$@"\n')
+    command.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(address), str(client)], stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    try:
+        yield client
+    finally:
+        server.kill()
+        server.wait()
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+
+def _serve(address: str, executable: str) -> None:
+    """Fork once per client. Returns in the forks, with the call to run."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    _import_what_is_slow()
+    gc.collect()
+    gc.freeze()
+    print("ready", flush=True)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            _reap()
+            continue
+        listener.close()
+        connection = _move(connection)
+        call = _receive(connection)
+        # Two forks: this one waits for the other, so the server never does.
+        worker = os.fork()
+        if not worker:
+            connection.close()
+            return _become(call, executable)
+        _wait(worker, connection, call[3])
+
+
+def _import_what_is_slow() -> None:
+    for name in SLOW:
+        importlib.import_module(name)
+    rapidformer = sys.modules["rapidformer"]
+    for name in rapidformer.__all__:
+        getattr(rapidformer, name)
+
+
+def _reap() -> None:
+    """Forks that have ended must not stay as zombies."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _move(connection: socket.socket) -> socket.socket:
+    """To a number that no file of a client has: they get the numbers they have in the client."""
+    return socket.socket(fileno=fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, 500))
+
+
+def _receive(connection: socket.socket) -> list[Any]:
+    size = array.array("i").itemsize
+    _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(MOST_FILES * size))
+    received = array.array("i")
+    for _, _, data in ancillary:
+        received.frombytes(data[: len(data) - len(data) % size])
+    with connection.makefile("r") as channel:
+        words, folder, variables, files = json.loads(channel.readline())
+    # Copied out of the way first: a received number may be one that is wanted for another file.
+    free = 600
+    copies = [os.dup2(file, free + i) for i, file in enumerate(received)]
+    for file in received:
+        os.close(file)
+    for file, copy in zip(files, copies, strict=True):
+        os.dup2(copy, file, inheritable=True)
+        os.close(copy)
+    return [words, folder, variables, files]
+
+
+def _wait(worker: int, connection: socket.socket, files: list[int]) -> None:
+    """Tell the client how the worker ended; kill the worker if the client is gone."""
+    for file in files:
+        os.close(file)
+    connection.sendall(f"{worker}\n".encode())
+    ended = os.pidfd_open(worker)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:
+        os.kill(worker, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    with suppress(OSError):
+        connection.sendall(f"{status}\n".encode())
+    os._exit(0)
+
+
+def _become(call: list[Any], executable: str) -> None:
+    """Run what the client was asked to run, as Python would."""
+    import multiprocessing.spawn
+
+    import numpy as np
+
+    words, folder, variables, _ = call
+    multiprocessing.spawn.set_executable(sys.executable)
+    sys.executable = executable
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    random.seed()
+    np.random.seed()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    while words[0] in ("-u", "-P"):
+        words.pop(0)
+    sys.path[1:1] = [path for path in variables.get("PYTHONPATH", "").split(":") if path]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = str(Path.cwd())
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
