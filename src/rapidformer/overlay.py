@@ -94,6 +94,19 @@ def remove(target: Any, layer: str) -> None:
     target.__class__ = cls
 
 
+def get_own_class(target: Any) -> Any:
+    """The class of an object without its overlays, and without the one that fully_shard adds."""
+    cls: Any = type(target)
+    while True:
+        mark: Overlay | None = vars(cls).get(_MARK)
+        if mark is not None:
+            cls = mark.beneath
+        elif len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
+            cls = cls.__bases__[1]
+        else:
+            return cls
+
+
 def _build_class(
     cls: Any, layer: str, build: Build, styles: tuple[type, ...], is_shared: bool
 ) -> Any:

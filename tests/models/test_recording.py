@@ -29,7 +29,7 @@ from rapidformer.models.weight_files import FileTensor
 
 SPLIT = SimpleNamespace(
     world_size=2, deepspeed=None, zero_stage=3, tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1, expert_model_parallel_size=1,
+    pipeline_model_parallel_size=1, expert_model_parallel_size=1, lora_rank=None, peft_config=None,
 )  # fmt: skip
 
 

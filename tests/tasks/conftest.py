@@ -41,7 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "vocab_size": None, "model_type": None, "from_scratch": False, "hidden_dropout": None,
     "attention_dropout": None, "init_method_std": None, "tokenizer_type": None, "vocab_file": None,
     "merge_file": None, "image_size": None, "patch_size": None, "world_size": 1,
-    "validation_split": None,
+    "validation_split": None, "lora_rank": None, "peft_config": None, "quantize_base": None,
 }  # fmt: skip
 
 MakeArgs = Callable[..., SimpleNamespace]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from rapidformer.checkpoint.frozen import list_frozen
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.stages import gather_stages
 from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
+from rapidformer.models.adapter_folder import save_adapter
+from rapidformer.models.adapters import Adapter
 from rapidformer.models.location import quiet_transformers
+from rapidformer.models.merging import build_merged
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "adapter_*",
+)  # fmt: skip
 
 
 def export_model(
@@ -34,20 +40,30 @@ def export_model(
     *,
     processor: Any = None,
     weights: dict[str, Any] | None = None,
+    adapter: Adapter | None = None,
+    merges: bool = False,
 ) -> Path:
     """Save weights, configuration and tokenizer; every rank must call this.
 
-    ``weights`` is given if only the strategy that split them can join them.
+    ``weights`` is given if only the strategy that split them can join them. Of a model with an
+    ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
     """
     ties: list[tuple[str, ...]] = []
+    only = None if adapter is None or merges else _list_trained(model)
     if weights is None and topology.pipeline > 1:
-        weights, ties = gather_stages(model, topology)
+        weights, ties = gather_stages(model, topology, only)
     elif weights is None:
-        weights = gather_weights(model)
+        weights = gather_weights(model, only)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)
-        _write_model(model, weights, staging, ties)
+        if adapter is not None and not merges:
+            save_adapter(model, adapter, weights, staging)
+        elif adapter is not None:
+            model = build_merged(model, adapter, weights)
+            _write_model(model, model.state_dict(), staging, ())
+        else:
+            _write_model(model, weights, staging, ties)
         if processor is not None:
             processor.save_pretrained(staging)
         publish(folder, with_manifest=False)
@@ -69,16 +85,22 @@ def merge_export(source: Path, target: Path) -> None:
     shutil.rmtree(source)
 
 
-def gather_weights(model: nn.Module) -> dict[str, Any]:
-    """All weights, whole, in rank 0's memory; the other ranks only contribute theirs."""
+def gather_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str, Any]:
+    """All weights (or those of ``names``), whole, in rank 0's memory; every rank contributes."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     weights: dict[str, Any] = {}
     parts: dict[str, Any] = get_model_state_dict(model)
     for name, tensor in parts.items():
+        if names is not None and name not in names:
+            continue
         whole = join_whole(tensor)
         if is_first:
             weights[name] = whole.cpu()
     return weights
+
+
+def _list_trained(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - list_frozen(model)
 
 
 def _write_model(

@@ -6,6 +6,7 @@ another stage, and rank 0 keeps them in host memory.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ _Kinds = list[tuple[str, torch.Size, torch.dtype]]
 
 
 def gather_stages(
-    model: nn.Module, topology: Topology
+    model: nn.Module, topology: Topology, names: Set[str] | None = None
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
     """All weights by name, and which names share a parameter; empty on all ranks but the first.
 
-    Every rank must call this.
+    Every rank must call this; ``names`` limits it to some of the rank's own weights.
     """
     own: dict[str, Any] = get_model_state_dict(model)
+    if names is not None:
+        own = {name: weight for name, weight in own.items() if name in names}
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None
     # Weights in host memory travel like those on the device: both ends must use one backend.

@@ -28,6 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rapidformer.checkpoint.frozen import (
+    Checksums,
+    compare_checksums,
+    compute_checksums,
+    list_frozen,
+)
 from rapidformer.checkpoint.publish import (
     check_manifest,
     get_staging,
@@ -92,6 +98,9 @@ class TrainingState:
     """
     gathered: Gathered | None = None
     """Replaces model and optimizer if they cannot be read directly."""
+    base: str | None = None
+    """Where the frozen base model of adapters can be loaded again; its weights are then not saved.
+    """
     loaded_from: Path | None = None
     """The checkpoint that ``load`` used."""
 
@@ -119,6 +128,7 @@ class CheckpointStore:
         wait_for_all()
         staging = get_staging(target)
         tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
+        checksums = _leave_out_base(tensors, state)
         # Only the first process writes the ties down, and of other stages' it knows nothing.
         is_whole = state.gathered is None and state.topology.pipeline == 1
         ties = drop_tied(tensors, state.model) if is_whole else {}
@@ -126,7 +136,10 @@ class CheckpointStore:
         if with_random_states:
             _write_json(staging / _get_random_file(), get_random_states(state.device))
         if _get_rank() == 0:
-            _write_json(staging / "run.json", _describe_run(state, groups, extra) | {"tied": ties})
+            run = _describe_run(state, groups, extra) | {"tied": ties}
+            if checksums is not None:
+                run["base"] = {"name": state.base, "checksums": checksums}
+            _write_json(staging / "run.json", run)
         wait_for_all()
         if _get_rank() == 0:
             publish(target)
@@ -159,6 +172,7 @@ class CheckpointStore:
                 f"{folder} has format {run['format']}, this version reads format {_FORMAT}."
             )
         with_optimizer = with_optimizer and run["param_groups"] is not None
+        _check_base(state, run.get("base"))
         _load_tensors(folder, state, with_optimizer=with_optimizer)
         if with_position:
             state.step = run["step"]
@@ -171,6 +185,11 @@ class CheckpointStore:
             _load_random_states(folder, run, state.device)
         extra: dict[str, Any] = run["extra"] if with_position else {}
         return extra
+
+
+def is_without_base(folder: Path) -> bool:
+    """Whether a checkpoint holds adapters only, and no weights of the model under them."""
+    return "base" in json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -244,11 +263,41 @@ def _collect_tensors(
     return tensors, [_keep_json(group) for group in content["param_groups"]]
 
 
+def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> Checksums | None:
+    """Drop the weights of a base model that can be loaded again; returns their checksums."""
+    if state.base is None:
+        return None
+    frozen = list_frozen(state.model)
+    for name in frozen:
+        tensors.pop(f"model.{name}", None)
+    # DeepSpeed's third stage keeps weights where only it can read them.
+    return {} if state.gathered else compute_checksums(state.model, frozen, state.topology)
+
+
+def _check_base(state: TrainingState, saved: dict[str, Any] | None) -> None:
+    if saved is None or not saved["checksums"] or state.gathered is not None:
+        return
+    found = compute_checksums(state.model, list_frozen(state.model), state.topology)
+    compare_checksums(saved["checksums"], found, saved["name"])
+
+
+def _drop_base(
+    tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
+) -> None:
+    """Frozen weights that the checkpoint does not have are in the model already."""
+    for name in list_frozen(model):
+        if f"model.{name}" not in saved:
+            tensors.pop(f"model.{name}", None)
+
+
 def _load_gathered(
     folder: Path, state: TrainingState, gathered: Gathered, *, with_optimizer: bool
 ) -> None:
     wanted = gathered.get_wanted(with_optimizer=with_optimizer)
-    _drop_stateless(wanted, state.model, read_saved_shapes(folder))
+    saved = read_saved_shapes(folder)
+    if is_without_base(folder):
+        _drop_base(wanted, state.model, saved)
+    _drop_stateless(wanted, state.model, saved)
     _compare(folder, wanted, state.topology)
     for part in gathered.iterate_parts(wanted):
         load_named(part, folder, state.topology)
@@ -260,7 +309,10 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
         _load_gathered(folder, state, state.gathered, with_optimizer=with_optimizer)
         return
     tensors, _ = _collect_tensors(state, with_optimizer=with_optimizer, fills=True)
-    stateless = _drop_stateless(tensors, state.model, read_saved_shapes(folder))
+    saved = read_saved_shapes(folder)
+    if is_without_base(folder):
+        _drop_base(tensors, state.model, saved)
+    stateless = _drop_stateless(tensors, state.model, saved)
     _compare(folder, tensors, state.topology)
     load_named(tensors, folder, state.topology)
     prefix = "model."

@@ -13,6 +13,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         "compute a model's metrics on a split of the data",
     ),
     "predict": ("rapidformer.cli.predict", True, "predict on texts or a file"),
+    "export": (
+        "rapidformer.cli.export",
+        False,
+        "write a run's model as one folder, with its adapter merged",
+    ),
     "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
     "verify": (
         "rapidformer.cli.verify",

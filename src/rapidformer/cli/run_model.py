@@ -7,6 +7,7 @@ from typing import Any
 
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
+from rapidformer.models.location import is_model_folder
 
 _ARGUMENTS_FILE = "arguments.yaml"
 # How the model's training data was read: evaluation and prediction must read theirs the same way.
@@ -35,10 +36,10 @@ def choose_run_model(args: Settings, command: str) -> Settings:
         return args
     folder = Path(args.load).expanduser()
     args = _inherit(args, folder, command)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir() or is_model_folder(folder):
         return args
     for name in ("best", "last"):
-        if (folder / name / "config.json").is_file():
+        if is_model_folder(folder / name):
             return args.replace(f"the {name} model of {folder}", load=str(folder / name))
     raise ModelError(
         f"--load {args.load} has no model (no config.json, best or last): give the folder of a "

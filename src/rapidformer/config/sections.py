@@ -346,6 +346,27 @@ class OptimizerArguments:
 
 
 @dataclass(kw_only=True, frozen=True)
+class AdapterArguments:
+    """Adapters"""
+
+    lora_rank: int | None = None
+    """train LoRA adapters of this rank; the model's own weights stay frozen"""
+    lora_alpha: float | None = None
+    """LoRA: adapters are scaled by alpha / rank (default: twice the rank)"""
+    lora_dropout: float = 0.0
+    """LoRA: dropout on the inputs of the adapters"""
+    lora_target_modules: list[str] | None = None
+    """LoRA: names of the layers that get an adapter, one regular expression, or all-linear
+    (default: what peft chooses for the architecture, else all-linear)"""
+    use_dora: bool = False
+    """LoRA: also learn the length of each weight vector (DoRA)"""
+    peft_config: str | None = None
+    """JSON file with any configuration of peft, such as an adapter_config.json"""
+    quantize_base: Literal["8bit", "4bit"] | None = None
+    """QLoRA: keep the frozen weights in 8 or 4 bits (needs bitsandbytes)"""
+
+
+@dataclass(kw_only=True, frozen=True)
 class AccelerationArguments:
     """Acceleration switches"""
 
@@ -507,6 +528,7 @@ SECTIONS: tuple[type, ...] = (
     DataArguments,
     TrainingLengthArguments,
     OptimizerArguments,
+    AdapterArguments,
     AccelerationArguments,
     ParallelArguments,
     CheckpointArguments,

@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer.config.dialects import ALIASES
 from rapidformer.config.sections import (
     AccelerationArguments,
+    AdapterArguments,
     CheckpointArguments,
     DataArguments,
     LaunchArguments,
@@ -34,6 +35,7 @@ class Settings(
     DataArguments,
     TrainingLengthArguments,
     OptimizerArguments,
+    AdapterArguments,
     AccelerationArguments,
     ParallelArguments,
     CheckpointArguments,
@@ -72,6 +74,11 @@ class Settings(
         """Whether the user gave it, by flag, file or code."""
         source = self.sources.get(name, "default")
         return source != "default" and not source.startswith("derived")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return self.lora_rank is not None or self.peft_config is not None
 
     @property
     def keeps_nothing(self) -> bool:

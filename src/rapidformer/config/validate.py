@@ -20,10 +20,10 @@ _AT_LEAST_ONE = (
     "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
     "lr_decay_iters", "lr_decay_samples",
     "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
-    "num_query_groups", "moe_layer_freq", "moe_router_topk",
+    "num_query_groups", "moe_layer_freq", "moe_router_topk", "lora_rank",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
-_POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", *_INTERVALS)
+_POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", *_INTERVALS)
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
@@ -32,7 +32,7 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 _SHARES = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
-    "label_smoothing", "validation_split",
+    "label_smoothing", "validation_split", "lora_dropout",
 )  # fmt: skip
 
 # Ranks along these axes work on the same samples.
@@ -59,6 +59,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_processes(args),
         *_check_sizes(args),
         *_check_pretraining(args),
+        *_check_adapters(args),
         *_check_files(args),
     ]
 
@@ -67,6 +68,7 @@ def find_problems(args: Settings) -> list[str]:
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
     "save": ("overwrite",),
     "load": ("finetune",),
+    "lora_rank": ("lora_alpha", "lora_dropout", "lora_target_modules", "use_dora"),
 }
 
 
@@ -297,6 +299,19 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
         )
     if args.data_path is not None and args.train_data_path is not None:
         yield "--data-path and --train-data-path exclude each other: give only one of them."
+
+
+def _check_adapters(args: Settings) -> Iterator[str]:
+    if args.lora_rank is not None and args.peft_config is not None:
+        yield "--lora-rank and --peft-config exclude each other: give only one of them."
+    if args.quantize_base is not None and not args.has_adapters:
+        yield (
+            f"--quantize-base {args.quantize_base} needs adapters, since quantized weights cannot "
+            "be trained: add --lora-rank 16."
+        )
+    file = args.peft_config
+    if file is not None and not file.lstrip().startswith("{") and not Path(file).is_file():
+        yield f"--peft-config {file} is not a file."
 
 
 def _check_files(args: Settings) -> Iterator[str]:

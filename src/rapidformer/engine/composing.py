@@ -26,6 +26,13 @@ from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
 from rapidformer.errors import RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models.adapters import (
+    Adapter,
+    add_adapters,
+    describe_adapter,
+    find_adapter,
+    get_inner,
+)
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan, shifts_labels
 from rapidformer.optim.observer import get_observer
@@ -48,8 +55,9 @@ class ComposedRun(Run):
         extra_args_provider: ExtraArgumentsProvider | None = None,
         *,
         args: Arguments = None,
+        peft_config: Any = None,
     ) -> None:
-        super().__init__(extra_args_provider, args=args)
+        super().__init__(extra_args_provider, args=args, peft_config=peft_config)
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
@@ -59,13 +67,17 @@ class ComposedRun(Run):
         """False for a caller that creates optimizer and schedule from the settings itself."""
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
+        self.adapter: Adapter | None = None
+        """What is trained instead of the model's own weights, if anything is."""
         self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._is_by_row = False
         self._parallelized: Parallelized | None = None
 
     def build_model(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """``build()``; if the run splits weights, no rank ever holds all of them.
+        """``build()``, with the adapters of ``--lora-rank`` or ``--peft-config``, if given.
+
+        If the run splits weights, no rank ever holds all of them.
 
         The model then has no values until ``compose`` has split it and each rank has read or drawn
         its shard, with exactly the values one process would have.
@@ -95,6 +107,8 @@ class ComposedRun(Run):
             raise RapidformerError("compose() needs the model: engine.compose(model=model, ...).")
         if self.model is not None:
             raise RapidformerError("this engine has already composed a model: create a new one.")
+        given = model
+        model = self._add_adapters(given, has_optimizer=optimizer is not None)
         loaders = [
             self.adopt_loader(loader, is_training=is_training)
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
@@ -138,7 +152,25 @@ class ComposedRun(Run):
             schedule=lr_scheduler_fn or lr_scheduler,
             has_loader=isinstance(train_dataloader, DataLoader),
         )
-        return (self.model, self.optimizer, self.lr_scheduler, *loaders)
+        returned = given if get_inner(given) is model else model
+        return (returned, self.optimizer, self.lr_scheduler, *loaders)
+
+    def _add_adapters(self, model: nn.Module, *, has_optimizer: bool) -> nn.Module:
+        """The model that holds the weights, with the adapters that the settings ask for."""
+        inner = get_inner(model)
+        had_adapter = find_adapter(inner) is not None
+        adapted = add_adapters(inner, self.args)
+        self.adapter = find_adapter(adapted)
+        if self.adapter is not None and not had_adapter and has_optimizer:
+            raise RapidformerError(
+                "the optimizer given to compose() was built before the adapters, which it would "
+                "not train. Build the model with its adapters first, then the optimizer:\n"
+                "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
+                "or let compose() build the optimizer from the flags."
+            )
+        if self.adapter is not None and self.is_own_loop and self.is_main:
+            get_logger().info("adapter   %s", describe_adapter(self.adapter, adapted))
+        return adapted
 
     def _warn_about_unused_settings(self, **own_parts: Any) -> None:
         if not self.warns_of_unused_settings:
@@ -162,11 +194,13 @@ class ComposedRun(Run):
         self, model: nn.Module, *, plan: GivenPlan | None = None
     ) -> nn.Module:
         """Apply what a model needs without training: no optimizer, no schedule."""
-        self.shifts_labels = shifts_labels(model)
-        self._parallelized = self._switch_on(model, plan, for_training=False)
-        self.model = model.eval()
+        inner = get_inner(model)
+        self.adapter = find_adapter(inner)
+        self.shifts_labels = shifts_labels(inner)
+        self._parallelized = self._switch_on(inner, plan, for_training=False)
+        self.model = inner
         self._own_loop.is_composed = True
-        return model
+        return model.eval()
 
     def _switch_on(
         self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool

@@ -29,7 +29,8 @@ from rapidformer.errors import RapidformerError
 class RapidformerEngine(UpdatingRun):
     """A run and the verbs of training.
 
-    ``args`` is for notebooks and tests; without it, the command line is read.
+    ``args`` is for notebooks and tests; without it, the command line is read. ``peft_config`` is a
+    configuration object of peft: its adapters are trained instead of the model's own weights.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class RapidformerEngine(UpdatingRun):
         extra_args_provider: ExtraArgumentsProvider | None = None,
         *,
         args: Arguments = None,
+        peft_config: Any = None,
     ) -> None:
-        super().__init__(extra_args_provider, args=args)
+        super().__init__(extra_args_provider, args=args, peft_config=peft_config)
         self.resumed_from: Path | None = None
         atexit.register(self.close)
 
@@ -114,8 +116,18 @@ class RapidformerEngine(UpdatingRun):
             return deepspeed.state.gather_weights()
         return gather_weights(self.parallelized.model)
 
-    def export(self, folder: str | Path, processor: Any = None) -> Path:
-        """Save the model alone, as a folder that ``transformers`` loads."""
+    def export(
+        self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
+    ) -> Path:
+        """Save the model alone, as a folder that ``transformers`` loads.
+
+        Of a model with adapters, these are saved, as a folder that ``peft`` loads. With ``merge``
+        they are added to the weights under them and the whole model is saved; also by default if
+        those weights are in no file.
+        """
+        adapter = self.adapter
+        if merge is None:
+            merge = adapter is not None and adapter.base is None and not adapter.is_prompt
         with in_phase("save"):
             self.parallelized.settle()
             deepspeed = self.parallelized.deepspeed
@@ -126,6 +138,8 @@ class RapidformerEngine(UpdatingRun):
                 self.topology,
                 processor=processor,
                 weights=weights,
+                adapter=adapter,
+                merges=merge,
             )
 
     def export_into(self, folder: str | Path, processor: Any = None) -> None:
@@ -157,4 +171,5 @@ class RapidformerEngine(UpdatingRun):
             topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
+            base=self.adapter.base if self.adapter else None,
         )

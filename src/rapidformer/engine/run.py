@@ -47,6 +47,7 @@ from rapidformer.dist.topology import build_topology
 from rapidformer.engine.own_loop import OwnLoop
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
+from rapidformer.models.adapters import to_text
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 from rapidformer.timers import Timers
@@ -62,8 +63,12 @@ class Run:
         extra_args_provider: ExtraArgumentsProvider | None = None,
         *,
         args: Arguments = None,
+        peft_config: Any = None,
     ) -> None:
-        given = get_observer().change_settings(_read_arguments(args, extra_args_provider))
+        asked = _read_arguments(args, extra_args_provider)
+        if peft_config is not None:
+            asked = asked.replace("peft_config", peft_config=to_text(peft_config))
+        given = get_observer().change_settings(asked)
         configure_logging(given.log_level)
         processes = start_processes(
             device=given.device, timeout_minutes=given.distributed_timeout_minutes

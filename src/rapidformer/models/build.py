@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger
+from rapidformer.models.adapter_folder import (
+    find_files,
+    is_adapter_folder,
+    list_weights,
+    load_adapter,
+    read_base,
+)
+from rapidformer.models.adapters import add_adapters, forget_base
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import (
     check_folder,
@@ -56,34 +64,40 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     auto_class = getattr(transformers, auto_class_name)
     if is_from_scratch(args):
         with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):
-            fresh: nn.Module = auto_class.from_config(
+            initialised = auto_class.from_config(
                 config, dtype=torch.float32, trust_remote_code=args.trust_remote_code
             )
-        return fresh
+        adapted = add_adapters(initialised, args)
+        forget_base(adapted)
+        return adapted
     location = str(get_model_location(args))
-    check_folder(location, needs_weights=True)
+    base = read_base(location) if is_adapter_folder(location) else location
+    check_folder(base, needs_weights=True)
     if must_be_trained:
         check_head(auto_class_name, config.architectures, location)
-    with quiet_transformers(location), explain_failure(location, auto_class_name):
+    with quiet_transformers(base), explain_failure(base, auto_class_name):
         model, report = auto_class.from_pretrained(
-            location,
+            base,
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **get_hub_options(location, args),
+            **get_hub_options(base, args),
         )
+    if base != location:
+        model = load_adapter(model, location)
+        report = _drop_known(report, list_weights(location))
     if must_be_trained:
         _refuse_fresh_weights(report, location)
     _tell_fresh_weights(report, location)
-    return model  # type: ignore[no-any-return]
+    return add_adapters(model, args, fresh=_list_fresh(report))
 
 
 def load_tokenizer(args: Any, **options: Any) -> Any:
     """The tokenizer of the model, or one made from --tokenizer-type and --vocab-file."""
     if args.vocab_file is not None:
         return _make_tokenizer(args)
-    location = get_model_location(args)
+    location = find_files(get_model_location(args), "tokenizer*")
     if location is None:
         raise ModelError(
             "There is no tokenizer: give a folder that has one with "
@@ -105,7 +119,7 @@ def load_tokenizer(args: Any, **options: Any) -> Any:
 
 def load_image_processor(args: Any) -> Any:
     """The image processor of the model, or ViT's for the model's image size if it has none."""
-    location = get_model_location(args)
+    location = find_files(get_model_location(args), "preprocessor_config.json")
     if location is None or lacks_file(location, "preprocessor_config.json"):
         return _make_image_processor(load_config(args))
     check_folder(location)
@@ -152,11 +166,26 @@ def _make_image_processor(config: Any) -> Any:
 # --- what starts afresh --------------------------------------------------------------------------
 
 
+def _list_fresh(report: dict[str, Any]) -> list[str]:
+    """The weights that the files do not have, or not in this shape."""
+    mismatched = [_get_name(entry) for entry in report.get("mismatched_keys", ())]
+    return sorted({*report.get("missing_keys", ()), *mismatched})
+
+
+def _drop_known(report: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The report without the weights that an adapter brings."""
+    return {
+        kind: [entry for entry in report.get(kind, ()) if _get_name(entry) not in known]
+        for kind in ("missing_keys", "mismatched_keys")
+    }
+
+
+def _get_name(entry: Any) -> str:
+    return str(entry) if isinstance(entry, str) else str(entry[0])
+
+
 def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
-    mismatched = [
-        entry if isinstance(entry, str) else entry[0] for entry in report.get("mismatched_keys", ())
-    ]
-    fresh = sorted({*report.get("missing_keys", ()), *mismatched})
+    fresh = _list_fresh(report)
     if fresh:
         names = ", ".join(fresh[:4]) + (f" and {len(fresh) - 4} more" if fresh[4:] else "")
         raise ModelError(

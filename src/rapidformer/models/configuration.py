@@ -11,6 +11,7 @@ from typing import Any
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger
+from rapidformer.models.adapter_folder import find_files
 from rapidformer.models.location import (
     check_folder,
     explain_failure,
@@ -70,7 +71,7 @@ _NAMING_HELP = (
 
 def load_config(args: Any, **overrides: Any) -> Any:
     """The model's configuration, with the flags' sizes (from scratch) and the overrides applied."""
-    location = get_model_location(args)
+    location = find_files(get_model_location(args), "config.json")
     if location is None and args.model_type is None:
         raise ModelError(f"There is no model: {_NAMING_HELP}.")
     is_fresh = is_from_scratch(args)

@@ -21,6 +21,7 @@ from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.log import get_logger
+from rapidformer.models.adapters import add_adapters
 from rapidformer.models.recording import Recording, record
 from rapidformer.models.steps import RecordingError, Spans, take
 from rapidformer.models.weight_files import record_files
@@ -71,18 +72,22 @@ def forget_deferred(model: nn.Module) -> None:
 
 
 def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
-    """``build()``, without allocating weights if the run splits them.
+    """``build()`` with the settings' adapters, without allocating weights if the run splits them.
 
     What cannot be recorded is built whole on every rank.
     """
+
+    def build_adapted() -> nn.Module:
+        return add_adapters(build(), args)
+
     if not splits_weights(args):
-        return build()
+        return build_adapted()
     # Rank 0's random numbers for all: other ranks may have drawn some of their own.
     state = broadcast_object(torch.get_rng_state())
     torch.set_rng_state(state)
     model, reason = None, ""
     try:
-        model = _build_recorded(build)
+        model = _build_recorded(build_adapted)
     except (
         Exception
     ) as error:  # whatever it is: a plain build follows, and fails if the error is real
@@ -92,7 +97,7 @@ def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
         return model
     get_logger().debug("the model is built whole on every process: %s", reasons[0])
     torch.set_rng_state(state)
-    return build()
+    return build_adapted()
 
 
 def _gather_reasons(reason: str) -> list[str]:

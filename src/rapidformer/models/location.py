@@ -13,6 +13,7 @@ from typing import Any
 
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
+from rapidformer.models.adapter_folder import is_adapter_folder
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -33,13 +34,18 @@ _HEADS = (
 
 def get_model_location(args: Any) -> str | None:
     """The folder or Hub name to load the model from; a model folder in --load takes precedence."""
-    if args.load and (Path(args.load).expanduser() / "config.json").is_file():
+    if args.load and is_model_folder(Path(args.load).expanduser()):
         return str(Path(args.load).expanduser())
     location = args.pretrained_model_name_or_path
     if location is None:
         return None
     path = Path(location).expanduser()
     return str(path) if path.exists() else str(location)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model, or an adapter that names its model."""
+    return (folder / "config.json").is_file() or is_adapter_folder(folder)
 
 
 def is_from_scratch(args: Any) -> bool:

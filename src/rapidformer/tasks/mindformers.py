@@ -33,6 +33,7 @@ from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import warn_once
+from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner, evaluate_task, predict_task
@@ -428,7 +429,7 @@ def _read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_model(folder: Path) -> Path | None:
     return next(
-        (folder / name for name in ("best", "last") if (folder / name / "config.json").is_file()),
+        (folder / name for name in ("best", "last") if is_model_folder(folder / name)),
         None,
     )
 

@@ -97,6 +97,7 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
 
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
     """``asked_task`` is the task that the model must have been trained for, if any."""
+    from rapidformer.models.adapter_folder import find_files, is_adapter_folder, read_base
     from rapidformer.models.location import (
         check_folder,
         check_head,
@@ -113,8 +114,11 @@ def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
     if location is None:
         return
     try:
+        location = find_files(location, "config.json")
+        assert location is not None
         check_folder(location, needed=None if args.model_type else "config.json")
-        check_folder(location, needs_weights=not is_from_scratch(args))
+        weights = read_base(location) if is_adapter_folder(location) else location
+        check_folder(weights, needs_weights=not is_from_scratch(args))
         if asked_task is not None and not (args.allow_untrained or is_from_scratch(args)):
             check_head(asked_task.auto_class, _read_architectures(location), location)
     except RapidformerError as error:

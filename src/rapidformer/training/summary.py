@@ -11,6 +11,7 @@ import torch
 from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
+from rapidformer.models.adapters import describe_trained
 
 
 def describe_run(
@@ -31,6 +32,7 @@ def describe_run(
     if parallelized.pipeline is not None:  # which has released most of them
         total = parallelized.pipeline.num_parameters
         trained = parallelized.pipeline.num_trained
+    adapter = engine.adapter
     schedule = get_file_schedule(args, train_iters)
     plan = parallelized.plan
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
@@ -48,6 +50,8 @@ def describe_run(
         + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]
+    if adapter is not None:
+        lines.insert(2, f"adapter   {adapter.describe()}; {describe_trained(trained, total)}")
     if args.save:
         lines.append(f"folder    {args.save}")
     if resumed_from:

@@ -20,6 +20,7 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models.location import is_model_folder
 from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback
 from rapidformer.training.closing import describe_finished
@@ -173,11 +174,11 @@ class Template(ABC):
         if args.load is not None:
             source = Path(args.load).expanduser()
             resume = source if source.is_dir() and find_checkpoint(source) else None
-            is_model_folder = (source / "config.json").is_file()
-            if resume is None and args.is_given("load") and source.is_dir() and not is_model_folder:
+            has_model = is_model_folder(source)
+            if resume is None and args.is_given("load") and source.is_dir() and not has_model:
                 raise CheckpointError(
                     f"--load {args.load} holds neither a checkpoint (iter_… folders) nor a model "
-                    "(config.json)."
+                    "(config.json) or an adapter (adapter_config.json)."
                 )
         if args.save is not None:
             self._check_run_folder(Path(args.save), resume)

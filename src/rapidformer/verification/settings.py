@@ -16,6 +16,7 @@ from typing import Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES, Switch, to_flag
+from rapidformer.models.location import is_model_folder
 
 SOURCE = "rapidformer verify"
 Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
@@ -154,7 +155,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
 
 def _is_model_folder(load: str) -> bool:
     folder = Path(load).expanduser()
-    return not folder.is_dir() or (folder / "config.json").is_file()
+    return not folder.is_dir() or is_model_folder(folder)
 
 
 def _choose_rows(args: Settings) -> int:

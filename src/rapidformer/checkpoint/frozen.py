@@ -1,0 +1,81 @@
+"""Weights that a checkpoint leaves out: those of a frozen base model that can be loaded again.
+
+In their place the checkpoint has a checksum of each, so that an adapter is never resumed on other
+weights. A checksum is the sum of the weight's bits as integers: sums of slices add up to the sum of
+the whole, so it does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rapidformer.dist.collectives import gather_from_stages
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import CheckpointError
+
+Checksums = dict[str, list[Any]]
+"""Name -> data type and sum."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def list_frozen(model: nn.Module) -> frozenset[str]:
+    """Every name of every frozen parameter."""
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
+def compute_checksums(model: nn.Module, names: Iterable[str], topology: Topology) -> Checksums:
+    """The checksums of these parameters on all pipeline stages; every rank must call this."""
+    wanted = set(names)
+    groups: dict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, frozen in model.named_parameters(remove_duplicate=False):
+        if name in wanted:
+            groups[_find_axes(frozen)].append((name, frozen))
+    own: Checksums = {}
+    for (mesh, axes), members in groups.items():
+        sums = torch.stack([_sum_bits(parameter) for _, parameter in members])
+        for axis in axes:
+            dist.all_reduce(sums, group=mesh.get_group(axis))
+        for (name, parameter), total in zip(members, sums.tolist(), strict=True):
+            own[name] = [str(parameter.dtype).removeprefix("torch."), total]
+    found: Checksums = {}
+    for stage in gather_from_stages(own, topology):
+        found |= stage
+    return found
+
+
+def compare_checksums(saved: Mapping[str, Any], found: Checksums, base: str | None) -> None:
+    """Refuse a base model whose weights are not those that the adapter was trained on."""
+    changed = [
+        name
+        for name, (dtype, total) in found.items()
+        if name in saved and saved[name][0] == dtype and saved[name][1] != total
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the frozen weights of {base or 'the base model'} are not those that this adapter was "
+            f"trained on: {', '.join(changed[:3])}"
+            + (f" and {len(changed) - 3} more differ" if changed[3:] else " differ")
+            + ". Give the model of the first run."
+        )
+
+
+def _find_axes(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh axes along which ranks hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    axes = [i for i, kind in enumerate(parameter.placements) if not kind.is_replicate()]
+    return parameter.device_mesh, tuple(axes)
+
+
+def _sum_bits(parameter: Tensor) -> Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    bits = local.detach().contiguous().view(_INTEGERS[local.element_size()])
+    return bits.sum(dtype=torch.int64)

@@ -1,0 +1,107 @@
+"""An adapter as a folder that plain ``peft`` loads: ``adapter_config.json`` and its weights.
+
+Next to them is the model's ``config.json``: it knows the classes of a head that the base model does
+not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import ModelError
+from rapidformer.models.adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, Adapter, get_inner
+from rapidformer.overlay import get_own_class
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def is_adapter_folder(location: str | Path | None) -> bool:
+    """Whether this local folder holds an adapter."""
+    return location is not None and (Path(location) / CONFIG_FILE).is_file()
+
+
+def read_base(folder: str | Path) -> str:
+    """The folder or Hub name of the model that an adapter belongs to."""
+    file = Path(folder) / CONFIG_FILE
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as reason:
+        raise ModelError(f"{file} is not the configuration of an adapter: {reason}.") from None
+    if not base:
+        raise ModelError(f"{file} does not say which model it adapts (base_model_name_or_path).")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ModelError(
+            f"The adapter {folder} belongs to the model {base}, which is no longer there: put it "
+            f"back, or change base_model_name_or_path in {file}."
+        )
+    return str(base)
+
+
+def save_adapter(model: Any, adapter: Adapter, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter; ``weights`` are the model's, whole, by name."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: dict[str, Tensor] = get_peft_model_state_dict(
+            model, dict(weights), adapter.name, save_embedding_layers=False
+        )
+    prefix = "" if adapter.is_prompt else PREFIX
+    named = {prefix + name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = copy.deepcopy(adapter.config)
+    config.inference_mode = True
+    base = adapter.base
+    # A relative path would depend on where the next command runs.
+    config.base_model_name_or_path = (
+        str(Path(base).resolve()) if base and Path(base).is_dir() else base
+    )
+    config.save_pretrained(str(folder))
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        described = copy.deepcopy(model.config)
+        described.architectures = [get_own_class(model).__name__]
+        described.save_pretrained(folder)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    """The model with an adapter from a folder, which can be trained on."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            adapted = PeftModel.from_pretrained(
+                model, str(folder), is_trainable=True, torch_device="cpu"
+            )
+        except (ValueError, RuntimeError, OSError, KeyError) as reason:
+            text = " ".join(str(reason).split())[:300]
+            raise ModelError(
+                f"The adapter {folder} does not fit {type(model).__name__}: {text}"
+            ) from None
+    missing = [str(each.message) for each in told if "missing adapter keys" in str(each.message)]
+    if missing:
+        raise ModelError(f"The adapter {folder} is incomplete: {missing[0][:300]}")
+    return get_inner(adapted)
+
+
+def list_weights(folder: str | Path) -> set[str]:
+    """The names of the weights that an adapter's file has for the model."""
+    from safetensors import safe_open
+
+    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:  # type: ignore[no-untyped-call]
+        names: list[str] = list(file.keys())
+    return {name.removeprefix(PREFIX) for name in names}
+
+
+def find_files(location: str | None, pattern: str) -> str | None:
+    """The folder with a model's own files of this name; an adapter's folder may leave them out."""
+    if location is None or not is_adapter_folder(location):
+        return location
+    return location if any(Path(location).glob(pattern)) else read_base(location)

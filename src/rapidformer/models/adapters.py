@@ -1,0 +1,271 @@
+"""LoRA and other adapters: peft builds them, inside the model that was given.
+
+    model = add_adapters(model, args)
+
+The model's layers are replaced in place, so its class, its blocks and ``generate`` stay as they
+were, and every switch sees a model with frozen weights. Only methods that prepend learned tokens
+(prompt and prefix tuning) need peft's own class around the model.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.log import warn_once
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft puts before the names of a model's weights in an adapter's file."""
+_PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
+_TASK_TYPES = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+}
+# Heads that peft trains and saves whole, by task.
+_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """The adapter of a model, as peft describes it."""
+
+    config: Any
+    name: str
+    base: str | None
+    """Folder or Hub name of the frozen model; None if it cannot be loaded again."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it prepends learned tokens instead of changing layers."""
+        return bool(self.config.is_prompt_learning)
+
+    def describe(self) -> str:
+        """The method and where it is applied, for the start-up lines."""
+        config = self.config
+        kind = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
+        rank = f", rank {config.r}" if hasattr(config, "r") else ""
+        targets = getattr(config, "target_modules", None)
+        listed = ", ".join(sorted(targets)) if isinstance(targets, (set, list)) else targets
+        return f"{kind}{rank}" + (f" on {listed}" if listed else "")
+
+
+def describe_adapter(adapter: Adapter, model: nn.Module) -> str:
+    """The adapter, and how much of the model is trained."""
+    # Under DeepSpeed's stage 3, a weight holds nothing but its size.
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return f"{adapter.describe()}; {describe_trained(trained, total)}"
+
+
+def describe_trained(trained: int, total: int) -> str:
+    """How many of the parameters are trained."""
+    return f"trainable {trained:,} of {total:,} parameters ({100 * trained / max(total, 1):.2f} %)"
+
+
+# ---- from settings to adapters -------------------------------------------------------------------
+
+
+def build_config(args: Any) -> Any | None:
+    """peft's configuration of the adapters that the settings ask for; None without any."""
+    if args.peft_config is not None:
+        return _read_config(args.peft_config)
+    if args.lora_rank is None:
+        return None
+    from peft import LoraConfig
+
+    alpha = args.lora_alpha or 2 * args.lora_rank
+    return LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=_read_targets(args.lora_target_modules),
+        use_dora=args.use_dora,
+    )
+
+
+def to_text(config: Any) -> str:
+    """A configuration object as the text that ``--peft-config`` takes."""
+    values = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in config.to_dict().items()
+    }
+    try:
+        return json.dumps(values)
+    except TypeError as reason:
+        raise ConfigurationError(
+            f"peft_config: {type(config).__name__} holds something that cannot be saved: {reason}. "
+            "Pass the model itself instead: get_peft_model(model, config)."
+        ) from None
+
+
+def add_adapters(model: nn.Module, args: Any, *, fresh: Sequence[str] = ()) -> nn.Module:
+    """The model with the adapters of the settings; as it is if it has some, or none are wanted.
+
+    ``fresh`` names weights that the base model's files do not have: their modules are trained and
+    saved with the adapters, which would otherwise depend on this run's random numbers.
+    """
+    config = None if find_adapter(model) is not None else build_config(args)
+    if config is None:
+        return model
+    return apply_adapters(model, config, fresh)
+
+
+def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Module:
+    """Freeze the model and add the adapters, in place."""
+    from peft import get_peft_model
+
+    config.inference_mode = False
+    config.base_model_name_or_path = None
+    if config.task_type is None:
+        config.task_type = _find_task_type(model)
+    if not config.is_prompt_learning:
+        _choose_targets(model, config)
+        _train_fresh(config, fresh)
+    elif config.task_type is None:
+        raise ConfigurationError(
+            f"{config.peft_type.value} needs a language model or a classifier of transformers; "
+            f"{type(model).__name__} is neither. Use --lora-rank instead."
+        )
+    with _explain(model, config):
+        adapted = get_peft_model(model, config)
+    return get_inner(adapted)
+
+
+def get_inner(model: Any) -> nn.Module:
+    """The model inside a ``PeftModel``, which holds all of its weights; other models unchanged."""
+    if not _is_wrapped(model) or model.active_peft_config.is_prompt_learning:
+        return model  # type: ignore[no-any-return]
+    inner: nn.Module = model.get_base_model()
+    return inner
+
+
+def find_adapter(model: Any) -> Adapter | None:
+    """What is known about a model's adapter; None if it has none."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return None
+    name = next(iter(configs))
+    if len(configs) > 1:
+        name = _find_active(model, name)
+    config = configs[name]
+    return Adapter(config=config, name=name, base=config.base_model_name_or_path or None)
+
+
+def forget_base(model: nn.Module) -> None:
+    """Note that the frozen weights are in no file: they were initialised in this run."""
+    adapter = find_adapter(model)
+    if adapter is not None:
+        adapter.config.base_model_name_or_path = None
+
+
+def _is_wrapped(model: Any) -> bool:
+    # By name: a run without adapters must not import peft.
+    return any(
+        cls.__name__ == "PeftModel" and cls.__module__ == "peft.peft_model"
+        for cls in type(model).__mro__
+    )
+
+
+def _find_active(model: Any, first: str) -> str:
+    layers = (module for module in model.modules() if hasattr(module, "active_adapters"))
+    return next((layer.active_adapters[0] for layer in layers if layer.active_adapters), first)
+
+
+def _read_targets(given: list[str] | None) -> str | list[str] | None:
+    if given is None or len(given) > 1:
+        return given
+    is_pattern = given[0] == ALL_LINEAR or not _PATTERN_CHARACTERS.isdisjoint(given[0])
+    return given[0] if is_pattern else given
+
+
+def _read_config(source: str) -> Any:
+    from peft import PeftConfig
+
+    text, place = source, "--peft-config"
+    if not source.lstrip().startswith("{"):
+        text, place = Path(source).expanduser().read_text(encoding="utf-8"), source
+    try:
+        values = json.loads(text)
+        if "peft_type" not in values:
+            raise ConfigurationError(f"{place} lacks peft_type, such as LORA or PREFIX_TUNING.")
+        values.pop("peft_version", None)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            config = PeftConfig.from_peft_type(**values)
+    except (ValueError, TypeError, KeyError) as reason:
+        raise ConfigurationError(f"{place} is not a configuration of peft: {reason}.") from None
+    for each in told:
+        warn_once(f"{place}: {each.message}")
+    return config
+
+
+def _find_task_type(model: nn.Module) -> str | None:
+    name = type(model).__name__
+    return next((kind for ending, kind in _TASK_TYPES.items() if name.endswith(ending)), None)
+
+
+def _choose_targets(model: Any, config: Any) -> None:
+    """peft knows which layers are usual for an architecture; for others, all linear ones."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    is_lora = config.peft_type.value == "LORA"
+    named = (config.target_modules, getattr(config, "target_parameters", None))
+    if is_lora and not any(named) and kind not in KNOWN:
+        config.target_modules = ALL_LINEAR
+
+
+def _train_fresh(config: Any, fresh: Sequence[str]) -> None:
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
+    heads = _HEADS.get(config.task_type, ())
+    added = [name for name in modules if name and not set(name.split(".")) & set(heads)]
+    if not added or not hasattr(config, "modules_to_save"):
+        return
+    config.modules_to_save = [*(config.modules_to_save or ()), *added]
+    if hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
+        config.exclude_modules = [*(config.exclude_modules or ()), *added]
+
+
+@contextmanager
+def _explain(model: nn.Module, config: Any) -> Iterator[None]:
+    """peft's refusals as one sentence; its warnings about layouts it handles are dropped."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (ValueError, TypeError, NotImplementedError, AttributeError) as reason:
+        text = " ".join(str(reason).split())
+        raise ModelError(
+            f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text} "
+            f"Its linear layers are {_list_layers(model)}: choose with --lora-target-modules."
+        ) from None
+
+
+def _list_layers(model: nn.Module) -> str:
+    names = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "Embedding")
+    }
+    return ", ".join(names) or "none"
