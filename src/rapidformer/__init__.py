@@ -14,6 +14,7 @@ from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
+    from rapidformer.cli.evaluate import evaluate
     from rapidformer.context import get_args, get_timers, get_tokenizer
     from rapidformer.data.pretraining import (
         build_pretrain_huggingface_bert_datasets,
@@ -63,6 +64,7 @@ __all__ = [
     "build_pretrain_huggingface_bert_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface",
+    "evaluate",
     "get_args",
     "get_logger",
     "get_ltor_masks_and_position_ids",
@@ -106,6 +108,7 @@ _WHERE = {
         _PRETRAINING,
         "build_train_valid_test_datasets_for_huggingface",
     ),
+    "evaluate": ("rapidformer.cli.evaluate", "evaluate"),
     "get_args": ("rapidformer.context", "get_args"),
     "get_logger": ("rapidformer.log", "get_logger"),
     "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),

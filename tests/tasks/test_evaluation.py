@@ -12,8 +12,8 @@ import torch
 from rapidformer import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.tasks import rows as row_tools
+from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.runner import evaluate_task
 
 from .conftest import make_args, train_steps, write_jsonl
 
@@ -58,7 +58,7 @@ def evaluate(tuned: Path, tmp_path: Path) -> Callable[..., dict[str, float]]:
         }
         engine = RapidformerEngine(args={**values, **settings})
         try:
-            return evaluate_task(engine)
+            return evaluate_task(engine).get_numbers()
         finally:
             engine.close()
 

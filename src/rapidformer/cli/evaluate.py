@@ -1,33 +1,78 @@
-"""``rapidformer evaluate``: the metrics of a model on a split of the data."""
+"""``rapidformer evaluate`` and ``rapidformer.evaluate``: a model's metrics on a split of the data.
+
+Tables are for people and go to stderr; if stdout is not a terminal, it gets the report as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import get_logger
 from rapidformer.tasks.registry import is_pretraining
+
+if TYPE_CHECKING:
+    from rapidformer.tasks.evaluation_report import EvaluationReport
 
 
 def run(argv: list[str]) -> None:
-    """Print the metrics, and write them to ``--output`` if given."""
-    args = choose_run_model(parse_arguments(argv), "evaluate")
+    """Show the report, and write it to ``--output`` or into the run's folder."""
+    given = parse_arguments(argv)
+    report, is_main = _evaluate(given)
+    if not is_main:
+        return
+    from rich.console import Console
+
+    report.show(Console(stderr=True))
+    if not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(report.to_json(), indent=1) + "\n")
+    file = _choose_file(given, report.split)
+    if file is not None:
+        report.save(file)
+        get_logger().info("written   %s", file)
+
+
+def evaluate(data: Any = None, **settings: Any) -> EvaluationReport:
+    """Evaluate by call: ``evaluate(load="runs/mrpc", eval_split="test")``.
+
+    The settings are the command's flags. ``data`` replaces --data-path: a list of rows, a
+    `datasets.Dataset`, or a dictionary of splits.
+    """
+    report, is_main = _evaluate(arguments_from_mapping(settings), data)
+    if is_main and settings.get("output") is not None:
+        report.save(settings["output"])
+    return report
+
+
+def _evaluate(given: Settings, data: Any = None) -> tuple[EvaluationReport, bool]:
+    args = choose_run_model(given, "evaluate")
     if args.task is None:
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
-    if is_pretraining(args.task):
-        from rapidformer.tasks.pretraining.runner import evaluate_pretraining as evaluate
-    else:
-        from rapidformer.tasks.runner import evaluate_task as evaluate
     from rapidformer.engine import RapidformerEngine
 
     engine = RapidformerEngine(args=args)
-    metrics = evaluate(engine)
-    if engine.is_main:
-        text = json.dumps({"split": args.eval_split, **metrics}, indent=1)
-        if args.output is not None:
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
-        sys.stdout.write(text + "\n")
-    engine.close()
+    try:
+        if is_pretraining(args.task):
+            from rapidformer.tasks.pretraining.runner import evaluate_pretraining
+
+            return evaluate_pretraining(engine), engine.is_main
+        from rapidformer.tasks.evaluating import evaluate_task
+
+        return evaluate_task(engine, data), engine.is_main
+    finally:
+        engine.close()
+
+
+def _choose_file(args: Settings, split: str) -> Path | None:
+    """--output; otherwise a file in the folder of the run that was evaluated, if it is one."""
+    if args.output is not None:
+        return Path(args.output).expanduser()
+    folder = Path(args.load).expanduser() if args.load else None
+    if folder is None or not (folder / "arguments.yaml").is_file():
+        return None
+    return folder / f"evaluation_{split}.json"

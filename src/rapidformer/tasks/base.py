@@ -2,8 +2,8 @@
 
 Task modules must not import torch at the top (heavy imports are inside methods), so that
 `rapidformer tasks` is instant. Evaluation is exact: `evaluate_step` returns one record per row with
-the row's *summed* loss and its number of terms, and `compute_metrics` sees every record of the
-split once, in order.
+the row's *summed* loss and its number of terms, and a tally (`build_tally`) gets every record of
+the split once, in order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rapidformer.tasks.columns import ColumnRole, find_columns
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from rapidformer.tasks.metrics.tally import Tally
 
 Record = dict[str, Any]
 SPLITS = ("train", "validation", "test")
@@ -93,8 +95,8 @@ class Task(ABC):
         """One small record per row of the batch, in order."""
 
     @abstractmethod
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        """The metrics of a labelled split, in addition to its loss."""
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        """The running metrics of a labelled split; it gets the split's records in order."""
 
     @abstractmethod
     def predictions(
@@ -108,7 +110,9 @@ class Task(ABC):
         """The split's metrics, including its ``loss``; empty for a split without labels."""
         if not records or not prepared.is_labelled(split):
             return {}
-        return {"loss": get_mean_loss(records)} | self.score(records, prepared, split)
+        tally = self.build_tally(prepared, split)
+        tally.update(records)
+        return tally.compute()
 
     def build_model(
         self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False

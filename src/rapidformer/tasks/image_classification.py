@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rapidformer.tasks.label_space import LabelSpace
+    from rapidformer.tasks.metrics.tally import Tally
 
 IMAGE = ColumnRole(
     name="image",
@@ -113,11 +114,10 @@ class ImageClassification(Task):
         kind = prepared.extras.get("problem_type", SINGLE)
         return score_classes(logits, batch.get("labels"), kind)
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        from rapidformer.tasks.sequence_classification import score_records
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.sequence_classification import build_classifier_tally
 
-        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
-        return score_records(records, kind, names)
+        return build_classifier_tally(prepared.extras["problem_type"], prepared.extras["names"])
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str

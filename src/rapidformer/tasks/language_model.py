@@ -11,6 +11,8 @@ from rapidformer.tasks.metrics.perplexity import compute_perplexity
 if TYPE_CHECKING:
     import torch
 
+    from rapidformer.tasks.metrics.tally import Tally
+
 TEXT = ColumnRole(
     name="text",
     candidates=("text", "content", "sentence", "document", "article", "review", "code"),
@@ -24,13 +26,10 @@ class LanguageModel(Task):
 
     columns: tuple[ColumnRole, ...] = (TEXT,)
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        count = sum(record["count"] for record in records)
-        hits = sum(record["hits"] for record in records)
-        return {
-            "perplexity": compute_perplexity(get_mean_loss(records)),
-            "accuracy": hits / count if count else 0.0,
-        }
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.metrics.tally import TokenTally
+
+        return TokenTally()
 
 
 def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:

@@ -34,9 +34,10 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import warn_once
 from rapidformer.models.location import is_model_folder
+from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.runner import TaskFinetuner, evaluate_task, predict_task
+from rapidformer.tasks.runner import TaskFinetuner, predict_task
 from rapidformer.training.run_folder import BEST, LAST, PREVIOUS, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
 from rapidformer.training.trainer.mindformers_context import get_context
@@ -315,7 +316,8 @@ class MindFormersTrainer(Trainer):
             raise DataError("Trainer.evaluate() needs eval_dataset: the path of a file or folder.")
         values = self._find_weights(eval_checkpoint or self._trained is not None)
         settings = self._build_task_settings(**values, allow_untrained=True)
-        metrics: dict[str, Any] = evaluate_task(RapidformerEngine(args=settings))
+        report = evaluate_task(RapidformerEngine(args=settings))
+        metrics: dict[str, Any] = report.get_numbers()
         if "perplexity" in metrics:
             metrics["PPL"] = metrics["perplexity"]
         return metrics

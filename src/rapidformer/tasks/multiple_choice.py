@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rapidformer.tasks.metrics.tally import Tally
+
 CONTEXT = ColumnRole(
     name="context",
     candidates=(
@@ -136,9 +138,10 @@ class MultipleChoice(Task):
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        hits = sum(int(record["logits"].argmax()) == record["label"] for record in records)
-        return {"accuracy": hits / len(records)}
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.metrics.tally import ChoiceTally
+
+        return ChoiceTally()
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str

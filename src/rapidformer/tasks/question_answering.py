@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rapidformer.tasks.metrics.tally import Tally
     from rapidformer.tasks.text import TextParts
     from rapidformer.tasks.windows import Answer
 
@@ -131,13 +132,10 @@ class QuestionAnswering(Task):
                 record |= {"loss": loss, "count": 1}
         return records
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        from rapidformer.tasks.metrics.squad import compute_squad
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.answer_tally import AnswerTally
 
-        found = [answer["answer"] for answer in self.predictions(records, prepared, split)]
-        answers = prepared.extras["answers"][split]
-        texts = [[text for text, _ in wanted] for wanted in answers]
-        return compute_squad(found, texts)
+        return AnswerTally(prepared, split)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str

@@ -53,6 +53,12 @@ def take_first(rows: Any, limit: int | None) -> Any:
     return rows.select(range(limit)) if _is_dataset(rows) else rows[:limit]
 
 
+def take_rows(rows: Any, first: int, count: int) -> Any:
+    """Some rows from the middle of a table."""
+    last = min(first + count, len(rows))
+    return rows.select(range(first, last)) if _is_dataset(rows) else rows[first:last]
+
+
 def get_column_names(rows: Any) -> list[str]:
     if _is_dataset(rows):
         return list(rows.column_names)

@@ -1,27 +1,18 @@
-"""Run black-box tasks on the training loop: train, evaluate and predict from settings alone.
-
-Evaluation covers the whole split, each example exactly once: every rank records its part, the
-records are put back into the order of the data, and the metric is computed on all of them.
-"""
+"""Run black-box tasks on the training loop: train and predict from settings alone."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.sources import load_splits
-from rapidformer.dist.collectives import gather_objects
-from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.models.location import is_from_scratch
 from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.evaluating import compose_split, iterate_records, measure
 from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows import take_first
 from rapidformer.training.finetuner import Finetuner
 from rapidformer.training.loop import Metrics, evaluate_model
 
@@ -76,44 +67,13 @@ class TaskFinetuner(Finetuner):
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
         assert self.prepared is not None
-        records = collect_records(self.task, model, loader, self.prepared, self.engine.topology)
-        return self.task.compute_metrics(records, self.prepared, split)
+        topology = self.engine.topology
+        return measure(self.task, model, loader, self.prepared, split, topology).compute()
 
 
 def train_task(engine: RapidformerEngine) -> dict[str, float]:
     """Fine-tune on the task that ``--task`` names."""
     return TaskFinetuner(engine, get_task(engine.args.task or "")).train()
-
-
-def evaluate_task(engine: RapidformerEngine) -> dict[str, float]:
-    """The metrics of a model on ``--eval-split``, with the number of examples and the seconds."""
-    args = engine.args
-    task, split = get_task(args.task or ""), args.eval_split
-    splits = load_splits(args)
-    if split not in splits:
-        hint = "" if split != "validation" else ", or hold out rows with --validation-split 0.1"
-        raise DataError(
-            f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
-            f"--eval-split{hint}."
-        )
-    rows = take_first(splits[split], args.max_eval_samples)
-    # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
-    # they would be prepared for training and decide which classes exist.
-    name = "validation" if split == "train" else split
-    # The limit above is the one that applies: --max-predict-samples would cut test rows again.
-    uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
-    prepared = task.prepare(uncapped, {name: rows})
-    if not prepared.is_labelled(name):
-        raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
-    started = time.perf_counter()
-    records = _run_split(engine, task, prepared, name)
-    metrics = task.compute_metrics(records, prepared, name)
-    seconds = time.perf_counter() - started
-    get_logger().info(
-        "evaluated %s examples of %s in %.1f s (%.0f/s)",
-        f"{len(rows):,}", split, seconds, len(rows) / seconds,
-    )  # fmt: skip
-    return {**metrics, "examples": len(rows), "seconds": round(seconds, 3)}
 
 
 def predict_task(
@@ -153,52 +113,17 @@ def _fits_json(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float, bool))
 
 
-def collect_records(
-    task: Task,
-    model: Any,
-    loader: DistributedLoader,
-    prepared: PreparedData,
-    topology: Topology,
-    advance: Callable[[int], None] = lambda count: None,
-) -> list[Record]:
-    """One record per example of the whole split, in the order of the data, on every rank.
-
-    ``advance`` is called with the number of examples that all ranks together have done.
-    """
-    rounds: list[list[Record]] = []
-    for each in loader.iterate_micro_batches():
-        rounds.append(task.evaluate_step(model, each.batch, prepared)[: each.info.rows])
-        advance(loader.samples_per_round)
-    return list(_interleave(gather_objects(rounds, topology)))
-
-
-def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
-    """Round by round, rank by rank: the order in which the loader distributed the data."""
-    for slices in zip(*everyone, strict=True):
-        for records in slices:
-            yield from records
-
-
 def _run_split(
     engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
 ) -> list[Record]:
-    must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
-    built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
-    model = engine.compose_for_evaluation(built)
-    loader = engine.build_data_loader(
-        prepared.get_split(split),
-        prepared.collate,
-        shuffle=False,
-        batch_size=engine.args.eval_micro_batch_size,
-        is_training=False,
-    )
+    model, loader = compose_split(engine, task, prepared, split)
     records: list[Record] = []
 
     def run() -> dict[str, float]:
         wanted = engine.args.progress if engine.is_main else False
         with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
-            found = collect_records(task, model, loader, prepared, engine.topology, advance)
-        records.extend(found)
+            for found in iterate_records(task, model, loader, prepared, engine.topology, advance):
+                records.extend(found)
         return {}
 
     evaluate_model(engine, run)

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from rapidformer.tasks.metrics.tally import Tally
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -73,9 +75,11 @@ class Seq2SeqLM(Task):
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
-        targets = {split: _read_targets(rows, split, target) for split, rows in tables.items()}
+        labelled = {split: _has_targets(rows, split, target) for split, rows in tables.items()}
         features = {
-            split: _encode(rows, split, source, target, targets[split], tokenizer, length, args)
+            split: _encode(
+                rows, split, source, target if labelled[split] else None, tokenizer, length, args
+            )
             for split, rows in tables.items()
         }
         return PreparedData(
@@ -86,8 +90,9 @@ class Seq2SeqLM(Task):
             extras={
                 "rows": tables,
                 "source": source,
-                "targets": targets,
-                "labelled": {split: texts is not None for split, texts in targets.items()},
+                "target": target,
+                "languages": _find_languages(next(iter(tables.values())), source, target),
+                "labelled": labelled,
                 "generation": _get_generation(args),
             },
         )
@@ -102,13 +107,12 @@ class Seq2SeqLM(Task):
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
         return PreparedData(
-            test=_encode(table, "input", source, None, None, tokenizer, length, args),
+            test=_encode(table, "input", source, None, tokenizer, length, args),
             collate=build_text_collator(tokenizer),
             processor=tokenizer,
             extras={
                 "rows": {"test": table},
                 "source": source,
-                "targets": {"test": None},
                 "labelled": {"test": False},
                 "generation": _get_generation(args),
             },
@@ -128,29 +132,31 @@ class Seq2SeqLM(Task):
                 record |= {"loss": loss, "count": count}
         return records
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        from rapidformer.tasks.metrics.generation import compute_generation
-        from rapidformer.tasks.metrics.perplexity import compute_perplexity
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.rows import take_rows
+        from rapidformer.tasks.translation_tally import TextTally
 
-        texts = _decode(records, prepared)
-        words = sum(len(text.split()) for text in texts) / len(texts)
-        scores = compute_generation(texts, prepared.extras["targets"][split])
-        return {
-            "perplexity": compute_perplexity(get_mean_loss(records)),
-            **scores,
-            "generated_words": words,
-        }
+        extras = prepared.extras
+        rows, target, languages = extras["rows"][split], extras["target"], extras["languages"]
+
+        def read(first: int, count: int) -> tuple[list[str], list[str]]:
+            part = take_rows(rows, first, count)
+            wanted = check_row_texts(_read_column(part, target), target[-1], split, first)
+            return wanted, _name_pairs(part, languages)
+
+        return TextTally(lambda record: _decode_one(record, prepared), read)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        sources = _read_column(prepared.extras["rows"][split], prepared.extras["source"])
-        targets = prepared.extras["targets"][split]
+        rows = prepared.extras["rows"][split]
+        sources = _read_column(rows, prepared.extras["source"])
         result: list[dict[str, Any]] = [
             {"source": source, "generated": text}
             for source, text in zip(sources, _decode(records, prepared), strict=True)
         ]
-        if targets is not None:
+        if prepared.is_labelled(split):
+            targets = _read_column(rows, prepared.extras["target"])
             for row, target in zip(result, targets, strict=True):
                 row["expected"] = target
         return result
@@ -205,21 +211,52 @@ def _read_column(rows: Any, path: Path) -> list[Any]:
     return _pick(get_column(rows, path[0]), path)
 
 
-def _read_targets(rows: Any, split: str, path: Path) -> list[str] | None:
+def _has_targets(rows: Any, split: str, path: Path) -> bool:
+    """Whether the split has targets (a test split may lack them); checks every one of them."""
     from rapidformer.tasks.rows import get_column_names
 
     if path[0] not in get_column_names(rows):
         if split != "test":
             raise DataError(f"{split} has no column {path[0]}: all splits need the same columns.")
-        return None
+        return False
     values = _read_column(rows, path)
     if split == "test" and all(value is None or value == "" for value in values):
-        return None
-    texts = check_row_texts(values, path[-1], split)
-    for number, text in enumerate(texts, start=1):
+        return False
+    for number, text in enumerate(check_row_texts(values, path[-1], split), start=1):
         if not text.strip() and split == "train":
             raise DataError(f"{split}, row {number}: the target in {path[-1]} is empty.")
-    return texts
+    return True
+
+
+# Columns that name the languages of each row: source and target, or both in one.
+_LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
+    ("source_lang", "target_lang"),
+    ("src_lang", "tgt_lang"),
+    ("source_language", "target_language"),
+    ("language_pair",),
+    ("lang_pair",),
+    ("lp",),
+)
+
+
+def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | str:
+    """The columns with the languages of a row, or the one language pair of all rows, or ``""``."""
+    from rapidformer.tasks.rows import get_column_names
+
+    if len(source) == 2:
+        return f"{source[1]}-{target[1]}"
+    free = set(get_column_names(rows)) - {source[0], target[0]}
+    return next((names for names in _LANGUAGE_COLUMNS if free.issuperset(names)), "")
+
+
+def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
+    """The language pair of each row, such as ``en-de``; empty strings if there is none."""
+    from rapidformer.tasks.rows import get_column
+
+    if isinstance(languages, str):
+        return [languages] * len(rows)
+    columns = [get_column(rows, name) for name in languages]
+    return ["-".join(str(name) for name in names) for names in zip(*columns, strict=True)]
 
 
 def _get_target_length(args: Any) -> int:
@@ -240,7 +277,6 @@ def _encode(
     split: str,
     source: Path,
     target: Path | None,
-    targets: list[str] | None,
     tokenizer: Any,
     max_length: int,
     args: Any,
@@ -257,13 +293,13 @@ def _encode(
         result = dict(tokenizer(texts, truncation=True, max_length=max_length))
         # The model takes no segment ids.
         result.pop("token_type_ids", None)
-        if target is not None and targets is not None:
+        if target is not None:
             wanted = [str(text) for text in _pick(columns[target[0]], target)]
             encoded = tokenizer(text_target=wanted, truncation=True, max_length=target_length)
             result["labels"] = encoded["input_ids"]
         return result
 
-    key = ("pairs", source, target, targets is None, prefix, max_length, target_length)
+    key = ("pairs", source, target, prefix, max_length, target_length)
     return map_rows(
         rows,
         encode,
@@ -273,5 +309,9 @@ def _encode(
 
 
 def _decode(records: Sequence[Record], prepared: PreparedData) -> list[str]:
-    decode = prepared.processor.decode
-    return [decode(record["generated"], skip_special_tokens=True).strip() for record in records]
+    return [_decode_one(record, prepared) for record in records]
+
+
+def _decode_one(record: Mapping[str, Any], prepared: PreparedData) -> str:
+    text: str = prepared.processor.decode(record["generated"], skip_special_tokens=True)
+    return text.strip()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rapidformer.tasks.label_space import LabelSpace
+    from rapidformer.tasks.metrics.tally import Tally
 
 # Tried in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -161,10 +162,11 @@ class SequenceClassification(Task):
         logits = model(**inputs).logits
         return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
-        data_name = prepared.extras.get("data_name", "")
-        return score_records(records, kind, names, data_name)
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        extras = prepared.extras
+        return build_classifier_tally(
+            extras["problem_type"], extras["names"], extras.get("data_name", "")
+        )
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
         if prepared.extras.get("problem_type") == REGRESSION:
@@ -266,22 +268,16 @@ def get_problem_type(config: Any) -> str:
     return REGRESSION if config.num_labels == 1 else SINGLE
 
 
-def score_records(
-    records: Sequence[Record], problem_type: str, names: Sequence[str], data_name: str = ""
-) -> dict[str, float]:
-    """The metrics of a classifier's records."""
+def build_classifier_tally(problem_type: str, names: Sequence[str], data_name: str = "") -> Tally:
+    """The running metrics of a classifier, or of a model that predicts a number."""
     from rapidformer.tasks.metrics import classification, regression
 
-    labels = [record["label"] for record in records]
     if problem_type == REGRESSION:
-        return regression.compute_regression([float(r["logits"][0]) for r in records], labels)
+        return regression.RegressionTally()
     if problem_type == MULTI:
-        chosen = [(record["logits"] > 0).astype(int).tolist() for record in records]
-        truths = [[int(value >= 0.5) for value in label] for label in labels]
-        return classification.compute_multi_label(chosen, truths)
-    guesses = [int(record["logits"].argmax()) for record in records]
+        return classification.MultiLabelTally(names)
     wanted = classification.GLUE_METRICS.get(data_name, classification.DEFAULT_METRICS)
-    return classification.compute_single_label(guesses, labels, len(names), wanted)
+    return classification.ClassTally(names, wanted)
 
 
 def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rapidformer.tasks.label_space import LabelSpace, ModelClasses
+    from rapidformer.tasks.metrics.tally import Tally
     from rapidformer.tasks.text import TextParts
 
 IGNORED_LABEL = -100
@@ -131,18 +132,10 @@ class TokenClassification(Task):
             for row in range(len(truths))
         ]
 
-    def score(self, records: list[Record], prepared: PreparedData, split: str) -> dict[str, float]:
-        from rapidformer.tasks.metrics import classification, entities
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.metrics.tags import build_tag_tally
 
-        names = prepared.extras["names"]
-        if not entities.has_entity_tags(names):
-            guesses = [int(tag) for record in records for tag in record["guesses"]]
-            truths = [int(tag) for record in records for tag in record["labels"]]
-            # At least three: with two tags, neither of them is "the" positive one.
-            return classification.compute_single_label(guesses, truths, max(3, len(names)))
-        guessed = [[names[tag] for tag in record["guesses"]] for record in records]
-        wanted = [[names[tag] for tag in record["labels"]] for record in records]
-        return entities.compute_entities(guessed, wanted)
+        return build_tag_tally(prepared.extras["names"])
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str

@@ -7,7 +7,15 @@ IOBES all work.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+
+from rapidformer.tasks.metrics.tables import (
+    ReportTable,
+    ScoreTable,
+    average_scores,
+    score_counts,
+)
 
 Entity = tuple[str, int, int]
 
@@ -43,33 +51,49 @@ def has_entity_tags(names: Iterable[str]) -> bool:
     return all(name == "O" or name[:2] in {"B-", "I-", "E-", "S-", "L-", "U-"} for name in names)
 
 
+class EntityScores:
+    """Running counts of entities by type, and of tags."""
+
+    def __init__(self) -> None:
+        self._right: Counter[str] = Counter()
+        self._found: Counter[str] = Counter()
+        self._wanted: Counter[str] = Counter()
+        self._hits = 0
+        self._tags = 0
+
+    def add(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
+        """Add the tags of one sentence."""
+        guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
+        self._right.update(kind for kind, _, _ in guesses & truths)
+        self._found.update(kind for kind, _, _ in guesses)
+        self._wanted.update(kind for kind, _, _ in truths)
+        self._hits += sum(p == e for p, e in zip(predicted, expected, strict=True))
+        self._tags += len(expected)
+
+    def score(self) -> dict[str, float]:
+        """Precision, recall and F1 of entities, and the accuracy of tags."""
+        scores = self._score_all()
+        del scores["support"]
+        return {**scores, "accuracy": self._hits / self._tags if self._tags else 0.0}
+
+    def tables(self) -> list[ReportTable]:
+        """The scores of each type of entity, as seqeval reports them."""
+        rows = {
+            kind: score_counts(self._right[kind], self._found[kind], self._wanted[kind])
+            for kind in sorted(self._found.keys() | self._wanted.keys())
+        }
+        averages = {"micro avg": self._score_all(), **average_scores(rows.values())}
+        return [ScoreTable(key="entities", title="by entity", rows=rows, averages=averages)]
+
+    def _score_all(self) -> dict[str, float]:
+        return score_counts(self._right.total(), self._found.total(), self._wanted.total())
+
+
 def compute_entities(
     predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Precision, recall and F1 of entities, and the accuracy of tags."""
-    right = found = wanted = 0
+    """The scores of all sentences at once."""
+    scores = EntityScores()
     for predicted, expected in zip(predictions, labels, strict=True):
-        guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
-        right += len(guesses & truths)
-        found += len(guesses)
-        wanted += len(truths)
-    precision = right / found if found else 0.0
-    recall = right / wanted if wanted else 0.0
-    both = precision + recall
-    return {
-        "precision": precision,
-        "recall": recall,
-        "f1": 2 * precision * recall / both if both else 0.0,
-        "accuracy": compute_tag_accuracy(predictions, labels),
-    }
-
-
-def compute_tag_accuracy(
-    predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
-) -> float:
-    """The fraction of tags that are right, over all sentences."""
-    hits = total = 0
-    for predicted, expected in zip(predictions, labels, strict=True):
-        hits += sum(p == e for p, e in zip(predicted, expected, strict=True))
-        total += len(expected)
-    return hits / total if total else 0.0
+        scores.add(predicted, expected)
+    return scores.score()

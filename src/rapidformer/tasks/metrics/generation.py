@@ -2,20 +2,77 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 _ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
 
 
-def compute_generation(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Corpus BLEU (sacreBLEU's 13a tokenizer) and the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
-    from torchmetrics.functional.text import rouge_score, sacre_bleu_score
+class Bleu:
+    """Running corpus BLEU, equal to sacreBLEU's default (13a tokens, exponential smoothing)."""
 
-    texts = [text.strip() for text in predictions]
-    wanted = [text.strip() for text in references]
-    bleu = 0.0
-    if any(texts):
-        bleu = 100 * float(sacre_bleu_score(texts, [[text] for text in wanted]))
-    scores = rouge_score(texts, wanted, rouge_keys=_ROUGE_KEYS)
-    rouge = {key: 100 * float(scores[f"{key}_fmeasure"]) for key in _ROUGE_KEYS}
-    return {"bleu": bleu, **rouge}
+    def __init__(self) -> None:
+        import torch
+        from torchmetrics.text import SacreBLEUScore
+
+        # In fp32, counts above 16 million would not be exact.
+        self._counts: Any = SacreBLEUScore().set_dtype(torch.float64)
+
+    def add(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+        """Add texts, each with one or more references."""
+        self._counts.update(texts, references)
+
+    def score(self) -> float:
+        """torchmetrics counts the n-grams, but does not have sacreBLEU's smoothing."""
+        matches, totals = self._counts.numerator.tolist(), self._counts.denominator.tolist()
+        length, wanted = float(self._counts.preds_len), float(self._counts.target_len)
+        if not any(matches) or not all(totals):
+            return 0.0
+        logs, factor = 0.0, 1.0
+        for match, total in zip(matches, totals, strict=True):
+            factor = factor if match else 2 * factor
+            logs += math.log(match / total if match else 1 / (factor * total))
+        brevity = math.exp(1 - wanted / length) if length < wanted else 1.0
+        return 100 * brevity * math.exp(logs / len(matches))
+
+
+class TextScores:
+    """Running scores of generated texts: BLEU, and the mean F1 of ROUGE."""
+
+    def __init__(self) -> None:
+        self._bleu = Bleu()
+        self._rouge = dict.fromkeys(_ROUGE_KEYS, 0.0)
+        self._words = 0
+        self.count = 0
+
+    def add(self, texts: Sequence[str], wanted: Sequence[str]) -> None:
+        """Add generated texts and their references."""
+        from torchmetrics.functional.text import rouge_score
+
+        if not texts:
+            return
+        texts = [text.strip() for text in texts]
+        wanted = [text.strip() for text in wanted]
+        self._bleu.add(texts, [[text] for text in wanted])
+        # torchmetrics' own class for ROUGE keeps the scores of every text.
+        scores = rouge_score(texts, wanted, rouge_keys=_ROUGE_KEYS)
+        for key in _ROUGE_KEYS:
+            self._rouge[key] += len(texts) * float(scores[f"{key}_fmeasure"])
+        self._words += sum(len(text.split()) for text in texts)
+        self.count += len(texts)
+
+    def score(self) -> dict[str, float]:
+        rouge = {key: 100 * total / max(1, self.count) for key, total in self._rouge.items()}
+        return {"bleu": self._bleu.score(), **rouge}
+
+    def get_mean_words(self) -> float:
+        """The mean length of the generated texts."""
+        return self._words / max(1, self.count)
+
+
+def compute_generation(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """The scores of all texts at once."""
+    scores = TextScores()
+    scores.add(predictions, references)
+    return scores.score()

@@ -17,7 +17,7 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.metrics.classification import GLUE_METRICS, compute_single_label
 from rapidformer.tasks.metrics.entities import compute_entities
-from rapidformer.tasks.metrics.generation import compute_generation
+from rapidformer.tasks.metrics.generation import Bleu, compute_generation
 from rapidformer.tasks.metrics.regression import compute_regression
 from rapidformer.tasks.metrics.squad import compute_squad
 
@@ -117,7 +117,8 @@ _FUNCTIONS = {"f1": "f1_score", "precision": "precision", "recall": "recall"}
 
 
 def _score_accuracy(predictions: list[int], references: list[int]) -> _Scores:
-    return compute_single_label(predictions, references, 2, ("accuracy",))
+    hits = sum(p == r for p, r in zip(predictions, references, strict=True))
+    return {"accuracy": hits / len(references)}
 
 
 def _correlate(predictions: list[int], references: list[int]) -> _Scores:
@@ -150,10 +151,9 @@ def _score_rouge(predictions: list[str], references: list[str], **settings: Any)
 
 def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
     """sacreBLEU's score in percent; references are strings or lists of strings."""
-    from torchmetrics.functional.text import sacre_bleu_score
-
-    rows = [each if isinstance(each, list) else [each] for each in references]
-    return {"score": 100 * float(sacre_bleu_score(predictions, rows))}
+    bleu = Bleu()
+    bleu.add(predictions, [each if isinstance(each, list) else [each] for each in references])
+    return {"score": bleu.score()}
 
 
 def _score_error(predictions: list[float], references: list[float], **settings: Any) -> _Scores:

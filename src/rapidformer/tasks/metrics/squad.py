@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rapidformer.tasks.metrics.tables import ReportTable, ScoreTable
+
+_NAMES = ("exact_match", "f1")
+
+
+class AnswerScores:
+    """Running scores of answers; an empty answer is right if the question has no answer."""
+
+    def __init__(self) -> None:
+        import torch
+        from torchmetrics.text import SQuAD
+
+        self._parts: dict[str, Any] = {
+            name: SQuAD().set_dtype(torch.float64) for name in ("all", "has_answer", "no_answer")
+        }
+
+    def add(self, answer: str, wanted: Sequence[str]) -> None:
+        """Add the answer to one question, and the right answers."""
+        prediction = {"id": "0", "prediction_text": answer}
+        # An unanswerable question is scored as if its answer were the empty string.
+        target: Any = {"id": "0", "answers": {"text": list(wanted) or [""], "answer_start": [0]}}
+        for name in ("all", "has_answer" if wanted else "no_answer"):
+            self._parts[name].update([prediction], [target])
+
+    def score(self) -> dict[str, float]:
+        """Scores over all questions and, if there are both, by whether there is an answer."""
+        result = self._read("all")
+        parts = [name for name in ("has_answer", "no_answer") if self._count(name)]
+        for name in parts if len(parts) == 2 else ():
+            result |= {f"{name}_{key}": value for key, value in self._read(name).items()}
+        return result
+
+    def tables(self) -> list[ReportTable]:
+        """A row for questions with an answer and one for those without, if there are both."""
+        titles = {"has_answer": "has an answer", "no_answer": "has no answer"}
+        rows: dict[str, Mapping[str, float]] = {
+            title: {**self._read(name), "support": self._count(name)}
+            for name, title in titles.items()
+            if self._count(name)
+        }
+        if len(rows) < 2:
+            return []
+        every = {"all": {**self._read("all"), "support": self._count("all")}}
+        return [ScoreTable(key="questions", title="by question", rows=rows, averages=every)]
+
+    def _count(self, part: str) -> int:
+        return int(self._parts[part].total)
+
+    def _read(self, part: str) -> dict[str, float]:
+        scores = self._parts[part].compute()
+        return {name: float(scores[name]) for name in _NAMES}
 
 
 def compute_squad(
     predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Scores over all questions; an empty answer is right if the question has no answer."""
-    from torchmetrics.functional.text import squad
-
-    answers = [{"id": str(i), "prediction_text": text} for i, text in enumerate(predictions)]
-    # An unanswerable question is scored as if its answer were the empty string.
-    wanted: list[Any] = [
-        {"id": str(i), "answers": {"text": list(texts) or [""], "answer_start": [0]}}
-        for i, texts in enumerate(references)
-    ]
-    scores = squad(answers, wanted)
-    result = {name: float(scores[name]) for name in ("exact_match", "f1")}
-    for kind, is_kind in (("has_answer", True), ("no_answer", False)):
-        chosen = [i for i, texts in enumerate(references) if bool(texts) is is_kind]
-        if 0 < len(chosen) < len(references):
-            part = squad([answers[i] for i in chosen], [wanted[i] for i in chosen])
-            result |= {f"{kind}_{name}": float(part[name]) for name in ("exact_match", "f1")}
-    return result
+    """The scores of all questions at once."""
+    scores = AnswerScores()
+    for answer, wanted in zip(predictions, references, strict=True):
+        scores.add(answer, wanted)
+    return scores.score()

@@ -4,6 +4,7 @@ use.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rapidformer.context import get_tokenizer
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.tasks.evaluation_report import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
     build_model,
     choose_objective,
@@ -73,7 +75,7 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
     return TaskPreTrainer(engine).train()
 
 
-def evaluate_pretraining(engine: RapidformerEngine) -> Metrics:
+def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
     """Loss and perplexity of a model on ``--eval-split`` of the corpus.
 
     Given the same length and intervals as a training run, it evaluates the same samples as that
@@ -95,4 +97,12 @@ def evaluate_pretraining(engine: RapidformerEngine) -> Metrics:
             f"the corpus has no {args.eval_split} data: --split {args.split!r} leaves none for it."
         )
     model = engine.compose_for_evaluation(build_model(trainer.objective))
-    return evaluate_model(engine, lambda: trainer.measure_loss(model, loader))
+    started = time.perf_counter()
+    metrics = evaluate_model(engine, lambda: trainer.measure_loss(model, loader))
+    return EvaluationReport(
+        task="pretraining",
+        split=args.eval_split,
+        metrics=metrics,
+        examples=loader.num_samples,
+        seconds=round(time.perf_counter() - started, 3),
+    )

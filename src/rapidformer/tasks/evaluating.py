@@ -1,0 +1,148 @@
+"""Evaluate a task's model: every example of the split once, in the order of the data.
+
+The records of all ranks are gathered after a few rounds, added to the task's tally and dropped, so
+that memory does not grow with the split. Each rank ends with the same tally.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.sources import load_splits
+from rapidformer.data.splits import name_splits
+from rapidformer.dist.collectives import gather_objects
+from rapidformer.dist.topology import Topology
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.models.location import is_from_scratch
+from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.evaluation_report import EvaluationReport
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.progress import show_progress
+from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.rows import take_first
+from rapidformer.training.loop import evaluate_model
+
+# Examples between two gatherings: enough to make them cheap, few enough to hold.
+_HELD_EXAMPLES = 1024
+
+
+def iterate_records(
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    topology: Topology,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[list[Record]]:
+    """The records of the whole split in the order of the data, a few at a time, on every rank.
+
+    ``advance`` is called with the number of examples that all ranks together have done.
+    """
+    held: list[list[Record]] = []
+    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
+    for each in loader.iterate_micro_batches():
+        held.append(task.evaluate_step(model, each.batch, prepared)[: each.info.rows])
+        advance(loader.samples_per_round)
+        if len(held) == limit:
+            yield list(_interleave(gather_objects(held, topology)))
+            held = []
+    yield list(_interleave(gather_objects(held, topology)))
+
+
+def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
+    """Round by round, rank by rank: the order in which the loader distributed the data."""
+    for slices in zip(*everyone, strict=True):
+        for records in slices:
+            yield from records
+
+
+def measure(
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    split: str,
+    topology: Topology,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Tally:
+    """The metrics of a labelled split."""
+    tally = task.build_tally(prepared, split)
+    for records in iterate_records(task, model, loader, prepared, topology, advance):
+        tally.update(records)
+    return tally
+
+
+def evaluate_task(engine: RapidformerEngine, data: Any = None) -> EvaluationReport:
+    """The metrics of a model on ``--eval-split`` of its data, or of the given data."""
+    args = engine.args
+    task, split = get_task(args.task or ""), args.eval_split
+    rows = take_first(_choose_rows(args, split, data), args.max_eval_samples)
+    # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
+    # they would be prepared for training and decide which classes exist.
+    name = "validation" if split == "train" else split
+    # The limit above is the one that applies: --max-predict-samples would cut test rows again.
+    uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
+    prepared = task.prepare(uncapped, {name: rows})
+    if not prepared.is_labelled(name):
+        raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
+    started = time.perf_counter()
+    model, loader = compose_split(engine, task, prepared, name)
+    tallies: list[Tally] = []
+
+    def run() -> dict[str, float]:
+        wanted = args.progress if engine.is_main else False
+        with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
+            found = measure(task, model, loader, prepared, name, engine.topology, advance)
+        tallies.append(found)
+        return {}
+
+    evaluate_model(engine, run)
+    metrics, tables = tallies[0].compute(), tallies[0].tables()
+    seconds = time.perf_counter() - started
+    get_logger().info(
+        "evaluated %s examples of %s in %.1f s (%.0f/s)",
+        f"{len(rows):,}", split, seconds, len(rows) / seconds,
+    )  # fmt: skip
+    return EvaluationReport(
+        task=task.name,
+        split=split,
+        metrics=metrics,
+        tables=tables,
+        examples=len(rows),
+        seconds=round(seconds, 3),
+    )
+
+
+def _choose_rows(args: Any, split: str, data: Any) -> Any:
+    if data is not None and not isinstance(data, Mapping):
+        return data
+    splits = load_splits(args) if data is None else name_splits(data, "the given data")
+    if split not in splits:
+        hint = "" if split != "validation" else ", or hold out rows with --validation-split 0.1"
+        raise DataError(
+            f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
+            f"--eval-split{hint}."
+        )
+    return splits[split]
+
+
+def compose_split(
+    engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
+) -> tuple[Any, DistributedLoader]:
+    """The trained model, composed without an optimizer, and a loader of the split in order."""
+    must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
+    built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
+    model = engine.compose_for_evaluation(built)
+    loader = engine.build_data_loader(
+        prepared.get_split(split),
+        prepared.collate,
+        shuffle=False,
+        batch_size=engine.args.eval_micro_batch_size,
+        is_training=False,
+    )
+    return model, loader

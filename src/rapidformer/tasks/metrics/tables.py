@@ -1,0 +1,130 @@
+"""What an evaluation reports besides single numbers: scores by class, and confusion matrices.
+
+Each table can be written as JSON and drawn in a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# A larger matrix does not fit on a screen: its most frequent mistakes are listed instead.
+_SHOWN_CLASSES = 12
+_SHOWN_MISTAKES = 20
+
+
+class ReportTable(Protocol):
+    """A table of an evaluation."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the JSON file."""
+
+    def to_json(self) -> Any: ...
+
+    def draw(self) -> Table: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTable:
+    """Scores by class, entity type or language pair; ``averages`` are over the rows."""
+
+    key: str
+    title: str
+    rows: Mapping[str, Mapping[str, float]]
+    averages: Mapping[str, Mapping[str, float]]
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        return {name: dict(scores) for name, scores in {**self.rows, **self.averages}.items()}
+
+    def draw(self) -> Table:
+        columns = list(dict.fromkeys(name for row in self.rows.values() for name in row))
+        table = _start_table(self.title, columns)
+        for part in (self.rows, self.averages):
+            for name, scores in part.items():
+                table.add_row(name, *(_show_number(scores.get(column)) for column in columns))
+            table.add_section()
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfusionTable:
+    """How often each true class was predicted as each class."""
+
+    names: Sequence[str]
+    counts: Sequence[Sequence[int]]
+    """By true class, then by predicted class."""
+    key: str = "confusion_matrix"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"labels": list(self.names), "counts": [list(row) for row in self.counts]}
+
+    def draw(self) -> Table:
+        if len(self.names) > _SHOWN_CLASSES:
+            return self._draw_mistakes()
+        table = _start_table("confusion matrix (rows: true, columns: predicted)", self.names)
+        for true, (name, row) in enumerate(zip(self.names, self.counts, strict=True)):
+            cells = [
+                f"[bold]{count:,}[/bold]" if guess == true else f"{count:,}"
+                for guess, count in enumerate(row)
+            ]
+            table.add_row(name, *cells)
+        return table
+
+    def _draw_mistakes(self) -> Table:
+        found = [
+            (count, true, guess)
+            for true, row in enumerate(self.counts)
+            for guess, count in enumerate(row)
+            if true != guess and count
+        ]
+        found.sort(key=lambda mistake: -mistake[0])
+        table = _start_table("most frequent mistakes", ["predicted", "count"])
+        for count, true, guess in found[:_SHOWN_MISTAKES]:
+            table.add_row(self.names[true], self.names[guess], f"{count:,}")
+        return table
+
+
+def score_counts(right: float, found: float, wanted: float) -> dict[str, float]:
+    """Precision, recall and F1 from counts; 0 where they are undefined, as in scikit-learn."""
+    return {
+        "precision": right / found if found else 0.0,
+        "recall": right / wanted if wanted else 0.0,
+        "f1": 2 * right / (found + wanted) if found + wanted else 0.0,
+        "support": int(wanted),
+    }
+
+
+def average_scores(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The plain mean over classes, and the mean weighted by their support."""
+    scores = list(rows)
+    support = int(sum(row["support"] for row in scores))
+    means: dict[str, dict[str, float]] = {"macro avg": {}, "weighted avg": {}}
+    for name in ("precision", "recall", "f1"):
+        values = [row[name] for row in scores]
+        means["macro avg"][name] = sum(values) / len(values) if values else 0.0
+        weighted = sum(row[name] * row["support"] for row in scores)
+        means["weighted avg"][name] = weighted / support if support else 0.0
+    return {name: {**mean, "support": support} for name, mean in means.items()}
+
+
+def _start_table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(escape(column), justify="right")
+    return table
+
+
+def _show_number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
