@@ -10,10 +10,11 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.tasks.metrics.tables import ReportTable
+from rapidformer.tasks.metrics.tables import ReportTable, start_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +45,16 @@ class EvaluationReport:
 
     def show(self, console: Console) -> None:
         """Print the tables."""
-        console.print(self._draw_metrics())
-        for table in self.tables:
-            console.print(table.draw())
-
-    def _draw_metrics(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
         title = f"{self.task} on {self.split}: {self.examples:,} examples"
-        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-        table.add_column("metric")
-        table.add_column("", justify="right")
+        parts = [(title, self._draw_metrics())]
+        parts += [(table.title, table.draw()) for table in self.tables]
+        for name, table in parts:
+            console.print(f"\n{name}", style="bold", markup=False, highlight=False)
+            console.print(table)
+        console.print()
+
+    def _draw_metrics(self) -> Table:
+        table = start_table([""], first="metric")
         for name, value in self.metrics.items():
             table.add_row(name, f"{value:.4f}" if math.isfinite(value) else str(value))
         return table
@@ -65,4 +64,4 @@ class EvaluationReport:
 
         text = StringIO()
         self.show(Console(file=text, width=120))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())

@@ -89,5 +89,5 @@ def _rank(values: torch.Tensor) -> torch.Tensor:
     import torch
 
     _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[place]
+    ranks: torch.Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
+    return ranks[place]

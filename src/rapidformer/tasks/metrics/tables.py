@@ -24,6 +24,9 @@ class ReportTable(Protocol):
     def key(self) -> str:
         """Its name in the JSON file."""
 
+    @property
+    def title(self) -> str: ...
+
     def to_json(self) -> Any: ...
 
     def draw(self) -> Table: ...
@@ -42,11 +45,15 @@ class ScoreTable:
         return {name: dict(scores) for name, scores in {**self.rows, **self.averages}.items()}
 
     def draw(self) -> Table:
+        from rich.markup import escape
+
         columns = list(dict.fromkeys(name for row in self.rows.values() for name in row))
-        table = _start_table(self.title, columns)
+        table = start_table(columns)
         for part in (self.rows, self.averages):
             for name, scores in part.items():
-                table.add_row(name, *(_show_number(scores.get(column)) for column in columns))
+                table.add_row(
+                    escape(name), *(_show_number(scores.get(column)) for column in columns)
+                )
             table.add_section()
         return table
 
@@ -60,22 +67,32 @@ class ConfusionTable:
     """By true class, then by predicted class."""
     key: str = "confusion_matrix"
 
+    @property
+    def title(self) -> str:
+        if len(self.names) > _SHOWN_CLASSES:
+            return "most frequent mistakes"
+        return "confusion matrix (rows: true, columns: predicted)"
+
     def to_json(self) -> dict[str, Any]:
         return {"labels": list(self.names), "counts": [list(row) for row in self.counts]}
 
     def draw(self) -> Table:
+        from rich.markup import escape
+
         if len(self.names) > _SHOWN_CLASSES:
             return self._draw_mistakes()
-        table = _start_table("confusion matrix (rows: true, columns: predicted)", self.names)
+        table = start_table(self.names)
         for true, (name, row) in enumerate(zip(self.names, self.counts, strict=True)):
             cells = [
                 f"[bold]{count:,}[/bold]" if guess == true else f"{count:,}"
                 for guess, count in enumerate(row)
             ]
-            table.add_row(name, *cells)
+            table.add_row(escape(name), *cells)
         return table
 
     def _draw_mistakes(self) -> Table:
+        from rich.markup import escape
+
         found = [
             (count, true, guess)
             for true, row in enumerate(self.counts)
@@ -83,9 +100,9 @@ class ConfusionTable:
             if true != guess and count
         ]
         found.sort(key=lambda mistake: -mistake[0])
-        table = _start_table("most frequent mistakes", ["predicted", "count"])
+        table = start_table(["predicted", "count"], first="true")
         for count, true, guess in found[:_SHOWN_MISTAKES]:
-            table.add_row(self.names[true], self.names[guess], f"{count:,}")
+            table.add_row(escape(self.names[true]), escape(self.names[guess]), f"{count:,}")
         return table
 
 
@@ -112,13 +129,14 @@ def average_scores(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, f
     return {name: {**mean, "support": support} for name, mean in means.items()}
 
 
-def _start_table(title: str, columns: Sequence[str]) -> Table:
+def start_table(columns: Sequence[str], first: str = "") -> Table:
+    """An empty table: names on the left, numbers on the right."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.add_column("")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
     for column in columns:
         table.add_column(escape(column), justify="right")
     return table
