@@ -30,6 +30,7 @@ ORDER = {
     "stages": "runs only the blocks of this rank's stage",
     "saving": "saves sharded weights whole",
     "recording": "records a block's inputs while the model is examined",
+    "retired": "refuses to be used, since the model has another parameter instead",
     "update": "steps when an update is due (optimizers and schedulers)",
 }
 """Layer -> what it makes an object do, innermost first."""

@@ -27,7 +27,7 @@ from rapidformer.accel.pipeline.cut import apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import find_usage
 from rapidformer.accel.pipeline.layout import Layout, balance, build_layout
 from rapidformer.accel.pipeline.schedule import choose_kind
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ConfigurationError, ModelError, RapidformerError
 from rapidformer.models.plan import find_plan
 from tests.parity.models import build_model
 
@@ -185,9 +185,13 @@ def test_what_leaves_keeps_its_place_and_is_not_a_number() -> None:
     kept = {"transformer.h.1.ln_1.weight", "transformer.h.1.ln_1.bias"}
     expected = model.transformer.h[1].ln_1.weight.detach().clone()
     shape = model.transformer.wte.weight.shape
-    apply_cut(model, kept, torch.device("cpu"))
+    model_runs = False
+    apply_cut(model, kept, torch.device("cpu"), lambda name: "" if model_runs else f"no {name}")
     assert {name for name, _ in model.named_parameters()} == kept
     assert torch.equal(model.transformer.h[1].ln_1.weight, expected)
     assert model.transformer.wte.weight.shape == shape
+    with pytest.raises(RapidformerError, match=r"no transformer\.wte\.weight"):
+        model.transformer.wte.weight.sum()
+    model_runs = True
     assert model.transformer.wte.weight.isnan().all()
     assert model.transformer.wte.weight.untyped_storage().nbytes() == 4

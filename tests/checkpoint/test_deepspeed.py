@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from rapidformer.checkpoint.tensors import read_shapes
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model, build_rows
 from tests.processes import run_in_processes
@@ -90,8 +91,12 @@ def run_all(folder: Path) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    folder = tmp_path_factory.mktemp("deepspeed")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, list[float]]:
     first: dict[str, list[float]] = run_in_processes(run_all, 2, folder)[0]
     cls = type(build_model("small-bert-mlm"))
     theirs, ours = (cls.from_pretrained(folder / name) for name in ("exported", "ours"))
@@ -124,3 +129,10 @@ def test_both_strategies_train_alike(losses: dict[str, list[float]]) -> None:
 
 def test_split_weights_are_exported_whole(losses: dict[str, list[float]]) -> None:
     assert max(losses["exported"]) < 1e-5
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_tied_weight_is_stored_once(folder: Path) -> None:
+    stored = read_shapes(folder / "cut" / "iter_0000003" / "state")
+    assert "model.bert.embeddings.word_embeddings.weight" in stored
+    assert "model.cls.predictions.decoder.weight" not in stored

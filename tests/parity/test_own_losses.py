@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "context": {"context_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "zero-bubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"},
 }
 SETTINGS = {
     "global_batch_size": 4, "micro_batch_size": 2, "clip_grad": 0.0, "seed": 5,
@@ -146,6 +147,17 @@ def embed_outside(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(inputs_embeds=embedded + 0.1 * embedded.sign(), labels=batch["labels"]).loss
 
 
+def use_own_gradients(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Gradients and weights that the last stage has by itself, also read before the call."""
+    head = model.lm_head.weight.square().sum()
+    own = sum(p.square().sum() for p in model.model.layers[3].parameters())
+    outputs = model(**batch)
+    weight = model.model.layers[3].mlp.down_proj.weight
+    sources = (outputs.logits, weight)
+    gradients = torch.autograd.grad(outputs.loss, sources, retain_graph=True)
+    return outputs.loss * sum(g.norm() for g in gradients).detach() + 0.01 * (own + head)
+
+
 LOSSES: dict[str, Loss] = {
     "attentions": use_attentions,
     "logits": use_logits,
@@ -159,6 +171,7 @@ LOSSES: dict[str, Loss] = {
     "input gradient of logits": penalise_input_gradient_of_logits,
     "input gradient of split logits": penalise_input_gradient_of_split_logits,
     "weight gradient": penalise_weight_gradient,
+    "own gradients": use_own_gradients,
 }
 EXACT = [
     ("sequence", "hooks"), ("context", "hooks"),
@@ -172,6 +185,7 @@ EXACT = [
     ("tensor", "parameters"), ("sequence", "parameters"), ("context", "parameters"),
     ("tensor", "embedding"), ("sequence", "embedding"), ("context", "embedding"),
     ("tensor", "embedded outside"), ("pipeline", "embedded outside"),
+    ("zero-bubble", "embedded outside"), ("pipeline", "own gradients"),
 ]  # fmt: skip
 _SPLIT_LOSS = "cannot pass through the loss over the split vocabulary"
 _WEIGHT_GRADIENT = "the loss uses the gradient of model.layers.1.mlp.down_proj.weight"
@@ -284,38 +298,136 @@ def test_a_hook_on_a_block_of_another_stage_is_refused() -> None:
 # ---- parameters and gradients of other stages ----------------------------------------------------
 
 
+def penalise_base(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss + sum(p.square().sum() for p in model.model.parameters())
+
+
+def penalise_block(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    penalty = sum(p.square().sum() for p in model.model.layers[0].parameters())
+    return model(**batch).loss + penalty
+
+
+def penalise_weight(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss + model.model.layers[0].mlp.up_proj.weight.square().sum()
+
+
+def use_unused_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """An adversarial perturbation's gradient, by code that tolerates unused inputs."""
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=batch["labels"]).loss
+    (gradient,) = torch.autograd.grad(loss, embedded, allow_unused=True, retain_graph=True)
+    return loss if gradient is None else loss + gradient.norm()
+
+
+def use_tied_gradient(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(**batch).loss
+    (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+    return loss + gradient.norm()
+
+
+def tie(model: Any) -> Any:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+_PENALTY = "so a penalty over them would be wrong. For a penalty on their size use --weight-decay"
+_GRADIENT = "takes a gradient (torch.autograd.grad) with respect to what another stage has computed"
+OF_OTHER_STAGES: dict[str, tuple[Loss, str]] = {
+    "parameters": (penalise_parameters, f"a LlamaForCausalLM, but each rank holds.*{_PENALTY}"),
+    "base model": (penalise_base, f"of a LlamaModel, but each rank holds.*{_PENALTY}"),
+    "block": (penalise_block, f"of a LlamaDecoderLayer, but each rank holds.*{_PENALTY}"),
+    "weight": (penalise_weight, "model.layers.0.mlp.up_proj.weight is not on this rank but on"),
+    "embedding": (penalise_embedding, "model.embed_tokens.weight is not on this rank but on"),
+    "input gradient": (penalise_input_gradient, re.escape(_GRADIENT)),
+    "unused gradient": (use_unused_gradient, re.escape(_GRADIENT)),
+    "tied gradient": (use_tied_gradient, re.escape(_GRADIENT)),
+}
+
+
 def run_pipelined(loss: str) -> None:
-    engine, loader = compose("pipeline", build_model())
-    run_update(engine, loader, LOSSES[loss])
+    model = build_model()
+    engine, loader = compose("pipeline", tie(model) if loss == "tied gradient" else model)
+    run_update(engine, loader, OF_OTHER_STAGES[loss][0])
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("parameters", "the forward step iterates over model.parameters()"),
-        ("input gradient", "takes a gradient (torch.autograd.grad) with respect to what"),
-    ],
-)
-def test_a_loss_from_other_stages_is_refused_by_the_last_one(loss: str, message: str) -> None:
-    with pytest.raises(AssertionError, match=re.escape(message)):
+@pytest.mark.parametrize("loss", OF_OTHER_STAGES)
+def test_a_loss_from_other_stages_is_refused_by_the_last_one(loss: str) -> None:
+    with pytest.raises(AssertionError, match=OF_OTHER_STAGES[loss][1]):
         run_in_processes(run_pipelined, 2, loss)
 
 
-def clip_by_torch() -> list[str]:
-    engine, loader = compose("pipeline", build_model())
-    model: Any = engine.model
-    assert next(model.parameters()).device.type == "cpu"
+# ---- torch's clipping ----------------------------------------------------------------------------
+
+
+def select_parameters(model: Any) -> dict[str, Any]:
+    """What a script may want to clip, and by which norm."""
+    return {
+        "all": (list(model.parameters()), 2.0),
+        "inside": (model.model.parameters(), 2.0),
+        "block": (model.model.layers[0].parameters(), 2.0),
+        "largest": (model.parameters(), float("inf")),
+    }
+
+
+def clip(model: Any) -> dict[str, float]:
+    """The norms; each is measured after clipping by the ones before."""
+    return {
+        name: float(nn.utils.clip_grad_norm_(parameters, 0.3, norm_type=order))
+        for name, (parameters, order) in select_parameters(model).items()
+    }
+
+
+def clip_pipelined() -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    engine, loader = compose("pipeline", tie(build_model()))
+    assert next(engine.model.parameters()).device.type == "cpu"  # type: ignore[union-attr]
     run_update(engine, loader, lambda model, batch: model(**batch).loss)
-    assert sum(p.numel() for p in model.parameters()) > 0
-    with pytest.raises(RapidformerError) as caught:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)  # each number by itself: exact
-    return [str(caught.value)]
+    return clip(engine.model), collect_gradients(engine.model)  # type: ignore[arg-type]
 
 
-def test_clipping_by_torch_under_a_pipeline_is_refused_with_what_to_call() -> None:
-    for (message,) in run_in_processes(clip_by_torch, 2):
-        assert "Call engine.clip_grad_norm(max_norm) instead" in message
+def test_clipping_by_torch_under_a_pipeline_uses_the_norm_of_all_stages() -> None:
+    model = tie(build_model()).train()
+    rows = build_rows()
+    for start in (0, 2):
+        (model(**collate(rows[start : start + 2])).loss / 2).backward()
+    expected = clip(model)
+    gradients = collect_gradients(model)
+    for norms, mine in run_in_processes(clip_pipelined, 2):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        for name, gradient in mine.items():
+            assert np.allclose(gradient, gradients[name], rtol=1e-4, atol=1e-7), name
+
+
+# ---- parameters collected before compose ---------------------------------------------------------
+
+
+def use_earlier_parameters(layouts: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """What every use of such a list says, by layout."""
+    found = {}
+    for layout, settings in layouts.items():
+        model = build_model()
+        collected = list(model.parameters())
+        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_rate)
+        assert sum(p.numel() for p in collected) > 0
+        found[layout] = []
+        for use in (
+            lambda some: nn.utils.clip_grad_norm_(some, 1.0),
+            lambda some: sum(p.square().sum() for p in some),
+            lambda some: [p.requires_grad_(False) for p in some],
+        ):
+            with pytest.raises(RapidformerError) as caught:
+                use(collected)
+            found[layout].append(str(caught.value))
+    return found
+
+
+def test_parameters_collected_before_compose_are_refused_if_they_were_replaced() -> None:
+    layouts = {name: LAYOUTS[name] for name in ("tensor", "pipeline")}
+    layouts["zero"] = {"zero_3_memory_optimization": True}
+    for found in run_in_processes(use_earlier_parameters, 2, layouts):
+        for message in (each for messages in found.values() for each in messages):
+            assert "was collected before engine.compose(), which has split it or moved" in message
+            assert "call model.parameters() after compose()" in message
 
 
 # ---- split tensors in a user's hands -------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from rapidformer.checkpoint.tensors import read_shapes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError
 from tests.parity.harness import PIPELINE, SETTINGS, keep_rate, make_sgd, train
@@ -75,6 +76,31 @@ def test_running_means_are_those_of_the_stage_that_has_the_layer(tmp_path: Path)
     assert one.keys() == two.keys()
     for name in one:
         assert torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-6), name
+
+
+def _save_tied(folder: Path) -> None:
+    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    model = build_model("gpt2", layers=4)
+    engine.compose(model, make_sgd(model), keep_rate)
+    engine.save_checkpoint(folder)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    engine.load_checkpoint(folder)
+    engine.export(folder / "model")
+    engine.close()
+
+
+def test_a_tied_weight_of_two_stages_is_stored_once(tmp_path: Path) -> None:
+    run_in_processes(_save_tied, 2, tmp_path)
+    stored = read_shapes(tmp_path / "iter_0000000" / "state")
+    embedding, head = "model.transformer.wte.weight", "model.lm_head.weight"
+    assert embedding in stored and head not in stored
+    expected: Any = build_model("gpt2", layers=4)
+    found = type(expected).from_pretrained(tmp_path / "model")
+    for (name, weight), other in zip(
+        expected.state_dict().items(), found.state_dict().values(), strict=True
+    ):
+        assert torch.equal(weight, other), name
 
 
 class _Adapted(nn.Module):

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rapidformer.accel.absent import FACTS
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.dist.regions import Group, gather_out, get_local, take_slice
 
-_FACTS = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf")
-    ),
-}  # fmt: skip
 _OF_PARAMETERS = {
     Tensor.register_hook, Tensor.requires_grad_,
     *(getattr(Tensor, name).__get__ for name in ("data", "grad")),
@@ -58,7 +52,7 @@ class WholeOnDemand(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in FACTS:
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, cls) and first._source is not None and _is_about_parameter(func):

@@ -45,7 +45,12 @@ from rapidformer.checkpoint.random_states import get_random_states, set_random_s
 from rapidformer.checkpoint.tensors import save_tensors
 from rapidformer.checkpoint.ties import drop_tied, load_named, read_saved_shapes
 from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
-from rapidformer.dist.collectives import broadcast_object, gather_from_stages, wait_for_all
+from rapidformer.dist.collectives import (
+    broadcast_object,
+    gather_from_all,
+    gather_from_stages,
+    wait_for_all,
+)
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
@@ -129,9 +134,10 @@ class CheckpointStore:
         staging = get_staging(target)
         tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
         checksums = _leave_out_base(tensors, state)
-        # Only the first process writes the ties down, and of other stages' it knows nothing.
-        is_whole = state.gathered is None and state.topology.pipeline == 1
-        ties = drop_tied(tensors, state.model) if is_whole else {}
+        # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.
+        ties = {
+            k: v for own in gather_from_all(drop_tied(tensors, state.model)) for k, v in own.items()
+        }
         save_tensors(tensors, staging / "state")
         if with_random_states:
             _write_json(staging / _get_random_file(), get_random_states(state.device))

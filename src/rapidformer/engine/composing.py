@@ -7,6 +7,7 @@ nothing is wrapped.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from rapidformer.accel.absent import retire_parameters
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
 from rapidformer.accel.dropout import seed_dropout
@@ -118,6 +120,7 @@ class ComposedRun(Run):
         get_observer().before_compose(model)
         self.shifts_labels = shifts_labels(model)
         names = {id(p): name for name, p in model.named_parameters()}
+        before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
         self.model = model
         self._own_loop.is_composed = True
@@ -130,6 +133,8 @@ class ComposedRun(Run):
             deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
         if optimizer is not None:
             repoint_optimizer(optimizer, model, names)
+        retire_parameters(before, self._parameters)
+        if optimizer is not None:
             check_given_optimizer(optimizer)
         elif deepspeed is None or not deepspeed.has_own_optimizer:
             optimizer = build_optimizer(model, self.args)

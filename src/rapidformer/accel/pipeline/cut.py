@@ -1,20 +1,22 @@
 """Which parameters stay on this rank, and how the others are dropped.
 
 Modules stay where they are, so names, indices and attributes that a model's code reads are valid on
-every rank. A parameter that lives elsewhere is replaced by a placeholder without memory that is
-NaN: if it were ever used, the loss would show it at once.
+every rank. A parameter that lives elsewhere is replaced by a placeholder without memory: the
+model's own code may compute with it (the result is NaN, and never used), user code may not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from rapidformer.accel.absent import build_placeholder
 from rapidformer.accel.pipeline.discovery import Usage
 from rapidformer.accel.pipeline.layout import Layout
 from rapidformer.compat.torch_modules import get_parameter_table, leave_out_of_state
@@ -52,10 +54,13 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
     return Holdings(processes_of={name: found[name] or everywhere for name in found})
 
 
-def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Module:
+def apply_cut(
+    model: nn.Module, held: Set[str], device: torch.device, explain: Callable[[str], str]
+) -> nn.Module:
     """Drop every parameter that is not held; move the others to the device.
 
-    All ranks get the first one's weights on the way, as in any run.
+    All ranks get the first one's weights on the way, as in any run. ``explain(name)`` says why a
+    parameter of another rank cannot be used now; it is empty if it can.
     """
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
@@ -68,7 +73,11 @@ def apply_cut(model: nn.Module, held: Set[str], device: torch.device) -> nn.Modu
                 done[id(parameter)] = parameter  # kept alive, since ids are reused
                 _take_first_weights(parameter, device, is_held=full_name in held)
             if full_name not in held:
-                _replace(module, name, parameter, device)
+                del get_parameter_table(module)[name]
+                # A plain attribute, not a buffer: it is in no checkpoint and never moves.
+                module.__dict__[name] = build_placeholder(
+                    parameter, device, functools.partial(explain, full_name)
+                )
     _cut_buffers(model, names, held, device)
     return model
 
@@ -109,10 +118,3 @@ def _broadcast(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(values, src=0)
     return values
-
-
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    del get_parameter_table(module)[name]
-    value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
-    # A plain attribute, not a buffer: it is in no checkpoint and never moves.
-    module.__dict__[name] = value.expand(parameter.shape)

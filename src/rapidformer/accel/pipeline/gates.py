@@ -19,11 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.pipeline.discovery import get_first, iterate_tensors
-from rapidformer.accel.pipeline.layout import Stage
+from rapidformer.accel.pipeline.layout import FLAG, Stage
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend
+
+GRADIENT_PROBLEM = (
+    f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what another "
+    "stage has computed, such as an embedding's output. Stages exchange hidden states only: use "
+    "--tensor-model-parallel-size, --context-parallel-size or data parallelism."
+)
 
 
 class StageEnd(BaseException):
@@ -42,6 +48,8 @@ class StageContext:
     """Of hidden states between stages."""
     returns_tuple: bool
     """Whether the model expects its blocks to return tuples."""
+    splits_backward: bool = False
+    """Whether the schedule computes gradients of weights apart from those of inputs."""
     stage: Stage | None = None
     """The running stage; None between passes."""
     received: Tensor | None = None
@@ -51,6 +59,10 @@ class StageContext:
     has_called: bool = False
     is_in_model: bool = False
     """Whether the model's own code runs, not the user's forward step around it."""
+    is_in_module: bool = False
+    """Whether user code calls a module outside the blocks by itself, such as the embedding."""
+    given: tuple[Tensor, ...] = ()
+    """Arguments of the model's call that need a gradient."""
     ended_with: Tensor | None = None
 
     @contextmanager
@@ -69,6 +81,15 @@ class StageContext:
             yield
         finally:
             self.stage = self.received = self.on_entry = self.ended_with = None
+            self.given = ()
+
+    @property
+    def is_at_loss(self) -> bool:
+        """Whether user code runs whose result counts: that of other stages' forward steps is lost.
+
+        On other stages the code before the model's call runs as well.
+        """
+        return self.stage is not None and self.stage.is_last and not self.is_in_model
 
     def pass_block(
         self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,7 +129,11 @@ class StageContext:
             self.on_entry()
         # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients in
         # 16 bits.
-        return replace_first(args, kwargs, lambda _: received.view_as(received))
+        entered = received.view_as(received)
+        # Only there does user code continue after the call.
+        if self.given and self.stage is not None and self.stage.is_last:
+            entered = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
+        return replace_first(args, kwargs, lambda _: entered)
 
     def _prepare(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.dtype).contiguous()
@@ -123,6 +148,33 @@ class StageContext:
                 "stages. Use --tensor-model-parallel-size or "
                 "--zero-3-memory-optimization instead."
             )
+
+
+class _Received(torch.autograd.Function):
+    """A received hidden state, which depends on the call's arguments through earlier stages.
+
+    Without this dependency ``torch.autograd.grad(..., allow_unused=True)`` with respect to such an
+    argument would find none, and return None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, context: StageContext, *given: Tensor) -> Tensor:
+        ctx.context, ctx.shapes = context, [each.shape for each in given]
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        refuse_gradient(ctx.context)
+        # Zeros: if torch splits the backward pass, it wants a gradient for all that it can reach.
+        is_split = ctx.context.splits_backward
+        nothing = [gradient.new_zeros(shape) if is_split else None for shape in ctx.shapes]
+        return gradient, None, *nothing
+
+
+def refuse_gradient(context: StageContext) -> None:
+    """Raise if the forward step takes a gradient of which other stages have a part."""
+    if context.is_at_loss:
+        raise RapidformerError(GRADIENT_PROBLEM)
 
 
 def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:

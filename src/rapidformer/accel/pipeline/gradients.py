@@ -7,16 +7,19 @@ parameter once.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.data_parallel import get_local, shape_like
 from rapidformer.accel.pipeline.cut import Holdings
+from rapidformer.compat.torch_clipping import TotalNorm, extend_total_norm
 
 Group = dist.ProcessGroup
 
@@ -48,6 +51,41 @@ class SharedGradients:
             if trained:
                 _sum_gradients(trained, self._groups[holders])
 
+    def list_parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        """Those that other ranks hold too."""
+        parameters = dict(model.named_parameters())
+        return [parameters[name] for names in self._names.values() for name in names]
+
+    def serve_clipping(self, model: nn.Module, device: torch.device) -> None:
+        """Let torch's ``clip_grad_norm_`` use the norm over all stages.
+
+        Every rank of the pipeline must call it. A rank that holds none of the parameters in
+        question passes no gradients, and takes part all the same.
+        """
+        owner = weakref.ref(model)
+
+        def measure(gradients: list[Tensor], order: float, compute: TotalNorm) -> Tensor | None:
+            model = owner()
+            if model is None:
+                return None
+            parameters = dict(model.named_parameters())
+            if gradients and not _are_of(gradients, parameters.values()):
+                return None
+            elsewhere = {id(parameters[name].grad) for name in self._counted_elsewhere}
+            norm = compute([g for g in gradients if id(g) not in elsewhere], order)
+            return self._join_norms(norm, order, device)
+
+        extend_total_norm(measure)
+
+    def _join_norms(self, norm: Tensor, order: float, device: torch.device) -> Tensor:
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device, torch.float64)
+        if order == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+            return norm.float()
+        power = norm.pow(order)
+        dist.all_reduce(power, group=self._group)
+        return power.pow(1 / order).float()
+
     def measure(
         self,
         model: nn.Module,
@@ -64,6 +102,11 @@ class SharedGradients:
         square = norm.to(device, torch.float64).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt().float()
+
+
+def _are_of(gradients: list[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
+    known = {id(parameter.grad) for parameter in parameters}
+    return any(id(gradient) in known for gradient in gradients)
 
 
 def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset[int], Group]:

@@ -28,9 +28,12 @@ from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
 from rapidformer.accel.pipeline.gradients import SharedGradients
 from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
 from rapidformer.accel.pipeline.refusals import (
+    explain_absence,
     explain_gradient_error,
     find_hook_problem,
     list_far_modules,
+    refuse_partial_reads,
+    refuse_shared_gradients,
 )
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
@@ -110,7 +113,11 @@ class Pipeline:
             device=self._device,
         )
         apply_staged_calls(model, self._context, relay)
+        absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
+        refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)
+        refuse_shared_gradients(self.shared.list_parameters(model), self._context)
+        self.shared.serve_clipping(model, self._device)
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
 
     # ---- an update -----------------------------------------------------------------------------
@@ -304,7 +311,9 @@ def build_pipeline(
         raise ConfigurationError(problem)
     holdings = find_holdings(model, plan, layout, usage)
     context = StageContext(
-        dtype=_choose_dtype(model, is_mixed=is_mixed), returns_tuple=usage.returns_tuple
+        dtype=_choose_dtype(model, is_mixed=is_mixed),
+        returns_tuple=usage.returns_tuple,
+        splits_backward=layout.schedule == "zero-bubble",
     )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     pipeline = Pipeline(
@@ -317,7 +326,13 @@ def build_pipeline(
         seed=args.seed,
         counts=(sum(sizes.values()), trained),
     )
-    apply_cut(model, holdings.get_held(topology.get_rank("pipeline")), device)
+    prefixes = tuple(f"{block}." for block in plan.blocks)
+    apply_cut(
+        model,
+        holdings.get_held(topology.get_rank("pipeline")),
+        device,
+        lambda name: explain_absence(context, name.startswith(prefixes), name),
+    )
     # Kept: the blocks can no longer be found by their parameters.
     model.__dict__["rapidformer_known_plan"] = pipeline.local_plan
     return pipeline

@@ -1,24 +1,28 @@
 """What a loss must not use if each rank holds one stage of the model.
 
 The loss is computed on the last stage. What it takes from other stages besides the hidden state
-(activations caught by hooks, their parameters) would be missing there, and nothing would fail. The
-same goes for a norm over ``model.parameters()``: each rank has only its own stage's.
+(activations caught by hooks, their parameters) would be missing there, and nothing would fail.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.gates import StageContext
+from rapidformer.accel.pipeline.gates import GRADIENT_PROBLEM, StageContext, refuse_gradient
 from rapidformer.accel.pipeline.layout import FLAG, Layout
 from rapidformer.accel.watched import describe_watched, find_watched, list_inner_modules
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import extend
 
-_CLIPPING = ("torch.nn.utils.clip_grad", "clip_grad_norm_")
+_INSTEAD = (
+    "For a penalty on their size use --weight-decay; otherwise use --tensor-model-parallel-size or "
+    "data parallelism, which support such a loss."
+)
 
 
 def list_far_modules(model: nn.Module, layout: Layout, plan: ModelPlan) -> dict[str, nn.Module]:
@@ -39,32 +43,72 @@ def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
     )
 
 
-def refuse_reading_all(context: StageContext) -> None:
-    """Raise if all parameters are read for a loss, or for torch's clipping by their norm."""
-    if context.stage is not None and not context.is_in_model:
-        raise RapidformerError(
-            f"{FLAG}: the forward step iterates over model.parameters(), but each rank holds only "
-            "those of its own stage, so a penalty over them would be wrong. For a penalty on their "
-            "size use --weight-decay; otherwise use --tensor-model-parallel-size or data "
-            "parallelism, which support such a loss."
-        )
-    if _is_clipping():
-        raise RapidformerError(
-            f"{FLAG}: torch's clip_grad_norm_ uses the norm of this rank's own stage only. Call "
-            "engine.clip_grad_norm(max_norm) instead, or leave it to --clip-grad."
+def explain_absence(context: StageContext, is_in_block: bool, name: str) -> str:
+    """Why user code cannot use a parameter of another rank; empty if its value does not count."""
+    is_lost = context.stage is not None and not context.stage.is_last
+    if is_lost or context.is_in_model or (context.is_in_module and not is_in_block):
+        return ""
+    return f"{FLAG}: {name} is not on this rank but on another stage. {_INSTEAD}"
+
+
+def refuse_partial_reads(
+    model: nn.Module, absent: Iterable[str], blocks: Iterable[str], context: StageContext
+) -> None:
+    """Make modules without some of their parameters refuse to list them for a loss.
+
+    Those outside the blocks may still be called by themselves (the embedding, by user code).
+    """
+    holders = {prefix for name in absent for prefix in _list_prefixes(name)}
+    prefixes = tuple(f"{block}." for block in blocks)
+    build = functools.partial(_build_partial, context=context, may_be_called=False)
+    build_outside = functools.partial(_build_partial, context=context, may_be_called=True)
+    for name in sorted(holders):
+        is_in_block = f"{name}.".startswith(prefixes)
+        extend(
+            model.get_submodule(name),
+            "stages",
+            build if is_in_block else build_outside,
+            is_shared=True,
         )
 
 
-def _is_clipping() -> bool:
-    """Whether the caller is torch's own clipping."""
-    frame = inspect.currentframe()
-    for _ in range(8):
-        if frame is None:
-            break
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == _CLIPPING:
-            return True
-        frame = frame.f_back
-    return False
+def _list_prefixes(name: str) -> list[str]:
+    """The names of all modules around a parameter, the model's own (empty) included."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def _build_partial(cls: Any, context: StageContext, may_be_called: bool) -> dict[str, Any]:
+    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        yield from cls.named_parameters(self, *args, **kwargs)
+        # At the end of the list: reading the first one's device is harmless.
+        if context.is_at_loss:
+            raise RapidformerError(
+                f"{FLAG}: the forward step iterates over the parameters of a {cls.__name__}, but "
+                "each rank holds only those of its own stage, so a penalty over them would be "
+                f"wrong. {_INSTEAD}"
+            )
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, context.is_in_module = context.is_in_module, True
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            context.is_in_module = before
+
+    members = {"named_parameters": named_parameters}
+    return {**members, "__call__": call} if may_be_called else members
+
+
+def refuse_shared_gradients(parameters: Iterable[nn.Parameter], context: StageContext) -> None:
+    """Refuse a gradient that the forward step takes of a parameter that other stages use too."""
+
+    def check(gradient: Tensor) -> None:
+        refuse_gradient(context)
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(check)
 
 
 def explain_gradient_error(error: RuntimeError) -> Exception:
@@ -75,9 +119,4 @@ def explain_gradient_error(error: RuntimeError) -> Exception:
     where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
     if not where.startswith("torch.autograd"):
         return error
-    return RapidformerError(
-        f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what "
-        "another stage has computed, such as an embedding's output. Stages exchange hidden states "
-        "only: use --tensor-model-parallel-size, --context-parallel-size or data parallelism. "
-        f"({error})"
-    )
+    return RapidformerError(f"{GRADIENT_PROBLEM} ({error})")

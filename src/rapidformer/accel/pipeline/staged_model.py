@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.pipeline.discovery import iterate_tensors
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
-from rapidformer.accel.pipeline.refusals import refuse_reading_all
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend, remove
 
@@ -70,14 +70,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, An
             )
         )
 
-    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        yield from cls.named_parameters(self, *args, **kwargs)
-        # At the end of the list: reading the first one's device is harmless.
-        refuse_reading_all(context)
-
-    members: dict[str, Any] = {
-        "forward": forward, "__call__": call, "named_parameters": named_parameters,
-    }  # fmt: skip
+    members: dict[str, Any] = {"forward": forward, "__call__": call}
     if hasattr(cls, "generate"):
         members["generate"] = _build_generate(cls, context, relay)
     return members
@@ -92,6 +85,7 @@ def _call_stage(
             "call it once per micro-batch: join the two batches, or remove the switch."
         )
     context.has_called = context.is_in_model = True
+    context.given = tuple(t for t in iterate_tensors((args, kwargs)) if t.requires_grad)
     try:
         output = run(*args, **kwargs)
     finally:

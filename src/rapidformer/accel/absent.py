@@ -1,0 +1,99 @@
+"""Weights that this rank does not have, or no longer uses: computing with one is an error.
+
+``compose`` splits and shards parameters, and a pipeline drops those of other stages. A list of
+parameters collected earlier then holds objects that are no longer part of the model: their
+gradients stay empty, and a penalty over them changes nothing. Nothing would fail by itself, so
+these objects refuse to be used. Shape, dtype and device can still be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.compat.torch_dispatch import without_torch_function
+from rapidformer.errors import RapidformerError
+from rapidformer.overlay import extend
+
+FACTS = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf",
+                     "is_meta", "is_cuda")
+    ),
+}  # fmt: skip
+"""What can be asked of a tensor without its values."""
+
+
+class AbsentWeight(torch.Tensor):
+    """Has the shape of a weight, and refuses to be computed with."""
+
+    _explain: Callable[[], str]
+    """Why it cannot be used now; empty if it can."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FACTS:
+            for problem in (each._explain() for each in _find_absent((args, kwargs))):
+                if problem:
+                    raise RapidformerError(problem)
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def build_placeholder(
+    parameter: Tensor, device: torch.device, explain: Callable[[], str]
+) -> Tensor:
+    """A tensor without memory, all NaN, in place of a weight that another rank holds."""
+    value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+    placeholder: Any = value.expand(parameter.shape).as_subclass(AbsentWeight)
+    placeholder._explain = explain
+    return placeholder  # type: ignore[no-any-return]
+
+
+def retire_parameters(
+    before: Mapping[str, ReferenceType[nn.Parameter]], current: Iterable[nn.Parameter]
+) -> None:
+    """Refuse, from now on, the use of parameters that have been replaced or dropped.
+
+    References are weak: whole weights that nobody has collected must not outlive their shards.
+    """
+    kept = {id(parameter) for parameter in current}
+    for name, reference in before.items():
+        retired: Any = reference()
+        if retired is not None and id(retired) not in kept:
+            extend(retired, "retired", lambda cls: {}, styles=(AbsentWeight,))
+            retired._explain = lambda name=name: _describe_retired(name)
+
+
+def _describe_retired(name: str) -> str:
+    return (
+        f"{name} was collected before engine.compose(), which has split it or moved it to another "
+        "rank, so this object is no longer part of the model: call model.parameters() after "
+        "compose(). To clip gradients call engine.clip_grad_norm(max_norm); for a penalty see "
+        "engine.gather_weight()."
+    )
+
+
+def _find_absent(given: Any) -> Iterable[AbsentWeight]:
+    if isinstance(given, AbsentWeight):
+        yield given
+    elif isinstance(given, dict):
+        for each in given.values():
+            yield from _find_absent(each)
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from _find_absent(each)
