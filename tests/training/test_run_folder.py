@@ -10,7 +10,14 @@ import pytest
 from rapidformer.checkpoint.store import TRACKER
 from rapidformer.engine.metrics_file import METRICS_FILE, MetricsFile
 from rapidformer.errors import CheckpointError
-from rapidformer.training.run_folder import check_run_folder
+from rapidformer.training.run_folder import (
+    RUN_FILE,
+    begin_run,
+    check_run_folder,
+    drop_replaced,
+    recover,
+    restore_replaced,
+)
 
 
 @pytest.fixture
@@ -19,10 +26,19 @@ def used(tmp_path: Path) -> Path:
     for name in ("iter_0000001", "iter_0000002", "best", "last", "tensorboard"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
+    for name in ("iter_0000001", "iter_0000002"):
+        (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
     (tmp_path / TRACKER).write_text("2")
+    wrote = ["best", "last", "tensorboard", METRICS_FILE, TRACKER]
+    (tmp_path / RUN_FILE).write_text(json.dumps({"wrote": wrote}))
     (tmp_path / "notes.txt").write_text("mine")
     return tmp_path
+
+
+def begin(folder: Path, **changes: bool) -> None:
+    values = {"source": None, "continues": False, "overwrite": True, **changes}
+    begin_run(folder, **values)  # type: ignore[arg-type]
 
 
 def get_content(folder: Path) -> set[str]:
@@ -40,16 +56,28 @@ def test_folder_with_files_of_the_users_is_fine(tmp_path: Path) -> None:
     check_run_folder(tmp_path, source=None, continues=True, overwrite=False)
 
 
-@pytest.mark.parametrize("name", [METRICS_FILE, "iter_0000005"])
-def test_folder_of_another_run_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [METRICS_FILE, "iter_0000005", "best"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_no_run_wrote_is_refused_and_left_alone(
+    name: str, overwrite: bool, tmp_path: Path
+) -> None:
+    """Another system's checkpoint has such a name too; ``--overwrite`` is only for our runs."""
     if name == METRICS_FILE:
         (tmp_path / name).write_text("")
     else:
         (tmp_path / name).mkdir()
+        (tmp_path / name / "mp_rank_00").write_text("mine")
     before = get_content(tmp_path)
-    with pytest.raises(CheckpointError, match=r"already holds a run.*--load .*--overwrite"):
-        check_run_folder(tmp_path, source=None, continues=True, overwrite=False)
+    with pytest.raises(CheckpointError, match=f"would overwrite .*{name}, which no run wrote"):
+        begin(tmp_path, overwrite=overwrite)
     assert get_content(tmp_path) == before
+
+
+def test_another_run_is_refused_and_left_alone(used: Path) -> None:
+    before = get_content(used)
+    with pytest.raises(CheckpointError, match=r"already holds a run.*--load .*--overwrite"):
+        begin(used, overwrite=False)
+    assert get_content(used) == before
 
 
 def test_resuming_a_run_in_its_own_folder(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +97,59 @@ def test_resuming_another_run_into_this_folder_is_refused(used: Path, tmp_path: 
         )
 
 
-def test_overwriting_removes_the_run_and_nothing_else(used: Path) -> None:
-    check_run_folder(used, source=None, continues=True, overwrite=True)
-    assert get_content(used) == {"notes.txt"}
+# ---- --overwrite -------------------------------------------------------------------------------
+
+
+def test_a_replaced_run_is_deleted_only_after_the_first_checkpoint(used: Path) -> None:
+    before = get_content(used)
+    begin(used)
+    assert "iter_0000002" not in get_content(used)
+    kept = {name.removeprefix(".replaced/") for name in get_content(used) if "file" in name}
+    assert kept == {name for name in before if "file" in name}, "moved, with all of its files"
+    drop_replaced(used)
+    assert get_content(used) == {"notes.txt", RUN_FILE}
+
+
+def test_a_run_that_fails_early_gives_the_folder_back(used: Path) -> None:
+    before = get_content(used)
+    begin(used)
+    (used / METRICS_FILE).write_text("new")
+    (used / "best").mkdir()
+    restore_replaced(used)
+    assert get_content(used) == before
+    assert (used / METRICS_FILE).read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("killed_at", range(1, 9))
+def test_a_run_killed_while_it_replaces_another_loses_nothing(
+    killed_at: int, used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any rename on the way out, and again at any rename on the way back."""
+    before = get_content(used)
+    rename = Path.rename
+    for action in (begin, recover):
+        calls = 0
+
+        def die(path: Path, target: Path) -> Path:
+            nonlocal calls
+            calls += 1
+            if calls == killed_at:
+                raise KeyboardInterrupt
+            return rename(path, target)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "rename", die)
+            action(used)
+            raise KeyboardInterrupt  # or right after
+    recover(used)
+    assert get_content(used) == before
+
+
+def test_a_run_killed_after_its_first_checkpoint_has_replaced_the_other(used: Path) -> None:
+    begin(used)
+    (used / "iter_0000001").mkdir()
+    recover(used)
+    assert get_content(used) == {"notes.txt", RUN_FILE, "iter_0000001"}
 
 
 # ---- metrics.jsonl -----------------------------------------------------------------------------
@@ -135,9 +213,10 @@ def test_nothing_but_json_is_written_even_for_numbers_that_are_none(tmp_path: Pa
     assert json.loads(line, parse_constant=refuse)["step"] == 1
 
 
-def test_finetuning_from_a_run_into_itself_is_refused(tmp_path: Path) -> None:
-    """``--overwrite`` would delete the weights before they are read."""
-    (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError, match="choose another folder"):
-        check_run_folder(tmp_path, source=tmp_path, continues=False, overwrite=True)
-    assert (tmp_path / "iter_0000001").is_dir()
+@pytest.mark.parametrize("name", [".", "iter_0000001", "best"])
+def test_starting_from_a_run_that_would_be_replaced_is_refused(name: str, used: Path) -> None:
+    """``--overwrite`` would move the weights away before they are read."""
+    before = get_content(used)
+    with pytest.raises(CheckpointError, match="would overwrite: choose another folder"):
+        begin_run(used, source=used / name, continues=False, overwrite=True)
+    assert get_content(used) == before

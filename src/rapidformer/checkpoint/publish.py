@@ -17,6 +17,7 @@ from rapidformer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
+_RETIRED_PREFIX = ".old-"
 
 
 def start_staging(target: Path) -> Path:
@@ -48,13 +49,23 @@ def publish(target: Path, *, with_manifest: bool = True) -> None:
     if target.exists() and _exchange(staging, target):
         retired = staging
     else:
-        retired = target.with_name(f".old-{target.name}")
+        retired = target.with_name(_RETIRED_PREFIX + target.name)
         shutil.rmtree(retired, ignore_errors=True)
         if target.exists():
             target.rename(retired)
         staging.rename(target)
     _force_to_disk(target.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Clean up after a run that was killed while it wrote; only for the holder of the lock."""
+    for path in folder.glob(_RETIRED_PREFIX + "*"):
+        target = path.with_name(path.name.removeprefix(_RETIRED_PREFIX))
+        # Killed between two renames: the old folder is the only complete one.
+        path.rename(target) if not target.exists() else shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(_STAGING_PREFIX + "*"):
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 def check_manifest(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""A run restarted by the launcher continues from its own last checkpoint.
+"""A run that is started again continues from its own last checkpoint.
 
-Its own: the folder may hold another run's, which the first attempt was about to refuse. So a run
-leaves its name in the folder once it may write there, and only finding that name makes the next
-attempt continue.
+``--resume auto`` asks for it. A restart by the launcher does it without asking, but only from a
+checkpoint of its own: the folder may hold another run's, which the first attempt was about to
+refuse. So a run leaves its name in the folder once it may write there, and only finding that name
+makes the next attempt continue.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rapidformer.config import Settings
 
 OWNER_FILE = ".launch"
 _SOURCE = "restart"
+_RESUME_SOURCE = "derived: --resume auto"
 
 
 def claim_folder(folder: Path) -> None:
@@ -28,15 +30,23 @@ def claim_folder(folder: Path) -> None:
 
 def continue_after_restart(args: Settings) -> Settings:
     """The settings for another attempt: load what was saved, or start over if there is nothing."""
-    if args.save is None or not _is_restart():
+    if args.save is None:
         return args
     folder = Path(args.save)
+    if args.resume == "auto":
+        return _continue(args, folder, _RESUME_SOURCE)
+    if not _is_restart():
+        return args
     name = _get_launch_name()
     if name is None or _read_owner(folder) != name:
         return args
+    return _continue(args, folder, _SOURCE)
+
+
+def _continue(args: Settings, folder: Path, source: str) -> Settings:
     if find_checkpoint(folder):
-        return args.replace(_SOURCE, load=args.save, finetune=False, overwrite=False)
-    return args.replace(_SOURCE, overwrite=True)
+        return args.replace(source, load=args.save, finetune=False, overwrite=False)
+    return args.replace(source, overwrite=True)
 
 
 def find_claimed_folder(root: Path) -> Path | None:

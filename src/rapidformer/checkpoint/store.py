@@ -34,6 +34,7 @@ from rapidformer.checkpoint.frozen import (
     compute_checksums,
     list_frozen,
 )
+from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.publish import (
     check_manifest,
     get_staging,
@@ -128,11 +129,12 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint of the current step; it is published complete, its name last."""
         target = self.folder / f"iter_{state.step:07d}"
+        tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
+        check_finite(state.model, tensors, state.step)
         if _get_rank() == 0:
             start_staging(target)
         wait_for_all()
         staging = get_staging(target)
-        tensors, groups = _collect_tensors(state, with_optimizer=with_optimizer)
         checksums = _leave_out_base(tensors, state)
         # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.
         ties = {
@@ -201,7 +203,12 @@ def is_without_base(folder: Path) -> bool:
 def find_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, oldest first."""
     found = (p for p in folder.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return sorted(found, key=get_step)
+
+
+def get_step(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(checkpoint.name[5:])
 
 
 def find_checkpoint(source: Path) -> Path | None:

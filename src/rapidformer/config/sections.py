@@ -460,6 +460,9 @@ class CheckpointArguments:
     """save the random states in checkpoints"""
     load: str | None = None
     """run to resume, one of its checkpoints, or a model folder to start from"""
+    resume: Literal["auto"] | None = None
+    """auto: resume the run in --save from its newest checkpoint, or start it if it has none, so
+    that one command can be repeated (a requeued job, say)"""
     load_optim: bool = True
     """restore the optimizer state"""
     load_rng: bool = True

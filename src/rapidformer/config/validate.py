@@ -60,6 +60,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_adapters(args),
+        *_check_run_folder(args),
         *_check_files(args),
     ]
 
@@ -312,6 +313,16 @@ def _check_adapters(args: Settings) -> Iterator[str]:
     file = args.peft_config
     if file is not None and not file.lstrip().startswith("{") and not Path(file).is_file():
         yield f"--peft-config {file} is not a file."
+
+
+def _check_run_folder(args: Settings) -> Iterator[str]:
+    for name in ("save", "load"):
+        if getattr(args, name) == "":
+            yield f"{to_flag(name)} is empty: name a folder, or leave the flag out."
+    if args.resume and (args.save is None or args.keeps_nothing):
+        yield "--resume auto needs --save: the folder tells which run to resume."
+    if args.resume and args.overwrite and args.is_given("overwrite"):
+        yield "--resume auto and --overwrite contradict each other: give only one of them."
 
 
 def _check_files(args: Settings) -> Iterator[str]:

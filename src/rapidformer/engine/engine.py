@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.finite import check_finite
+from rapidformer.checkpoint.lock import FolderLock
+from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.dist.collectives import wait_for_all
+from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.run import Arguments
 from rapidformer.engine.updates import UpdatingRun
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import CheckpointError, RapidformerError
 
 
 class RapidformerEngine(UpdatingRun):
@@ -42,6 +47,10 @@ class RapidformerEngine(UpdatingRun):
     ) -> None:
         super().__init__(extra_args_provider, args=args, peft_config=peft_config)
         self.resumed_from: Path | None = None
+        self._held: tuple[Path, FolderLock | None] | None = None
+        """The folder that this run writes to; rank 0 has its lock."""
+        self._has_gone_back = True
+        """Whether later checkpoints than the loaded one are out of the way."""
         atexit.register(self.close)
 
     def save_checkpoint(
@@ -65,6 +74,8 @@ class RapidformerEngine(UpdatingRun):
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
         with in_phase("save"):
+            self.hold_folder(Path(target))
+            self.abandon_later(Path(target))
             self.parallelized.settle()
             saved = CheckpointStore(Path(target)).save(
                 self._get_state(),
@@ -75,8 +86,34 @@ class RapidformerEngine(UpdatingRun):
                 with_random_states=self.args.save_rng,
             )
             if self.is_main:
+                drop_abandoned(Path(target))
                 claim_folder(Path(target))
             return saved
+
+    def hold_folder(self, folder: Path) -> None:
+        """Lock a folder to write to, instead of the one held before; every rank must call this.
+
+        A folder that another live run holds stops all ranks.
+        """
+        folder = folder.absolute()
+        if self._held is None or self._held[0] != folder:
+            self.release_folder()
+            self._held = folder, FolderLock(folder) if self.is_main else None
+            problem = _find_problem(FolderLock.acquire, self._held[1])
+            if self.is_main and problem is None:
+                remove_leftovers(folder)
+        else:
+            problem = _find_problem(FolderLock.check, self._held[1])
+        problem = broadcast_object(problem)
+        if problem is not None:
+            self.release_folder()
+            raise CheckpointError(problem)
+
+    def release_folder(self) -> None:
+        """Let other runs write to the folder that this one held."""
+        if self._held is not None and self._held[1] is not None:
+            self._held[1].release()
+        self._held = None
 
     def load_checkpoint(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Resume from a checkpoint, or from a run's newest; returns what was saved as extra."""
@@ -96,7 +133,17 @@ class RapidformerEngine(UpdatingRun):
         )
         self.clock.updates = self._first_update = state.step
         self.resumed_from = state.loaded_from
+        self._has_gone_back = only_weights
         return extra
+
+    def abandon_later(self, folder: Path, results: Sequence[str] = ()) -> None:
+        """Move checkpoints after the loaded one aside, if it is one of this folder's."""
+        source, has_gone_back = self.resumed_from, self._has_gone_back
+        self._has_gone_back = True
+        if source is None or has_gone_back or not self.is_main:
+            return
+        if source.resolve().parent == folder.resolve():
+            abandon_later(folder, self._first_update, results)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint."""
@@ -107,6 +154,12 @@ class RapidformerEngine(UpdatingRun):
             with_random_states=False,
             with_position=False,
         )
+
+    def check_weights(self) -> None:
+        """Stop all ranks if a trained weight is NaN or infinite; every rank must call this."""
+        model = self.parallelized.model
+        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+        check_finite(model, weights, self.clock.updates)
 
     def gather_weights(self) -> dict[str, Any]:
         """All weights by name, whole, on rank 0; empty elsewhere. Every rank must call this."""
@@ -153,6 +206,7 @@ class RapidformerEngine(UpdatingRun):
     def close(self) -> None:
         """Leave the process group; the last call of a script."""
         beat("end")
+        self.release_folder()
         if self._parallelized is not None and self._parallelized.deepspeed is not None:
             self._parallelized.deepspeed.close()
         stop_processes()
@@ -173,3 +227,13 @@ class RapidformerEngine(UpdatingRun):
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
             base=self.adapter.base if self.adapter else None,
         )
+
+
+def _find_problem(action: Callable[[FolderLock], None], lock: FolderLock | None) -> str | None:
+    """Why rank 0 cannot hold the folder; None on the other ranks."""
+    try:
+        if lock is not None:
+            action(lock)
+    except CheckpointError as error:
+        return str(error)
+    return None

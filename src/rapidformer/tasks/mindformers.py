@@ -292,6 +292,7 @@ class MindFormersTrainer(Trainer):
         settings = self._build_task_settings(**values)
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
+            engine.hold_folder(Path(settings.save))
             set_aside(Path(settings.save), is_main=engine.is_main)
         finetuner = _GivenData(engine, settings, self.train_dataset, self.eval_dataset)
         metrics = finetuner.train()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rapidformer.errors import RapidformerError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from rapidformer.training.run_folder import BEST
+from rapidformer.training.run_folder import BEST, note_best
 
 
 class BestModel(Callback):
@@ -51,6 +51,9 @@ class BestModel(Callback):
         progress.best_metric = name
         progress.best_value, progress.best_step = value, loop.step
         if args.save is not None:
+            loop.engine.check_weights()
+            if loop.engine.is_main:
+                note_best(Path(args.save), loop.step)
             loop.engine.export(Path(args.save) / BEST, self._processor)
         control.should_save |= self._saves
 

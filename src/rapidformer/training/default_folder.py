@@ -24,7 +24,7 @@ from rapidformer.checkpoint.restart import (
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
-from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.run_folder import BEST, LAST, RUN_FILE
 
 # Where runs without --save are kept (default: a folder named runs in the current folder).
 RUNS_VARIABLE = "RAPIDFORMER_RUNS"
@@ -54,8 +54,9 @@ def dropped_if_unused(folder: str | None) -> Iterator[None]:
         if folder is not None:
             path = Path(folder)
             with suppress(OSError):  # it is not empty, or was never created
-                if [child.name for child in path.iterdir()] == [OWNER_FILE]:
-                    (path / OWNER_FILE).unlink()
+                for name in (OWNER_FILE, RUN_FILE):
+                    if {child.name for child in path.iterdir()} <= {OWNER_FILE, RUN_FILE}:
+                        (path / name).unlink(missing_ok=True)
                 path.rmdir()
                 path.parent.rmdir()
         raise

@@ -29,7 +29,7 @@ from rapidformer.training.closing import describe_results
 from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
-from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.timetable import Timetable
 
@@ -373,8 +373,11 @@ class TrainingLoop:
         """Restore what a checkpoint holds beyond the engine's state."""
         self.progress = Progress(**extra.get("progress", {}))
         save = self.args.save
-        if save is not None and not broadcast_object((Path(save) / BEST).is_dir()):
-            # This is not that run's folder: its best model is not here.
+        best_step = self.progress.best_step
+        if save is not None and not broadcast_object(
+            self.engine.is_main and keeps_best(Path(save), best_step)
+        ):
+            # Another run's folder, or its best model is from a step that will be repeated.
             self.progress.best_value = self.progress.best_step = None
         self._attempts = extra.get("attempts", self.step)
         self._step_before = self._saved_at = self.step

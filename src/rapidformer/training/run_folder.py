@@ -1,10 +1,20 @@
-"""The folder of a run (``--save``): who may write to it."""
+"""The folder of a run (``--save``): who may write to it, and what happens to an earlier run.
+
+A run lists what it writes in ``.run.json``. Only that is ever moved or deleted. A run that is
+replaced is moved aside first, and deleted once the new run has its first checkpoint; if the new run
+ends or is killed before that, the old one is moved back.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+from rapidformer.checkpoint.abandoned import ABANDONED, abandon
+from rapidformer.checkpoint.publish import MANIFEST, replace_text
+from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
 from rapidformer.checkpoint.store import TRACKER, find_checkpoints
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine.metrics_file import METRICS_FILE
@@ -15,37 +25,105 @@ BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
 PREVIOUS = "previous"
+RUN_FILE = ".run.json"
+
+_NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", ABANDONED)
+# A run only adds files to a folder for TensorBoard; it would overwrite these.
+_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST)
+_REPLACED = ".replaced"
+"""A whole earlier run, until the new one has a checkpoint."""
+_MOVING = ".replaced-partly"
+"""An earlier run of which some parts may still, or again, be in the folder itself."""
+_DELETED = ".replaced-deleted"
+
+
+def begin_run(folder: Path, *, source: Path | None, continues: bool, overwrite: bool) -> None:
+    """Make the folder this run's own, or refuse it; only for rank 0, which holds the lock.
+
+    ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
+    ``--overwrite`` moves an earlier run aside.
+    """
+    check_run_folder(folder, source=source, continues=continues, overwrite=overwrite)
+    is_resumed = continues and _is_within(source, folder)
+    if not is_resumed and _list_run(folder):
+        _move_aside(folder)
+    if not (folder / RUN_FILE).is_file():
+        ours = [name for name in _NAMES if is_resumed or not (folder / name).exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / RUN_FILE, json.dumps({"wrote": ours}))
+    claim_folder(folder)
 
 
 def check_run_folder(
     folder: Path, *, source: Path | None, continues: bool, overwrite: bool
 ) -> None:
-    """Refuse to overwrite another run; ``--overwrite`` removes what that run wrote.
-
-    ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
-    """
-    if not _is_run(folder):
-        return
-    is_same = source is not None and folder.resolve() in (
-        source.resolve(),
-        source.resolve().parent,
-    )
+    """Refuse to overwrite another run, or files that no run wrote."""
+    is_same = _is_within(source, folder)
     if is_same and continues:
         return
-    if is_same:
+    if is_same and _list_run(folder):
         raise CheckpointError(
-            f"--finetune starts a new run from {source}, which --save {folder} would overwrite: "
-            "choose another folder."
+            f"--load {source} lies in --save {folder}, which the new run would overwrite: choose "
+            "another folder."
         )
-    if not overwrite:
+    if _list_run(folder) and not overwrite:
+        has_model = bool(find_checkpoints(folder)) or (folder / LAST).is_dir()
+        found = "already holds a run" if has_model else "holds a run without a checkpoint"
+        way_out = f"Resume it with --load {folder}, choose" if has_model else "Choose"
         raise CheckpointError(
-            f"--save {folder} already holds a run. Resume it with --load {folder}, choose another "
-            "folder, or replace it with --overwrite."
+            f"--save {folder} {found}. {way_out} another folder, or replace it with --overwrite. "
+            "--resume auto resumes or starts a run, whichever is possible."
         )
-    for path in [*find_checkpoints(folder), folder / BEST, folder / LAST, folder / "tensorboard"]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (METRICS_FILE, TRACKER, ARGUMENTS_FILE):
-        (folder / name).unlink(missing_ok=True)
+    _refuse_foreign(folder, _find_foreign(folder))
+
+
+def recover(folder: Path) -> None:
+    """Finish what a killed run began: its replacement of an earlier run, or the way back."""
+    shutil.rmtree(folder / _DELETED, ignore_errors=True)
+    if (folder / _MOVING).is_dir():
+        _move_back(folder)
+    if (folder / _REPLACED).is_dir():
+        if find_checkpoints(folder):
+            drop_replaced(folder)
+        else:
+            restore_replaced(folder)
+
+
+def drop_replaced(folder: Path) -> None:
+    """Delete the run that was moved aside, if there is one."""
+    if (folder / _REPLACED).is_dir():
+        # Renamed first: what is deleted in part must not be taken for a complete run.
+        (folder / _REPLACED).rename(folder / _DELETED)
+        shutil.rmtree(folder / _DELETED, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Move the earlier run back, in place of what the new one has written."""
+    if not (folder / _REPLACED).is_dir():
+        return
+    for path in _list_run(folder):
+        _remove(path)
+    (folder / _REPLACED).rename(folder / _MOVING)
+    _move_back(folder)
+    get_logger().warning(
+        "the run in %s was not replaced: the new one ended before its first checkpoint.", folder
+    )
+
+
+def note_best(folder: Path, step: int) -> None:
+    """Write down the step of the model that is about to be exported to ``best``."""
+    content = {"wrote": _read_names(folder), "best_step": step}
+    replace_text(folder / RUN_FILE, json.dumps(content))
+
+
+def keeps_best(folder: Path, step: int | None) -> bool:
+    """Whether ``best`` holds the model of this step; one of another step is moved aside."""
+    if not (folder / BEST).is_dir():
+        return False
+    if _read_record(folder).get("best_step", step) == step:
+        return True
+    abandon(folder, [folder / BEST])
+    return False
 
 
 def set_aside(folder: Path, *, is_main: bool) -> None:
@@ -57,8 +135,9 @@ def set_aside(folder: Path, *, is_main: bool) -> None:
     problem = None
     if is_main:
         try:
-            _refuse_foreign_folders(folder)
-            if _is_run(folder):
+            foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]
+            _refuse_foreign(folder, [*_find_foreign(folder), *_keep_filled(foreign)])
+            if _list_run(folder):
                 _move_to_previous(folder)
         except CheckpointError as error:
             problem = str(error)
@@ -67,18 +146,42 @@ def set_aside(folder: Path, *, is_main: bool) -> None:
         raise CheckpointError(problem)
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / METRICS_FILE).exists() or bool(find_checkpoints(folder))
+def _list_run(folder: Path) -> list[Path]:
+    """What a run has written there; a loop of the user's own writes only checkpoints."""
+    checkpoints = [path for path in find_checkpoints(folder) if (path / MANIFEST).exists()]
+    names = [*_read_names(folder), RUN_FILE, *([TRACKER] if checkpoints else [])]
+    found = [*checkpoints, *(folder / name for name in dict.fromkeys(names))]
+    found = [path for path in found if path.exists()]
+    # The launcher's name alone says only that a run was about to begin.
+    owner = [folder / OWNER_FILE] if found and (folder / OWNER_FILE).exists() else []
+    return found + owner
 
 
-def _refuse_foreign_folders(folder: Path) -> None:
-    """A run would overwrite folders of these names, whoever made them."""
-    foreign = [] if _is_run(folder) else [folder / BEST, folder / LAST]
-    if not _is_run(folder / PREVIOUS):
-        foreign.append(folder / PREVIOUS)
-    foreign = [
-        path for path in foreign if path.is_file() or (path.is_dir() and any(path.iterdir()))
-    ]
+def _read_names(folder: Path) -> list[str]:
+    names = _read_record(folder).get("wrote")
+    return [name for name in _NAMES if isinstance(names, list) and name in names]
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _find_foreign(folder: Path) -> list[Path]:
+    """What a run would overwrite, and no run wrote."""
+    ours = _list_run(folder)
+    wanted = [*find_checkpoints(folder), *(folder / name for name in _OVERWRITTEN)]
+    return _keep_filled([path for path in wanted if path not in ours])
+
+
+def _keep_filled(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+
+
+def _refuse_foreign(folder: Path, foreign: list[Path]) -> None:
     if foreign:
         raise CheckpointError(
             f"a run in {folder} would overwrite {', '.join(str(path) for path in foreign)}, which "
@@ -86,10 +189,34 @@ def _refuse_foreign_folders(folder: Path) -> None:
         )
 
 
+def _is_within(source: Path | None, folder: Path) -> bool:
+    if source is None:
+        return False
+    return folder.resolve() in (source.resolve(), source.resolve().parent)
+
+
+def _move_aside(folder: Path) -> None:
+    found = _list_run(folder)
+    (folder / _MOVING).mkdir()
+    for path in found:
+        path.rename(folder / _MOVING / path.name)
+    (folder / _MOVING).rename(folder / _REPLACED)
+    get_logger().info(f"replacing the run in {folder} once this one has a checkpoint")
+
+
+def _move_back(folder: Path) -> None:
+    for path in (folder / _MOVING).iterdir():
+        _remove(folder / path.name)
+        path.rename(folder / path.name)
+    (folder / _MOVING).rmdir()
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True) if not path.is_dir() else shutil.rmtree(path)
+
+
 def _move_to_previous(folder: Path) -> None:
-    names = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard")
-    found = [*find_checkpoints(folder), *(folder / name for name in names)]
-    found = [path for path in found if path.exists()]
+    found = _list_run(folder)
     for link in folder.glob("checkpoint-*"):
         if link.is_symlink():
             link.unlink()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
@@ -22,7 +22,7 @@ from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerE
 from rapidformer.log import get_logger
 from rapidformer.models.location import is_model_folder
 from rapidformer.training.best_model import is_greater_better
-from rapidformer.training.callbacks import Callback
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
 from rapidformer.training.forward import interpret_forward
@@ -36,7 +36,13 @@ from rapidformer.training.processor import find_processor
 from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
-from rapidformer.training.run_folder import check_run_folder
+from rapidformer.training.run_folder import (
+    LAST,
+    begin_run,
+    drop_replaced,
+    recover,
+    restore_replaced,
+)
 from rapidformer.training.summary import describe_run
 
 
@@ -111,8 +117,29 @@ class Template(ABC):
     def train(self) -> dict[str, float]:
         """Train to the end; returns the numbers of the last evaluation."""
         made = self._choose_folder()
-        with dropped_if_unused(made):
+        with dropped_if_unused(made), self.holding_folder():
             return self._train()
+
+    @contextmanager
+    def holding_folder(self) -> Iterator[None]:
+        """Hold the run's folder; an earlier run in it is replaced only if this one succeeds."""
+        if self.args.save is None:
+            yield
+            return
+        folder = Path(self.args.save)
+        self.engine.hold_folder(folder)
+        try:
+            if self.engine.is_main:
+                recover(folder)
+            yield
+            if self.engine.is_main:
+                drop_replaced(folder)
+        except BaseException:
+            if self.engine.is_main:
+                restore_replaced(folder)
+            raise
+        finally:
+            self.engine.release_folder()
 
     def _train(self) -> dict[str, float]:
         resume = self.find_resume_folder()
@@ -181,21 +208,20 @@ class Template(ABC):
                     "(config.json) or an adapter (adapter_config.json)."
                 )
         if args.save is not None:
-            self._check_run_folder(Path(args.save), resume)
+            self._begin_run(Path(args.save), continues=resume is not None and not args.finetune)
         return resume
 
-    def _check_run_folder(self, folder: Path, source: Path | None) -> None:
+    def _begin_run(self, folder: Path, *, continues: bool) -> None:
         """Rank 0 looks; what it finds wrong stops all ranks."""
-        problem = None
+        problem, load = None, self.args.load
         if self.engine.is_main:
             try:
-                check_run_folder(
+                begin_run(
                     folder,
-                    source=source,
-                    continues=not self.args.finetune,
+                    source=None if load is None else Path(load).expanduser(),
+                    continues=continues,
                     overwrite=self.args.overwrite,
                 )
-                claim_folder(folder)
             except CheckpointError as error:
                 problem = str(error)
         problem = broadcast_object(problem)
@@ -249,6 +275,8 @@ class Template(ABC):
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
+        if self.args.save is not None:
+            self.engine.abandon_later(Path(self.args.save), [LAST])
         step = self.engine.clock.updates
         reporter = Reporter(
             self.args, total_steps=train_iters, resume_step=step, speaks=self.engine.is_main
@@ -272,7 +300,7 @@ class Template(ABC):
             processor=self.processor,
             saves_each_epoch=self.saves_each_epoch,
             test=test,
-            callbacks=self.callbacks,
+            callbacks=[_FirstCheckpoint(), *self.callbacks],
         )
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
@@ -294,6 +322,14 @@ class Template(ABC):
             return self.best_metric, self.greater_is_better
         name = name.removeprefix("eval_")
         return name, is_greater_better(name)
+
+
+class _FirstCheckpoint(Callback):
+    """From here on the run stands on its own: the one that it replaces can go."""
+
+    def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
+        if loop.engine.is_main:
+            drop_replaced(folder.parent)
 
 
 def accepts_arguments(function: Callable[..., Any], count: int) -> bool:

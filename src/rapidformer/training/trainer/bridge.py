@@ -54,6 +54,10 @@ class TrainerTemplate(Template):
 
     def run_training(self) -> Progress:
         """The order of a run: folder, data, model, evaluation, loop."""
+        with self.holding_folder():
+            return self._run_training()
+
+    def _run_training(self) -> Progress:
         trainer = self.trainer
         if self.args.save is not None and self.args.load is None and not self.args.overwrite:
             set_aside(Path(self.args.save), is_main=self.engine.is_main)

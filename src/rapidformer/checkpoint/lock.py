@@ -1,0 +1,184 @@
+"""One lock per run folder: held by a living run, stale once that run is dead.
+
+The lock is a small file that names its holder. A holder on this machine is alive if its process
+is; one elsewhere is alive as long as it refreshes the file's time. File system locks (``flock``)
+would be released by the kernel, but many shared file systems ignore them between machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rapidformer.errors import CheckpointError
+
+LOCK_FILE = ".lock"
+_BEAT_SECONDS = 10.0
+_STALE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Holder:
+    token: str
+    host: str
+    place: str
+    """The processes that can see each other: the same boot of a machine, the same container."""
+    pid: int
+    started: str
+    """When the process started, by the kernel: process numbers are used again."""
+    launch: str
+    """The launcher's name for the run, which its restarts keep."""
+
+    @classmethod
+    def describe_self(cls) -> _Holder:
+        pid = os.getpid()
+        return cls(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            place=_find_place(),
+            pid=pid,
+            started=_find_start(pid) or "",
+            launch=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        )
+
+
+class FolderLock:
+    """The lock of one folder; only rank 0 takes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / LOCK_FILE
+        self._me = _Holder.describe_self()
+        self._is_over = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock, or say who has it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._take()
+        except OSError as reason:
+            raise CheckpointError(
+                f"the run's folder {self._folder} cannot be written to: {reason.strerror}. Choose "
+                "another one with --save."
+            ) from None
+        threading.Thread(target=self._beat, name="rapidformer-lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Refuse to go on if another run has taken the folder (this one was suspended, say)."""
+        holder = self._read()
+        if holder is not None and holder.token != self._me.token:
+            raise CheckpointError(
+                f"{self._folder} was taken over by another run ({_name(holder)}) while this one did "
+                "not respond: nothing more is saved here. Resume with --load and another --save."
+            )
+
+    def release(self) -> None:
+        self._is_over.set()
+        with contextlib.suppress(OSError):
+            if self._holds():
+                self._path.unlink()
+
+    def _holds(self) -> bool:
+        holder = self._read()
+        return holder is not None and holder.token == self._me.token
+
+    def _take(self) -> None:
+        draft = self._path.with_name(f"{LOCK_FILE}-{self._me.token}")
+        draft.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
+        try:
+            try:
+                os.link(draft, self._path)  # fails if the lock exists, on NFS too
+                return
+            except FileExistsError:
+                pass
+            except OSError:
+                if not self._path.exists():  # a file system without hard links
+                    draft.replace(self._path)
+                    return
+            self._wait_for_stale()
+            draft.replace(self._path)
+            # Of two runs that replace a stale lock at once, the later one keeps it.
+            time.sleep(_LOOK_SECONDS)
+            self.check()
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _wait_for_stale(self) -> None:
+        """Return once the holder is known to be dead; raise if it lives."""
+        first = None
+        while (holder := self._read()) is not None and not self._is_mine_or_dead(holder):
+            beat = self._get_beat()
+            if holder.place == self._me.place or (first is not None and beat != first):
+                raise CheckpointError(
+                    f"{self._folder} is in use by another run ({_name(holder)}): wait for it, stop "
+                    "it, or choose another --save folder."
+                )
+            if self._measure_age() > _STALE_SECONDS:
+                return
+            first = beat
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_mine_or_dead(self, holder: _Holder) -> bool:
+        if holder.launch and holder.launch == self._me.launch and _is_restart():
+            return True  # the launcher starts another attempt only after the last one has ended
+        if holder.place != self._me.place:
+            return False
+        return holder.pid == os.getpid() or _find_start(holder.pid) != holder.started
+
+    def _read(self) -> _Holder | None:
+        try:
+            return _Holder(**json.loads(self._path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _get_beat(self) -> int:
+        # Opened, not only looked at: NFS then asks the server instead of its cache.
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+        return 0
+
+    def _measure_age(self) -> float:
+        """Seconds since the last beat, by the file server's clock alone."""
+        draft = self._path.with_name(f"{LOCK_FILE}-{self._me.token}")
+        os.utime(draft)
+        return (draft.stat().st_mtime_ns - self._get_beat()) / 1e9
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(_BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                if not self._holds():
+                    return
+                os.utime(self._path)
+
+
+def _name(holder: _Holder) -> str:
+    return f"process {holder.pid} on {holder.host}"
+
+
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def _find_place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _find_start(pid: int) -> str | None:
+    """When a process started; None if it has ended (a zombie has)."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in "ZX" else words[19]
