@@ -128,7 +128,7 @@ def test_only_weights(saved: Path) -> None:
     )
     assert extra == {}
     assert state.step == 0
-    assert fresh.loader.state_dict() == {"epoch": 0, "consumed_samples": 0}
+    assert fresh.loader.state_dict() == {"epoch": 0, "consumed_samples": 0, "samples_per_update": 2}
     assert not fresh.optimizer.state
     assert fresh.scheduler.get_last_lr() == Run().scheduler.get_last_lr()
     for name, value in whole.weights().items():
@@ -172,7 +172,7 @@ def test_schedule_that_goes_step_by_step_comes_back(with_optimizer: bool, tmp_pa
 
 def test_data_position_goes_on(saved: Path) -> None:
     run = load(saved)
-    assert run.loader.state_dict() == {"epoch": 0, "consumed_samples": 6}
+    assert run.loader.state_dict() == {"epoch": 0, "consumed_samples": 6, "samples_per_update": 2}
 
 
 # ---- folders -----------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_refused_checkpoint_leaves_the_model_alone(saved: Path) -> None:
         load(saved, run)
     for name, value in run.weights().items():
         assert torch.equal(value, before[name])
-    assert run.loader.state_dict() == {"epoch": 0, "consumed_samples": 0}
+    assert run.loader.state_dict() == {"epoch": 0, "consumed_samples": 0, "samples_per_update": 2}
 
 
 def test_other_model_is_named_by_shape_and_name(saved: Path) -> None:

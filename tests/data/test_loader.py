@@ -241,6 +241,42 @@ def test_resuming_on_other_processes_at_an_update_border(
         assert resumed[0].epoch == 1
 
 
+class ShuffledStream(Stream):
+    """Draws its order while it is read, as a shuffle buffer without a seed does."""
+
+    def __iter__(self) -> Iterator[int]:
+        rows = list(range(self.count))
+        while rows:
+            yield rows.pop(random.randrange(len(rows)))
+
+
+@pytest.mark.parametrize("data", [Numbers(40), Stream(40), ShuffledStream(40)])
+@pytest.mark.parametrize("before", [4, 12])
+@pytest.mark.parametrize("after", [(8, 1, 1), (8, 2, 1), (4, 1, 4), (5, 1, 2)])
+def test_the_very_next_sample_follows_whatever_the_batch_size(
+    data: Any, before: int, after: tuple[int, int, int]
+) -> None:
+    """12 samples are done. A round of 8 or 16 used to begin at 16, and 12 to 15 were lost."""
+    micro, replicas, per_update = after
+    shuffle = isinstance(data, Numbers)
+    first = build(data, before, shuffle=shuffle)
+    order = [sample for samples, _, _ in take_epoch(first) for sample in samples]
+    first.rewind()
+    take_epoch(first, limit=12 // before)
+    resumed = [
+        build(
+            data, micro, num_replicas=replicas, replica=replica, rounds_per_update=per_update,
+            shuffle=shuffle,
+        )
+        for replica in range(replicas)
+    ]  # fmt: skip
+    for loader in resumed:
+        loader.load_state_dict(first.state_dict())
+    rounds = [take_epoch(loader) for loader in resumed]
+    assert [sample for row in join(rounds) for sample in row] == order[12:]
+    assert [is_last for _, _, is_last in rounds[0]][:per_update].index(True) == per_update - 1
+
+
 def test_lengths() -> None:
     loader = build(Numbers(21), 2, num_replicas=2, rounds_per_update=2)
     assert (len(loader), loader.updates_per_epoch, loader.samples_per_round) == (6, 3, 4)

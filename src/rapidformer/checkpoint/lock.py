@@ -76,8 +76,8 @@ class FolderLock:
         holder = self._read()
         if holder is not None and holder.token != self._me.token:
             raise CheckpointError(
-                f"{self._folder} was taken over by another run ({_name(holder)}) while this one did "
-                "not respond: nothing more is saved here. Resume with --load and another --save."
+                f"{self._folder} was taken over by another run ({_name(holder)}) while this one "
+                "did not respond: nothing more is saved here. Resume with another --save."
             )
 
     def release(self) -> None:

@@ -1,10 +1,10 @@
 """The loader: one global order of samples, cut the same way for any number of ranks.
 
-A *round* is one micro-batch on every rank. Round k takes samples [k R, (k+1) R) of the epoch's
-order, R = micro-batch size x ranks, and rank r the r-th slice of it; an update is a fixed number of
-rounds. The position is one number of samples, the same on every rank, so a run resumes where
-it stopped. A rank without samples in the last round gets a *filler* (another rank's sample, with
-weight 0), because all ranks must run the model equally often.
+A *round* is one micro-batch on every rank. It takes the next R samples of the epoch's order, R =
+micro-batch size x ranks, and rank r the r-th slice of them; an update is a fixed number of rounds.
+The position is one number of samples, the same on every rank, so a run resumes at the very next
+sample, whatever its batch size is by then. A rank without samples in the last round gets a *filler*
+(another rank's sample, with weight 0), because all ranks must run the model equally often.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ class DistributedLoader:
         if not self._is_stream:
             self.num_samples = len(dataset) if num_samples is None else num_samples
         self.epoch = 0
-        self._position = 0
-        """Rounds of the current epoch that have been handed out."""
+        self._consumed = 0
+        """Samples of the current epoch that have been handed out, over all ranks."""
+        self._rounds = 0
+        """Rounds of the current pass so far, counted from the start of an update."""
         self._is_resuming = False
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
@@ -101,8 +103,7 @@ class DistributedLoader:
     @property
     def consumed_samples(self) -> int:
         """Samples of the current epoch handed out so far, over all processes."""
-        consumed = self._position * self.samples_per_round
-        return consumed if self._is_stream else min(consumed, self.num_samples)
+        return self._consumed
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
@@ -110,10 +111,21 @@ class DistributedLoader:
             raise TypeError(
                 "a stream of data has no length: say how long to train in --train-iters"
             )
-        if self._drop_last:
-            per_update = self.samples_per_round * self._rounds_per_update
-            return self.num_samples // per_update * self._rounds_per_update
-        return -(-self.num_samples // self.samples_per_round)
+        return self._count_rounds_after(0)
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.samples_per_round * self._rounds_per_update
+
+    def _count_rounds_after(self, consumed: int) -> int:
+        """Rounds until the end of the epoch, of which so many samples are consumed."""
+        if not self._drop_last:
+            return -(-(self.num_samples - consumed) // self.samples_per_round)
+        end = self.num_samples // self.samples_per_update * self.samples_per_update
+        if self._get_batch_size is not None:
+            return max(end - consumed, 0) // self.samples_per_round
+        updates = max(self.num_samples - consumed, 0) // self.samples_per_update
+        return updates * self._rounds_per_update
 
     def __iter__(self) -> Iterator[Any]:
         """The bare batches, for a loop of the user's own."""
@@ -136,13 +148,13 @@ class DistributedLoader:
 
     def _hand_out(self) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
-        resumed_at = -1
-        if self._is_resuming:
-            self._is_resuming = False
-            resumed_at = self._position
-        elif self._position:
+        was_resumed = self._is_resuming and self._consumed > 0
+        if not self._is_resuming and self._consumed:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
-            self.epoch, self._position = self.epoch + 1, 0
+            self.epoch, self._consumed = self.epoch + 1, 0
+        if not self._is_resuming:
+            self._rounds = 0
+        self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
         rounds = read_ahead(rounds, self._device)
         if self._sum_counts is not None:
@@ -151,17 +163,20 @@ class DistributedLoader:
         beat("data")
         for micro_batch in rounds:
             rounds_left = (rounds_left or self._count_rounds()) - 1
-            self._position += 1
+            self._rounds += 1
+            self._consumed += self.samples_per_round
+            if not self._is_stream:
+                self._consumed = min(self._consumed, self.num_samples)
             yield micro_batch._replace(is_last=micro_batch.is_last or rounds_left == 0)
             beat("data")
-        was_over = self._position == resumed_at > 0
-        self.epoch, self._position = self.epoch + 1, 0
+        was_over = was_resumed and self._rounds == first_round
+        self.epoch, self._consumed = self.epoch + 1, 0
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from self._hand_out()
 
     def rewind(self) -> None:
         """Start from the first sample again."""
-        self.epoch, self._position, self._is_resuming = 0, 0, False
+        self.epoch, self._consumed, self._is_resuming = 0, 0, False
 
     def state_dict(self) -> dict[str, int]:
         """The global position, valid for any number of processes.
@@ -169,21 +184,29 @@ class DistributedLoader:
         A stream is read again from its start and its rows are skipped, although its data set may
         have a ``state_dict`` of its own: Hugging Face's leaves out the rows in its shuffle buffer.
         """
-        return {"epoch": self.epoch, "consumed_samples": self.consumed_samples}
+        return {
+            "epoch": self.epoch,
+            "consumed_samples": self.consumed_samples,
+            "samples_per_update": self.samples_per_update,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the samples that an earlier run has consumed."""
         self.epoch = int(state["epoch"])
-        consumed = int(state["consumed_samples"])
-        self._position = -(-consumed // self.samples_per_round)
-        if not self._is_stream and self._position >= len(self):
-            self.epoch, self._position = self.epoch + 1, 0
+        self._consumed = int(state["consumed_samples"])
+        # In the middle of an update, if its size is still the same; otherwise a new one begins.
+        is_same = (
+            state.get("samples_per_update", self.samples_per_update) == self.samples_per_update
+        )
+        self._rounds = self._consumed // self.samples_per_round if is_same else 0
+        if not self._is_stream and self._count_rounds_after(self._consumed) == 0:
+            self.epoch, self._consumed, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
 
     def _count_rounds(self) -> int:
         """Rounds until the end of the current update."""
         if self._get_batch_size is None:
-            return self._rounds_per_update - self._position % self._rounds_per_update
+            return self._rounds_per_update - self._rounds % self._rounds_per_update
         consumed = self.epoch * self.num_samples + self.consumed_samples
         return self._get_batch_size(consumed) // self.samples_per_round
 
@@ -202,7 +225,7 @@ class DistributedLoader:
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it stands in its update."""
-        rounds_left = len(self) - self._position
+        rounds_left = self._count_rounds_after(self._consumed)
         num_workers = min(self._num_workers, rounds_left)
         fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
         loader: DataLoader[_Fetched] = DataLoader(
@@ -225,17 +248,20 @@ class DistributedLoader:
 
     def _build_keys(self) -> Iterator[_Key]:
         order = self._get_order()
-        for position in range(self._position, len(self)):
-            start = position * self.samples_per_round
+        first, rounds = self._consumed, self._count_rounds_after(self._consumed)
+        for start in islice(count(first, self.samples_per_round), rounds):
             samples = order[start : start + self.samples_per_round]
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
             is_filler = len(mine) == 0
-            number = self._get_number(position)
+            number = self._get_number(start)
             yield number, [int(i) for i in (samples[:1] if is_filler else mine)], is_filler
 
-    def _get_number(self, position: int) -> int:
-        """A micro-batch's place in the one global order, the same for any number of processes."""
-        return position * self._num_replicas + self._replica
+    def _get_number(self, start: int) -> int:
+        """A micro-batch's place in the one global order, the same for any number of processes.
+
+        ``start`` is the first sample of its round.
+        """
+        return start // self.batch_size + self._replica
 
     def _get_order(self) -> Sequence[int] | np.ndarray[Any, Any]:
         if self._order is not None:
@@ -251,9 +277,9 @@ class DistributedLoader:
         current = next(rounds, None)
         while current is not None:
             following = next(rounds, None)
-            position, samples = current
+            start, samples = current
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            number = self._get_number(position)
+            number = self._get_number(start)
             with _random_numbers_from((self._seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine or samples[:1])
             info = describe_batch(batch)
@@ -269,18 +295,29 @@ class DistributedLoader:
 
     def _read_stream(self) -> Iterator[tuple[int, list[Any]]]:
         """The rounds from the current position on; whole updates only, if the last is dropped."""
-        rows = iter(self.dataset)
-        start, waiting = self._position, []
-        for position in count():
-            # Not the process's own numbers: all must read the same samples.
-            with _random_numbers_from((self._seed, self.epoch, position)):
+        # Not the process's own numbers: all must read the same samples. And one sequence of numbers
+        # for the whole pass: where rounds begin must not change what is read.
+        numbers = _random_numbers_from((self._seed, self.epoch), is_continued=True)
+        with numbers:
+            rows = iter(self.dataset)
+        left = self._consumed
+        while left > 0:
+            with numbers:
+                skipped = list(islice(rows, min(left, self.samples_per_round)))
+            self._check_equal_streams(skipped)
+            if not skipped:
+                return
+            left -= len(skipped)
+        waiting: list[tuple[int, list[Any]]] = []
+        for start in count(self._consumed, self.samples_per_round):
+            with numbers:
                 samples = list(islice(rows, self.samples_per_round))
             self._check_equal_streams(samples)
             if not samples or (self._drop_last and len(samples) < self.samples_per_round):
                 return
-            waiting.append((position, samples))
+            waiting.append((start, samples))
             if not self._drop_last or len(waiting) == self._rounds_per_update:
-                yield from (each for each in waiting if each[0] >= start)
+                yield from waiting
                 waiting = []
 
     def _check_equal_streams(self, samples: list[Any]) -> None:
@@ -339,22 +376,43 @@ class _Fetcher:
 
 
 class _random_numbers_from:  # noqa: N801 - reads as a statement
-    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards."""
+    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards.
 
-    def __init__(self, seed: tuple[int, ...]) -> None:
+    If it ``is_continued``, the next use goes on with the sequence instead of starting it again.
+    """
+
+    def __init__(self, seed: tuple[int, ...], *, is_continued: bool = False) -> None:
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._is_continued = is_continued
+        self._reached: _RandomStates | None = None
 
     def __enter__(self) -> None:
-        self._before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._before = _get_random_states()
+        if self._reached is not None:
+            _set_random_states(self._reached)
+            return
         torch.default_generator.manual_seed(self._seed)
         np.random.seed(self._seed)
         random.seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        torch_state, numpy_state, python_state = self._before
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        if self._is_continued:
+            self._reached = _get_random_states()
+        _set_random_states(self._before)
+
+
+_RandomStates = tuple[torch.Tensor, Any, Any]
+
+
+def _get_random_states() -> _RandomStates:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_random_states(states: _RandomStates) -> None:
+    torch_state, numpy_state, python_state = states
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
 
 
 def _pass_on(batch: Any) -> Any:
