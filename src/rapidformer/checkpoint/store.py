@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import (
     Checksums,
     compare_checksums,
     compute_checksums,
     list_frozen,
 )
-from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.publish import (
     check_manifest,
     get_staging,
