@@ -208,3 +208,17 @@ def test_names_of_transformers_4_keep_the_script_hugging_faces(cls: Any) -> None
     assert cls("out", warmup_ratio=0.1, warmup_steps=7).warmup_steps == 7
     with pytest.raises(ConfigurationError, match="warmup_ratio must be at least 0 and below 1"):
         cls("out", warmup_ratio=1.5)
+
+
+@pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])
+def test_names_of_transformers_4_on_the_command_line(cls: Any) -> None:
+    def parse(text: str) -> Any:
+        return HfArgumentParser(cls).parse_args_into_dataclasses(text.split())[0]
+
+    arguments = parse("--output_dir out --warmup_ratio 0.1 --evaluation_strategy epoch")
+    assert (arguments.warmup_steps, arguments.eval_strategy) == (0.1, "epoch")
+    assert parse("--warmup-ratio 0.2").warmup_steps == 0.2
+    assert parse("--warmup_steps 7 --warmup_ratio 0.0").warmup_steps == 7
+    assert parse("").warmup_steps == 0
+    with pytest.raises(SystemExit):
+        parse("--warmup_ratio 1.5")

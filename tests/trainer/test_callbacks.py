@@ -55,6 +55,38 @@ def test_events_in_their_order(tmp_path: Path) -> None:
     assert {"train_loss", "train_runtime"} <= watcher.logs[3].keys()
 
 
+def test_events_between_the_micro_batches_of_an_update(tmp_path: Path) -> None:
+    watcher = Watcher()
+    make_trainer(
+        tmp_path, callbacks=[watcher], max_steps=1, per_device_train_batch_size=1,
+        gradient_accumulation_steps=3,
+    ).train()  # fmt: skip
+    names = [name for name, _ in watcher.events]
+    start = names.index("on_step_begin")
+    assert names[start : start + 4] == ["on_step_begin", *["on_substep_end"] * 2,
+                                        "on_pre_optimizer_step"]  # fmt: skip
+
+
+def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:
+    def resume(**given: Any) -> EarlyStoppingCallback:
+        stopping = EarlyStoppingCallback(3)
+        checkpoint = str(tmp_path / "iter_0000020") if given else None
+        make_trainer(
+            tmp_path, callbacks=[stopping], eval_strategy="epoch", save_strategy="epoch",
+            load_best_model_at_end=True, compute_metrics=lambda _: {"score": 1.0},
+            metric_for_best_model="score", **given,
+        ).train(resume_from_checkpoint=checkpoint)  # fmt: skip
+        return stopping
+
+    assert resume().early_stopping_patience_counter == 1  # one epoch after the first
+    states = json.loads((tmp_path / "checkpoint-20" / "trainer_state.json").read_text())
+    kept = states["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+    assert kept == {"early_stopping_patience_counter": 1}
+    restored = resume(num_train_epochs=3, restore_callback_states_from_checkpoint=True)
+    assert restored.early_stopping_patience_counter == 2
+    assert resume(num_train_epochs=3).early_stopping_patience_counter == 1
+
+
 def test_history_state_and_result(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, logging_steps=5, num_train_epochs=1)
     output = trainer.train()

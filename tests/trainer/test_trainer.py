@@ -7,8 +7,10 @@ import inspect
 import json
 import shutil
 import weakref
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -289,6 +291,105 @@ def test_training_step_of_a_subclass(tmp_path: Path) -> None:
         make_trainer(tmp_path / "bypass", cls=Bypass).train()
 
 
+class Attack:
+    """FGM and PGD as scripts write them: move the embeddings along their gradient."""
+
+    def __init__(self, model: Any) -> None:
+        self.weight = model.get_input_embeddings().weight
+        self.before = self.weight.data.clone()
+
+    def attack(self) -> None:
+        norm = self.weight.grad.norm()
+        assert norm > 0
+        self.weight.data.add_(0.5 * self.weight.grad / norm)
+
+    def restore(self) -> None:
+        self.weight.data.copy_(self.before)
+
+
+class FastGradient(Trainer):
+    """As it is written for transformers' Trainer, whose training_step back-propagates itself."""
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        loss = super().training_step(model, inputs, *rest, **named)
+        attack = Attack(model)
+        attack.attack()
+        super().training_step(model, inputs, *rest, **named)
+        attack.restore()
+        return loss
+
+
+class ProjectedGradient(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        attack = Attack(model)
+        for number in range(2):
+            attack.attack()
+            if number == 0:
+                model.zero_grad()
+            else:
+                for name, p in model.named_parameters():
+                    p.grad = kept.get(name)
+            self.accelerator.backward(self.compute_loss(model, inputs))
+        attack.restore()
+        return loss.detach()
+
+
+def run_plainly(kind: type[Trainer], updates: int) -> list[float]:
+    """The same in a bare loop: losses before each update."""
+    model, rows, losses = make_classifier(), make_rows(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(updates):
+        batch = collate(rows[4 * step : 4 * step + 4])
+        loss = model(**batch).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        attack, first = Attack(model), [p.grad for p in model.parameters()]
+        attack.attack()
+        if kind is ProjectedGradient:
+            model.zero_grad()
+            model(**batch).loss.backward()
+            attack.attack()
+            for parameter, gradient in zip(model.parameters(), first, strict=True):
+                parameter.grad = gradient
+        model(**batch).loss.backward()
+        attack.restore()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def attack_in_trainer(folder: Path | str, kind: type[Trainer], **given: Any) -> list[float]:
+    model = make_classifier()
+    trainer = make_trainer(
+        folder, cls=kind, model=model, max_steps=4, max_grad_norm=0.0,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+        lr_scheduler_type="constant", train_sampling_strategy="sequential", **given,
+    )  # fmt: skip
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def test_an_attack_reads_the_gradient_of_all_processes(tmp_path: Path) -> None:
+    """Also if the weights are sharded."""
+    found = run_in_processes(_attack_sharded, 2, str(tmp_path))[0]
+    assert found == pytest.approx(run_plainly(FastGradient, 4), abs=1e-6)
+
+
+def _attack_sharded(folder: str) -> list[float]:
+    settings = {"per_device_train_batch_size": 2, "fsdp": "full_shard"}
+    return attack_in_trainer(folder, FastGradient, **settings)
+
+
+@pytest.mark.parametrize("kind", [FastGradient, ProjectedGradient])
+def test_adversarial_training_in_training_step(tmp_path: Path, kind: type[Trainer]) -> None:
+    assert attack_in_trainer(tmp_path, kind) == pytest.approx(run_plainly(kind, 4), abs=1e-6)
+
+
 def test_optimizers_given_and_created(tmp_path: Path) -> None:
     class WithSgd(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
@@ -498,6 +599,51 @@ def test_the_verbs_of_an_accelerator_in_a_subclass(tmp_path: Path) -> None:
             assert accelerator.is_main_process and accelerator.num_processes == 1
             gathered = accelerator.gather_for_metrics({"labels": [inputs["labels"]]})
             assert torch.equal(gathered["labels"][0], inputs["labels"])
+            rows = len(inputs["labels"])  # 5 in the last batch of 8
+            repeated = torch.ones(()).repeat(self.args.eval_batch_size)
+            assert len(accelerator.gather_for_metrics(repeated)) == rows
+            assert accelerator.gather_for_metrics(["text"] * 8) == ["text"] * rows
             return super().prediction_step(model, inputs, *rest, **named)
 
     assert "eval_loss" in make_trainer(tmp_path, Gathers).evaluate()
+
+
+class StubHub:
+    """What ``push_to_hub`` asks of ``huggingface_hub.HfApi``."""
+
+    calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def __init__(self, token: str | None = None) -> None:
+        self.calls.append(("login", {"token": token}))
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        self.calls.append(("create_repo", {"name": name, **options}))
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, **options: Any) -> str:
+        folder = Path(options["folder_path"])
+        left_out = options["ignore_patterns"]
+        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        sent = [f for f in files if not any(fnmatch(f, p) for p in left_out)]
+        self.calls.append(("upload_folder", {**options, "sent": sorted(sent)}))
+        return "https://hub/me"
+
+
+def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    StubHub.calls.clear()
+    monkeypatch.setattr("huggingface_hub.HfApi", StubHub)
+    trainer = make_trainer(
+        tmp_path / "mine", max_steps=2, save_steps=1, push_to_hub=True, hub_token="secret",
+        hub_private_repo=True, eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    (_, login), (_, created), (_, uploaded) = StubHub.calls
+    assert login == {"token": "secret"}
+    assert created == {"name": "mine", "private": True, "exist_ok": True}
+    assert uploaded["repo_id"] == "me/mine" and uploaded["commit_message"] == "End of training"
+    assert {"config.json", "model.safetensors", "README.md"} <= set(uploaded["sent"])
+    assert not any("iter_" in name or "secret" in name for name in uploaded["sent"])
+    text = (tmp_path / "mine" / "training_args.json").read_text()
+    assert "secret" not in text
+    assert trainer.push_to_hub(commit_message="again", blocking=False) == "https://hub/me"
+    assert StubHub.calls[-1][1]["run_as_future"] is True

@@ -109,8 +109,8 @@ HUGGING_FACE: dict[str, ForeignName] = {
         "a resumed run continues at the exact sample where it stopped, without reading the data "
         "before it"
     ),
-    "restore_callback_states_from_checkpoint": ignored(
-        "checkpoints hold the state of training; callbacks start from scratch"
+    "restore_callback_states_from_checkpoint": honoured(
+        "the state of transformers' ExportableState is in each checkpoint's trainer_state.json"
     ),
     # ---- reproducibility, device
     "full_determinism": mapped("deterministic"),

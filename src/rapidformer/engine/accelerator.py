@@ -36,6 +36,7 @@ from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.accelerator_settings import build_accelerator_settings
 from rapidformer.engine.engine import RapidformerEngine
+from rapidformer.engine.gathering import gather_for_metrics, gather_nested
 from rapidformer.engine.tracking import Tracker
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
@@ -302,26 +303,11 @@ class Accelerator:
 
     def gather(self, values: Any) -> Any:
         """Every process's rows, each example of the data once; also of nested lists and dicts."""
-        if isinstance(values, torch.Tensor):
-            return self.engine.gather(values)
-        if isinstance(values, dict):
-            return {name: self.gather(value) for name, value in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather(value) for value in values)
-        raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")
+        return gather_nested(self.engine, values)
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """Like ``gather``, for the rows of the batch in hand.
-
-        A loss that was repeated ``batch_size`` times counts as often as a last, smaller batch has
-        rows. A list of anything but tensors is joined as objects.
-        """
-        is_objects = isinstance(values, list) and not any(
-            isinstance(each, torch.Tensor) for each in values
-        )
-        if use_gather_object or is_objects:
-            return self.engine.gather_objects(list(values))
-        return self.gather(self.engine.drop_surplus_rows(values))
+        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
+        return gather_for_metrics(self.engine, values, use_gather_object)
 
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean of a tensor over the processes."""

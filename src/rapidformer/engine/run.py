@@ -233,13 +233,17 @@ class Run:
         For what is not computed row by row: a loss repeated ``batch_size`` times.
         """
         if isinstance(values, torch.Tensor) and values.dim():
-            surplus = self._own_loop.count_surplus_rows(len(values))
-            return values[: len(values) - surplus] if surplus else values
-        if isinstance(values, dict):
+            return self.drop_surplus_items(values)
+        if isinstance(values, Mapping):
             return {name: self.drop_surplus_rows(value) for name, value in values.items()}
         if isinstance(values, (list, tuple)):
             return type(values)(self.drop_surplus_rows(value) for value in values)
         return values
+
+    def drop_surplus_items(self, values: Any) -> Any:
+        """The same for a single tensor, or a list with an item per row."""
+        surplus = self._own_loop.count_surplus_rows(len(values))
+        return values[: len(values) - surplus] if surplus else values
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order, without fillers of the last batch."""

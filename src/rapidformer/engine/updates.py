@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,12 @@ from rapidformer.engine.composing import ComposedRun
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.observer import get_observer
-from rapidformer.optim.update import MeasureNorm, scale_loss
+from rapidformer.optim.update import (
+    MeasureNorm,
+    add_gradients,
+    scale_loss,
+    take_gradients,
+)
 
 UNKNOWN_WEIGHT = (
     "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
@@ -35,10 +40,22 @@ UNKNOWN_WEIGHT = (
 )
 
 
+@dataclass
+class _StartedMicroBatch:
+    """The micro-batch whose forward step runs."""
+
+    micro_batch: MicroBatch
+    has_run: bool = False
+    """Whether the step has run a backward pass itself."""
+    is_last: bool = False
+    share: float | torch.Tensor = 0.0
+
+
 class UpdatingRun(ComposedRun):
     """Forward and backward passes, and the updates they make."""
 
     _first_update = 0
+    _started: _StartedMicroBatch | None = None
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Back-propagate a micro-batch's mean loss.
@@ -65,26 +82,68 @@ class UpdatingRun(ComposedRun):
     def _back_propagate(
         self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
     ) -> None:
-        loss, weight = join_loss(result.loss), result.weight
+        is_last, share = self._count_micro_batch(result, micro_batch, ends_update=ends_update)
+        self._run_backward(result.loss, share, is_last=is_last)
+        if is_last:
+            beat("update")
+            self._finish_gradients()
+
+    def _count_micro_batch(
+        self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
+    ) -> tuple[bool, float | torch.Tensor]:
+        """Whether it is the last one of its update, and its fraction of the update."""
+        info = micro_batch.info if micro_batch is not None else None
+        weight = result.weight
+        get_observer().see_loss(result.loss, weight, info, is_given=result.is_weight_given)
+        is_last = self.clock.start_micro_batch(ends_update=ends_update)
+        return is_last, self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
+
+    def _run_backward(
+        self, loss: torch.Tensor, share: float | torch.Tensor, *, is_last: bool
+    ) -> None:
+        loss = join_loss(loss)
         if isinstance(loss, DTensor):
             raise ModelError(
                 "the loss contains weights that are split over ranks (a penalty over "
                 "model.parameters(), say). Gather each of them in the loss: "
                 "sum(engine.gather_weight(p).pow(2).sum() for p in model.parameters())."
             )
-        info = micro_batch.info if micro_batch is not None else None
-        get_observer().see_loss(loss, weight, info, is_given=result.is_weight_given)
-        is_last = self.clock.start_micro_batch(ends_update=ends_update)
-        share = self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
         self.parallelized.backward(scale_loss(loss, share, scale))
         synchronizer.after_backward()
-        if is_last:
-            beat("update")
-            self._finish_gradients()
+
+    def backward_within(self, loss: torch.Tensor) -> None:
+        """Back-propagate inside the forward step of ``run_update``; several losses add up.
+
+        For steps that need the gradient of one loss to compute the next (adversarial training).
+        """
+        started = self._started
+        if started is None:
+            raise RapidformerError("backward_within() is for the forward step of run_update().")
+        earlier: list[torch.Tensor | None] = []
+        if not started.has_run:
+            micro_batch = started.micro_batch
+            weight = 0.0 if micro_batch.is_filler else self._count_labels(micro_batch)
+            result = MicroBatchResult(loss=loss, weight=weight, is_weight_given=False)
+            started.is_last, started.share = self._count_micro_batch(
+                result, micro_batch, ends_update=False
+            )
+            started.has_run = True
+        elif started.is_last:
+            # What is there has been summed over the ranks already.
+            if self.parallelized.deepspeed is not None:
+                raise RapidformerError(
+                    "DeepSpeed takes one backward pass per micro-batch, and this step runs a "
+                    "second one: use --zero-1-memory-optimization, -2- or -3- instead of a "
+                    "DeepSpeed file."
+                )
+            earlier = take_gradients(self._parameters)
+        self._run_backward(loss, started.share, is_last=started.is_last)
+        if earlier:
+            add_gradients(self._parameters, earlier)
 
     def iterate_updates(self, loader: DistributedLoader) -> Iterator[Update]:
         """The updates of an epoch, for ``run_update``."""
@@ -92,26 +151,49 @@ class UpdatingRun(ComposedRun):
             self._train_loader = loader
         return loader.iterate_updates()
 
-    def run_update(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
+    def run_update(
+        self,
+        forward: Callable[[Any], Any],
+        update: Update,
+        after_micro_batch: Callable[[], None] | None = None,
+    ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; ``step`` comes next.
 
         ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. Every loop of the library
         trains this way, and it is the only way to train a model that is split into stages
-        (``--pipeline-model-parallel-size``).
+        (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
+        the last; a pipeline's are all under way at once, so there it is called after them all.
         """
         pipeline = self.parallelized.pipeline
         if pipeline is None:
-            return self._run_in_turn(forward, update)
-        return self._run_pipelined(pipeline, forward, update)
+            return self._run_in_turn(forward, update, after_micro_batch)
+        results = self._run_pipelined(pipeline, forward, update)
+        if after_micro_batch is not None:
+            for _ in range(len(update) - 1):
+                after_micro_batch()
+        return results
 
-    def _run_in_turn(self, forward: Callable[[Any], Any], update: Update) -> list[MicroBatchResult]:
+    def _run_in_turn(
+        self,
+        forward: Callable[[Any], Any],
+        update: Update,
+        after_micro_batch: Callable[[], None] | None,
+    ) -> list[MicroBatchResult]:
         results = []
         for micro_batch in update:
             beat("forward", self.clock.updates + 1)
-            result = self.run_forward(forward, micro_batch)
             with self.accumulate(is_last=micro_batch is update[-1]):
-                self._back_propagate(result, micro_batch, ends_update=False)
+                started = self._started = _StartedMicroBatch(micro_batch)
+                result = self.run_forward(forward, micro_batch)
+                self._started = None
+                if not started.has_run:
+                    self._back_propagate(result, micro_batch, ends_update=False)
+                elif started.is_last:
+                    beat("update")
+                    self._finish_gradients()
             results.append(replace(result, loss=result.loss.detach()))
+            if after_micro_batch is not None and micro_batch is not update[-1]:
+                after_micro_batch()
         return results
 
     def _run_pipelined(

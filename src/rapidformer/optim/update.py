@@ -88,9 +88,7 @@ class UpdateClock:
 
     def set_aside(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Take away a finished gradient that was not used: the next one starts from nothing."""
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        gradients = take_gradients(parameters)
         self._reset()
         return gradients
 
@@ -98,11 +96,7 @@ class UpdateClock:
         self, parameters: Sequence[nn.Parameter], earlier: Sequence[torch.Tensor | None]
     ) -> None:
         """Add a gradient that was set aside to the one that has been finished since."""
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None:
-                parameter.grad.add_(gradient)
+        add_gradients(parameters, earlier)
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
         self.grad_norm = get_norm(gradients)
@@ -240,6 +234,25 @@ class UpdateClock:
         self._is_clipped = False
         self._weight = 0.0
         self._gradients = []
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Remove the gradients and return them: the next backward pass starts from none."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+def add_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Add gradients that ``take_gradients`` removed to those that came since."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad.add_(gradient)
 
 
 def scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:

@@ -76,6 +76,9 @@ class Callback:
     def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
         """Before the forward passes of an update."""
 
+    def on_substep_end(self, loop: RunningLoop, control: Control) -> None:
+        """After each micro-batch of an update but the last; requests wait for the step's end."""
+
     def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
         """The gradient of the update is complete, but not yet clipped."""
 

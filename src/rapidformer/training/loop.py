@@ -196,7 +196,9 @@ class TrainingLoop:
 
     def _run_update(self, update: Update) -> None:
         self._notify("on_step_begin")
-        results = self.engine.run_update(self.forward, update)
+        results = self.engine.run_update(
+            self.forward, update, after_micro_batch=lambda: self._notify("on_substep_end")
+        )
         for each, result in zip(update, results, strict=True):
             self.meter.add_micro_batch(result.means, each.info)
         self.lr = self.engine.get_learning_rate()

@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config.hugging_face_names import HUGGING_FACE
 from rapidformer.config.mindformers_names import TRAINING_ARGUMENTS
-from rapidformer.training.trainer.former_names import FORMER_NAMES, takes_former_names
+from rapidformer.training.trainer.former_names import (
+    FORMER_NAMES,
+    describe_flag,
+    takes_former_names,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -314,7 +318,8 @@ def _add_help() -> None:
         ours = f"--{row.setting.replace('_', '-')}" if row.setting else ""
         parts = [row.outcome, ours, row.note]
         text = ": ".join(part for part in parts if part).replace("%", "%%")
-        each.metadata = MappingProxyType({"help": text})  # type: ignore[assignment]
+        facts = {"help": text, **describe_flag(each.name)}
+        each.metadata = MappingProxyType(facts)  # type: ignore[assignment]
 
 
 _add_help()

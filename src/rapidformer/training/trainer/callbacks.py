@@ -6,10 +6,13 @@ state; what a callback asks for (stop, log, evaluate, save) is the first process
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
 
+from rapidformer.log import warn_once
 from rapidformer.training.trainer.interface import TrainerInterface
 
 Callback = TrainerCallback | type[TrainerCallback]
@@ -82,16 +85,40 @@ def build_reporting_callbacks(report_to: Any) -> list[Callback]:
 
 
 def build_state(trainer: TrainerInterface) -> TrainerState:
-    from transformers.trainer_callback import ExportableState
-
-    exportable = [
-        each
-        for each in [*trainer.callbacks.callbacks, trainer.control]
-        if isinstance(each, ExportableState)
-    ]
+    """The state of a run that starts."""
     args = trainer.args
     return TrainerState(
         is_local_process_zero=args.local_process_index == 0,
         is_world_process_zero=args.process_index == 0,
-        stateful_callbacks=exportable,  # type: ignore[arg-type]
+        stateful_callbacks=_list_stateful(trainer),  # type: ignore[arg-type]
     )
+
+
+def update_stateful(trainer: TrainerInterface) -> None:
+    """Take the present state of the callbacks into the trainer's, before it is saved."""
+    collected = TrainerState(stateful_callbacks=_list_stateful(trainer))  # type: ignore[arg-type]
+    trainer.state.stateful_callbacks = collected.stateful_callbacks
+
+
+def restore_stateful(trainer: TrainerInterface, saved: Mapping[str, Any]) -> None:
+    """Give the callbacks the state of a checkpoint: each stays the object that it is."""
+    remaining = {
+        name: list(states) if isinstance(states, list) else [states]
+        for name, states in saved.items()
+    }
+    for callback in _list_stateful(trainer):
+        states = remaining.get(type(callback).__name__)
+        if states:
+            restored: Any = type(callback).from_state(states.pop(0))
+            vars(callback).update(vars(restored))
+    missing = sorted(name for name, states in remaining.items() if states)
+    if missing:
+        warn_once(
+            f"the checkpoint has the state of {', '.join(missing)}, but the Trainer has no such "
+            "callback: pass the same callbacks as before."
+        )
+
+
+def _list_stateful(trainer: TrainerInterface) -> list[ExportableState]:
+    each = [*trainer.callbacks.callbacks, trainer.control]
+    return [one for one in each if isinstance(one, ExportableState)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,31 @@ from rapidformer.log import warn_once
 FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
 
 C = TypeVar("C")
+
+
+class FormerFlag(argparse.Action):
+    """On a command line of ``HfArgumentParser``, a former name sets the present one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name = (option_string or "").lstrip("-").replace("-", "_")
+        if name == "warmup_ratio" and not 0 <= values < 1:
+            parser.error(f"--warmup_ratio must be at least 0 and below 1, got {values}.")
+        is_idle = name in FORMER_NAMES and not values  # `--warmup_ratio 0.0` next to steps
+        if not is_idle:
+            setattr(namespace, self.dest, values)
+
+
+def describe_flag(name: str) -> dict[str, Any]:
+    """What ``HfArgumentParser`` must know about a field that has a former name."""
+    former = [each for each, present in FORMER_NAMES.items() if present == name]
+    flags = [f"--{each}" for one in former for each in (one, one.replace("_", "-"))]
+    return {"aliases": flags, "action": FormerFlag} if flags else {}
 
 
 def takes_former_names(cls: type[C]) -> type[C]:

@@ -53,3 +53,18 @@ class TrainerInterface(Protocol):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, Any, Any]: ...
+
+
+class SearchableTrainer(Protocol):
+    """A trainer as a search for hyperparameters sees it."""
+
+    args: TrainingArguments
+    state: TrainerState
+
+    def train(self, *, trial: Any) -> Any: ...
+
+    def evaluate(self) -> Any: ...
+
+    def add_callback(self, callback: Any) -> None: ...
+
+    def remove_callback(self, callback: Any) -> None: ...

@@ -14,13 +14,14 @@ from typing import Any
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.timetable import count_updates
+from rapidformer.training.trainer.callbacks import restore_stateful, update_stateful
 from rapidformer.training.trainer.interface import TrainerInterface
 from rapidformer.training.trainer.records import STATE_FILE
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate",
              "should_save")  # fmt: skip
 # The loop acts on requests of these only at the end of the step.
-_WITHIN_STEP = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
+_WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 
@@ -55,18 +56,28 @@ class LoopEvents(Callback):
         self._tell("on_train_begin", loop, control)
 
     def _recall(self, loop: RunningLoop) -> None:
-        """The history of the run that is resumed, up to the step where it resumes."""
-        path = Path(loop.args.save or ".") / STATE_FILE
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            lines = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-            history = [line for line in lines if line["step"] <= loop.step]
-            self._trainer.state.log_history = history
+        """The history of the run that is resumed, and the state of its callbacks if asked for."""
+        trainer = self._trainer
+        checkpoint = trainer.engine.resumed_from
+        for folder in (checkpoint, Path(loop.args.save or ".")):
+            if folder is None or not (folder / STATE_FILE).is_file():
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                saved = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+                history = [line for line in saved["log_history"] if line["step"] <= loop.step]
+                trainer.state.log_history = history
+                if trainer.args.restore_callback_states_from_checkpoint and folder == checkpoint:
+                    restore_stateful(trainer, saved.get("stateful_callbacks", {}))
+                return
 
     def on_epoch_begin(self, loop: RunningLoop, control: Control) -> None:
         self._tell("on_epoch_begin", loop, control)
 
     def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
         self._tell("on_step_begin", loop, control)
+
+    def on_substep_end(self, loop: RunningLoop, control: Control) -> None:
+        self._tell("on_substep_end", loop, control)
 
     def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
         self._tell("on_pre_optimizer_step", loop, control)
@@ -97,9 +108,12 @@ class LoopEvents(Callback):
         self._agree(control, "on_evaluate", "on_log", "on_prediction_step")
 
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
-        if self._trainer.state.is_world_process_zero:
+        trainer = self._trainer
+        update_stateful(trainer)
+        if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)
-        self._trainer.save_state()
+            trainer.state.save_to_json(str(folder / STATE_FILE))
+        trainer.save_state()
         self._tell("on_save", loop, control)
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:

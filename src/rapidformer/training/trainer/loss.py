@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.gathering import gather_for_metrics, gather_nested
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import shifts_labels
 
@@ -61,27 +62,34 @@ def _find_count(function: Callable[..., Any]) -> bool:
     return takes_any or "num_items_in_batch" in parameters
 
 
-class LossRecorder:
-    """``self.accelerator`` of a subclass: the engine, but ``backward`` waits for the loop.
-
-    The loop knows which micro-batch is the last of its update and weighs each by its labels, so it
-    runs the backward pass when ``training_step`` returns.
-    """
+class TrainerAccelerator:
+    """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self._engine = engine
-        self.losses: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
 
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
-        """Remember the loss; several in a step are added up."""
-        self.losses.append(loss.mean() if loss.dim() else loss)
+        """Back-propagate now, weighted by the labels of the micro-batch; several add up.
+
+        The backward passes of a pipeline belong to its schedule, which runs them later.
+        """
+        loss = loss.mean() if loss.dim() else loss
+        self._losses.append(loss.detach())
+        if self._engine.parallelized.pipeline is None:
+            self._engine.backward_within(loss)
+        else:
+            self._losses[-1] = loss
 
     def take(self, returned: torch.Tensor) -> torch.Tensor:
-        """The loss of a step: what was given to ``backward``, or else what was returned."""
-        losses, self.losses = self.losses, []
+        """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
+        losses, self._losses = self._losses, []
+        is_loss = isinstance(returned, torch.Tensor)
+        if losses and self._engine.parallelized.pipeline is None and is_loss:
+            return returned.detach().mean()
         if losses:
             return torch.stack(losses).sum()
-        if not isinstance(returned, torch.Tensor) or not returned.requires_grad:
+        if not is_loss or not returned.requires_grad:
             raise RapidformerError(
                 "training_step must return the loss with its graph, or call "
                 "self.accelerator.backward(loss): loss.backward() would bypass accumulation and "
@@ -104,13 +112,13 @@ class LossRecorder:
         """The model: nothing is ever wrapped."""
         return model
 
-    def gather_for_metrics(self, values: Any) -> Any:
+    def gather(self, values: Any) -> Any:
         """Every process's rows, each example of the data once; also of nested lists and dicts."""
-        if isinstance(values, Mapping):
-            return {name: self.gather_for_metrics(value) for name, value in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.gather_for_metrics(value) for value in values)
-        return self._engine.gather(values)
+        return gather_nested(self._engine, values)
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
+        return gather_for_metrics(self._engine, values, use_gather_object)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -21,7 +21,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerControl, TrainerState
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import (
+    BestRun,
+    EvalLoopOutput,
+    PredictionOutput,
+    TrainOutput,
+    speed_metrics,
+)
 
 from rapidformer.config import Settings
 from rapidformer.dist.seeding import seed_everything
@@ -41,8 +47,9 @@ from rapidformer.training.trainer.callbacks import (
 from rapidformer.training.trainer.columns import ColumnFilter, choose_collator, find_label_names
 from rapidformer.training.trainer.dialects import check_names, take_on_dialect
 from rapidformer.training.trainer.evaluating import choose_outputs, run_evaluation
+from rapidformer.training.trainer.familiar_names import FamiliarNames
 from rapidformer.training.trainer.loss import (
-    LossRecorder,
+    TrainerAccelerator,
     call_with_count,
     count_labels,
     get_loss,
@@ -53,13 +60,14 @@ from rapidformer.training.trainer.optimizing import (
     list_decayed,
 )
 from rapidformer.training.trainer.records import RunRecords
+from rapidformer.training.trainer.search import search
 from rapidformer.training.trainer.settings import TORCH_OPTIMIZERS, build_settings, has_own_curve
 
 Inputs = dict[str, Any]
 Metrics = dict[str, Any]
 
 
-class Trainer(RunRecords):
+class Trainer(FamiliarNames, RunRecords):
     """Trains, evaluates and predicts with one model."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -142,7 +150,7 @@ class Trainer(RunRecords):
 
     def _build_engine(self, settings: Settings) -> RapidformerEngine:
         engine = RapidformerEngine(args=settings)
-        self.accelerator = LossRecorder(engine)
+        self.accelerator = TrainerAccelerator(engine)
         self._engine_settings = settings
         self.train_dataloader = None
         return engine
@@ -172,22 +180,58 @@ class Trainer(RunRecords):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train to the end, from the start or from a checkpoint (True: the newest one)."""
-        if trial is not None:
-            raise RapidformerError("train(trial=...): hyperparameter search is not built in.")
+        """Train to the end, from the start or from a checkpoint (True: the newest one).
+
+        ``trial`` is what ``model_init`` gets in a search for hyperparameters.
+        """
         settings = self.build_settings()
         folder = find_checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         if folder is not None:
             settings = settings.replace("resume_from_checkpoint", load=str(folder))
         if self.model_init is not None:
             seed_everything(self.args.seed, deterministic=self.args.full_determinism)
-            self.model, self._engine = self.call_model_init(), None
+            self.model, self._engine = self.call_model_init(trial), None
         self._set_model_flags()
         self._ignore_keys = ignore_keys_for_eval
         if self._engine is None or self._has_trained or settings != self._engine_settings:
             self._engine = self._build_engine(settings)
         self.state = build_state(self)
         return self._run(TrainerTemplate(self, self._engine))
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Search with Optuna for the arguments that reach the best objective.
+
+        Each trial trains a new model in ``output_dir/run-<number>``. Other arguments go to
+        ``optuna.create_study``; ``timeout`` is in seconds.
+        """
+        name = str(getattr(backend, "value", backend or "optuna"))
+        problems = []
+        if name != "optuna":
+            problems.append(f"hyperparameter_search(backend={name!r}) must be 'optuna'.")
+        if self.model_init is None:
+            problems.append("hyperparameter_search() needs model_init=: a trial needs a new model.")
+        if self.eval_dataset is None:
+            problems.append("hyperparameter_search() needs an eval_dataset to compare trials on.")
+        if problems:
+            raise ConfigurationError(problems)
+        return search(
+            self,
+            space=hp_space,
+            compute_objective=compute_objective,
+            trials=n_trials,
+            direction=direction,
+            name_trial=hp_name,
+            options=dict(kwargs),
+        )
 
     def _run(self, template: TrainerTemplate) -> TrainOutput:
         started = time.time()
@@ -223,17 +267,26 @@ class Trainer(RunRecords):
         """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         count = count_labels(model, inputs)
-        returned = call_with_count(self.training_step, model, inputs, count=count)
+        if not self._overrides("training_step"):
+            # The loop's own backward pass, which any strategy can schedule.
+            returned = call_with_count(self.compute_loss, model, inputs, count=count)
+        else:
+            returned = call_with_count(self.training_step, model, inputs, count=count)
         return self.accelerator.take(returned)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The loss of a micro-batch. The loop runs the backward pass of what is returned."""
+        """Forward and backward pass of a micro-batch; returns its loss.
+
+        An override may call this, or ``self.accelerator.backward(loss)``, any number of times and
+        read or change gradients in between; or it returns the loss with its graph.
+        """
         loss: torch.Tensor = call_with_count(
             self.compute_loss, model, inputs, count=num_items_in_batch
         )
-        return loss
+        self.accelerator.backward(loss)
+        return loss.detach()
 
     def compute_loss(
         self,
