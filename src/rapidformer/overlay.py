@@ -113,7 +113,26 @@ def _build_class(
 ) -> Any:
     overlay = Overlay(layer, cls, build, styles, is_shared)
     members = {"__module__": cls.__module__, _MARK: overlay, **build(cls)}
-    return type(cls.__name__, (*styles, cls), members)
+    made = type(cls.__name__, (*styles, cls), members)
+    if hasattr(cls, "generate") and "forward" not in members:
+        _keep_signature(made, cls)
+    return made
+
+
+def _keep_signature(made: Any, cls: Any) -> None:
+    """Let a style's ``forward``, which takes anything, show what the model takes.
+
+    transformers' ``generate`` looks there whether to pass positions, without which the rows of a
+    padded batch would start at the wrong one.
+    """
+    if made.forward is cls.forward:
+        return
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(made, self).forward(*args, **kwargs)
+
+    made.forward = forward
 
 
 _get_shared_class: Callable[..., Any] = functools.cache(_build_class)

@@ -459,8 +459,12 @@ def test_predict_answers_conversations_and_prompts_and_continues_texts(folder: P
     ready = TASK.prepare_for_prediction(named, ["what is the sky ?"])
     assert tokenizer.decode(ready.test[0]["input_ids"]) == text
 
-    ready = TASK.prepare_for_prediction(args, ["what is"])
-    assert tokenizer.decode(ready.test[0]["input_ids"]) == "what is"
+    ready = TASK.prepare_for_prediction(args, ["what is the sky ?"])
+    assert tokenizer.decode(ready.test[0]["input_ids"]) == text, "a chat model answers"
+    bare = chat_args(pretrained_model_name_or_path=folder, chat_template="none", max_new_tokens=4)
+    for given, how in ((["what is"], bare), ([{"text": "what is"}], args)):
+        ready = TASK.prepare_for_prediction(how, given)
+        assert tokenizer.decode(ready.test[0]["input_ids"]) == "what is"
     row = TASK.predictions(run_split(TASK, model, ready, "test"), ready, "test")[0]
     assert list(row) == ["text", "generated"]
 

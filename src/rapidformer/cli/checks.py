@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
@@ -15,11 +18,21 @@ def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
     """The settings of the command and its launch plan, or an error with all problems."""
     problems: list[str] = []
     args = _parse(words, problems)
+    if name == "predict":
+        args = name_input_files(args)
     if name in ("evaluate", "predict"):
         try:
             args = choose_run_model(args, name)
         except RapidformerError as error:
             problems.append(str(error))
+    if (args.stream or args.chat) and args.nproc_per_node is None:
+        # One answer at a time: only the ranks that share the model have something to do.
+        sizes = (
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.context_parallel_size,
+        )
+        args = args.replace("--stream or --chat", nproc_per_node=math.prod(sizes))
     plan = plan_launch(args)
     problems += find_problems(args.replace("the launch", world_size=plan.world_size))
     gpus = count_gpus() if args.device == "cuda" else 0

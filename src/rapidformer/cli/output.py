@@ -1,43 +1,128 @@
-"""Write predictions to a file, in the format that its name implies."""
+"""Write predictions as they come, and to a file in the format that its name implies.
+
+Until all are there, they are JSON lines in ``FILE.partial``, whose first line identifies the run:
+the same command resumes from it after a crash, and ``FILE`` is always complete.
+"""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+_KEY = "rapidformer_run"
 
 
-def write_predictions(rows: list[Row], path: Path) -> None:
-    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet."""
+class PartialPredictions:
+    """The predictions of an unfinished run."""
+
+    def __init__(self, target: Path, key: str) -> None:
+        """``key`` identifies everything that the predictions depend on."""
+        self._target = target
+        self._path = target.with_name(target.name + ".partial")
+        self._key = key
+
+    def resume(self, group_size: int) -> int:
+        """The number of rows kept from an earlier run: whole groups only; the rest is dropped."""
+        end, kept = 0, 0
+        if self._path.is_file():
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file):
+                    if not line.endswith(b"\n") or (number == 0 and self._read_key(line) is False):
+                        break
+                    if number % group_size == 0:
+                        end, kept = file.tell(), number
+        if end == 0:
+            header = json.dumps({_KEY: self._key}) + "\n"
+            self._path.write_text(header, encoding="utf-8")
+        else:
+            os.truncate(self._path, end)
+        return kept
+
+    def _read_key(self, line: bytes) -> bool:
+        try:
+            return bool(json.loads(line).get(_KEY) == self._key)
+        except (ValueError, AttributeError):
+            return False
+
+    def append(self, rows: list[Row]) -> None:
+        """Add rows, and flush them to the disk."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(format_lines(rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Write the predictions to their own file."""
+        write_predictions(self, self._target)
+        self._path.unlink()
+
+    def __iter__(self) -> Iterator[Row]:
+        with self._path.open(encoding="utf-8") as file:
+            next(file)
+            for line in file:
+                yield json.loads(line)
+
+
+def write_predictions(rows: Iterable[Row], path: Path) -> None:
+    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet.
+
+    The rows are read more than once, and need not fit into memory (except for parquet).
+    """
     kind = path.suffix.lower()
+    staging = path.with_name(f".{path.name}.new")
     if kind == ".parquet":
-        _write_parquet(rows, path)
-        return
-    formats: dict[str, Callable[[list[Row]], str]] = {
-        ".json": lambda rows: json.dumps(rows, indent=1, ensure_ascii=False) + "\n",
-        ".csv": lambda rows: _format_table(rows, ","),
-        ".tsv": lambda rows: _format_table(rows, "\t"),
-    }
-    path.write_text(formats.get(kind, format_lines)(rows), encoding="utf-8")
+        _write_parquet(list(rows), staging)
+    else:
+        formats: dict[str, Callable[[Iterable[Row]], Iterator[str]]] = {
+            ".json": _format_document,
+            ".csv": lambda rows: _format_table(rows, ","),
+            ".tsv": lambda rows: _format_table(rows, "\t"),
+        }
+        with staging.open("w", encoding="utf-8", newline="") as file:
+            file.writelines(formats.get(kind, _iterate_lines)(rows))
+    staging.replace(path)
 
 
-def format_lines(rows: list[Row]) -> str:
+def format_lines(rows: Iterable[Row]) -> str:
     """One JSON object per line."""
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return "".join(_iterate_lines(rows))
 
 
-def _format_table(rows: list[Row], separator: str) -> str:
+def _iterate_lines(rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        yield json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _format_document(rows: Iterable[Row]) -> Iterator[str]:
+    opening = "[\n"
+    for row in rows:
+        yield opening + json.dumps(row, ensure_ascii=False)
+        opening = ",\n"
+    yield "\n]\n" if opening != "[\n" else "[]\n"
+
+
+class _Line:
+    """A file for `csv` that keeps the last line."""
+
+    def write(self, text: str) -> None:
+        self.text = text.removesuffix("\r\n") + "\n"
+
+
+def _format_table(rows: Iterable[Row], separator: str) -> Iterator[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, delimiter=separator, lineterminator="\n")
+    line = _Line()
+    # `csv` quotes only the line ends it is given, and a text may contain either.
+    writer = csv.DictWriter(line, names, delimiter=separator, lineterminator="\r\n")
     writer.writeheader()
-    writer.writerows({name: _to_cell(value) for name, value in row.items()} for row in rows)
-    return text.getvalue()
+    yield line.text
+    for row in rows:
+        writer.writerow({name: _to_cell(value) for name, value in row.items()})
+        yield line.text
 
 
 def _to_cell(value: Any) -> Any:

@@ -1,60 +1,83 @@
-"""``rapidformer predict``: a model's answers to texts (``--input``) or a file (``--data-path``)."""
+"""``rapidformer predict``: a model's answers to texts, a file, a data set or standard input."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.output import format_lines, write_predictions
+from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_input
+from rapidformer.cli.output import PartialPredictions, format_lines
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, parse_arguments
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.config import parse_arguments
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import get_logger
+
+if TYPE_CHECKING:
+    from rapidformer.engine import RapidformerEngine
+
+    Rows = Sequence[dict[str, Any] | str]
 
 
 def run(argv: list[str]) -> None:
     """Write one row per example: to ``--output``, or as JSON lines to the terminal."""
-    args = choose_run_model(parse_arguments(argv), "predict")
+    args = choose_run_model(name_input_files(parse_arguments(argv)), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
-    rows = _read_rows(args)
+    # All ranks have the same standard input, so only one of them may read it.
+    rows = None if args.chat or reads_standard_input(args) else read_input(args)
     from rapidformer.engine import RapidformerEngine
-    from rapidformer.tasks.runner import predict_task
 
     engine = RapidformerEngine(args=args)
-    predictions = predict_task(engine, rows[: args.max_predict_samples])
-    if engine.is_main:
-        if args.output is not None:
-            write_predictions(predictions, Path(args.output).expanduser())
-        else:
-            sys.stdout.write(format_lines(predictions))
+    if args.chat:
+        from rapidformer.cli.chat import run_chat
+
+        run_chat(engine)
+    else:
+        _predict(engine, _read_once(engine) if rows is None else rows)
     engine.close()
 
 
-def _read_rows(args: Settings) -> list[dict[str, Any] | str]:
-    if args.input is not None:
-        return [_read_one(text) for text in args.input]
-    if args.data_path is None and args.data_dir is None and args.test_data is None:
-        raise ConfigurationError(
-            "nothing to predict on: give --input TEXT ... or --data-path FILE."
-        )
-    from rapidformer.data.sources import load_splits
+def _read_once(engine: RapidformerEngine) -> Rows:
+    from rapidformer.dist.collectives import broadcast_object
 
-    splits = load_splits(args)
-    split = args.eval_split if args.is_given("eval_split") else None
-    name = split or next(name for name in ("test", "validation", "train") if name in splits)
-    if name not in splits:
-        raise DataError(f"the data has no split {name!r}, only {', '.join(splits)}.")
-    return list(splits[name])
+    return broadcast_object(read_input(engine.args) if engine.is_main else ())
 
 
-def _read_one(text: str) -> dict[str, Any] | str:
-    """A text as it is, or the columns of an example as a JSON object."""
-    if not text.lstrip().startswith("{"):
-        return text
+def _predict(engine: RapidformerEngine, rows: Rows) -> None:
+    from rapidformer.tasks.predicting import iterate_predictions
+
+    if engine.args.output is not None:
+        _predict_to_file(engine, rows, Path(engine.args.output).expanduser())
+        return
+    for answers in iterate_predictions(engine, rows):
+        if engine.is_main and not engine.args.stream:
+            sys.stdout.write(format_lines(answers))
+            sys.stdout.flush()
+
+
+def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> None:
+    from rapidformer.cli.prediction_key import compute_key
+    from rapidformer.dist.collectives import broadcast_object
+    from rapidformer.engine.predicting import GROUP_BATCHES
+    from rapidformer.tasks.predicting import get_batch_size, iterate_predictions
+
+    size, start, partial = get_batch_size(engine), 0, None
+    if engine.is_main:
+        partial = PartialPredictions(target, compute_key(engine.args, rows, size))
+        start = partial.resume(GROUP_BATCHES * size)
+    start = broadcast_object(start)
+    if start and engine.is_main:
+        get_logger().info("resuming  after %s of %s rows", f"{start:,}", f"{len(rows):,}")
     try:
-        row: dict[str, Any] = json.loads(text)
-    except ValueError as reason:
-        raise DataError(f"--input {text!r} is not valid JSON: {reason}.") from None
-    return row
+        for answers in iterate_predictions(engine, rows, start=start):
+            if partial is not None:
+                partial.append(answers)
+    except KeyboardInterrupt as stop:
+        if stop.args or not engine.is_main:
+            raise
+        sys.stderr.write("\nstopped by Ctrl-C: the same command resumes where it stopped.\n")
+        raise KeyboardInterrupt("reported") from None
+    if partial is not None:
+        partial.finish()

@@ -27,9 +27,11 @@ class RunArguments:
     deterministic: bool = False
     """bitwise reproducible results on the same GPU, somewhat slower (a CPU always reproduces)"""
     input: list[str] | None = None
-    """`rapidformer predict`: texts to predict on, or JSON objects with the task's columns"""
+    """`rapidformer predict`: texts, JSON objects with the task's columns, files, or - for standard
+    input"""
     output: str | None = None
-    """`rapidformer predict`: file for the predictions (default: the terminal)"""
+    """`rapidformer predict`: file for the predictions, by its name .jsonl, .json, .csv, .tsv or
+    .parquet (default: the terminal)"""
     local_rank: int | None = None
     """set by launchers; the environment variable LOCAL_RANK overrides it"""
 
@@ -162,10 +164,6 @@ class DataArguments:
     """question_answering: longest answer in tokens"""
     n_best: int = 20
     """question_answering: candidate answers considered per window"""
-    num_beams: int = 1
-    """number of beams when generating text"""
-    max_new_tokens: int | None = None
-    """longest generated text in tokens (default: --decoder-seq-length)"""
     max_train_samples: int | None = None
     """use only the first N training examples"""
     max_eval_samples: int | None = None
@@ -249,6 +247,38 @@ class DataArguments:
     """causal_lm: compute the loss on whole conversations, not only on the responses"""
     packing: bool = False
     """causal_lm: pack several examples into a row of --seq-length; each attends only to itself"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class GenerationArguments:
+    """Text generation"""
+
+    max_new_tokens: int | None = None
+    """longest generated text in tokens (default: 64, or --decoder-seq-length for seq2seq_lm)"""
+    num_beams: int = 1
+    """number of beams"""
+    do_sample: bool = False
+    """draw tokens by their probability, reproducibly by --seed, instead of the most likely one"""
+    temperature: float | None = None
+    """with --do-sample: below 1 likely tokens become likelier (default: the model's own)"""
+    top_k: int | None = None
+    """with --do-sample: draw from the K likeliest tokens (default: the model's own)"""
+    top_p: float | None = None
+    """with --do-sample: draw from the likeliest tokens whose probabilities add up to P (default:
+    the model's own)"""
+    min_p: float | None = None
+    """with --do-sample: draw from tokens at least P times as likely as the likeliest (default: the
+    model's own)"""
+    repetition_penalty: float | None = None
+    """above 1, tokens that have already occurred become less likely (default: the model's own)"""
+    num_return_sequences: int = 1
+    """answers per prompt; more than one needs --do-sample or as many beams"""
+    stop_strings: list[str] | None = None
+    """end an answer before any of these texts, in addition to the model's own end tokens"""
+    stream: bool = False
+    """`rapidformer predict`: print each answer token by token, one prompt after the other"""
+    chat: bool = False
+    """`rapidformer predict`: a conversation in the terminal; /new starts over, /exit leaves"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -529,6 +559,7 @@ SECTIONS: tuple[type, ...] = (
     RunArguments,
     ModelArguments,
     DataArguments,
+    GenerationArguments,
     TrainingLengthArguments,
     OptimizerArguments,
     AdapterArguments,

@@ -35,6 +35,8 @@ _SHARES = (
     "label_smoothing", "validation_split", "lora_dropout",
 )  # fmt: skip
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
 # Ranks along these axes work on the same samples.
 _SHARED_BY = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -55,6 +57,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_learning_rate(args),
         *_check_length(args),
         *_check_evaluation(args),
+        *_check_generation(args),
         *_check_switches(args),
         *_check_processes(args),
         *_check_sizes(args),
@@ -193,6 +196,62 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
             "one of them."
+        )
+
+
+def _check_generation(args: Settings) -> Iterator[str]:
+    if args.task is None:
+        return  # a script may have flags of these names, with other rules
+    for name in ("top_k", "num_return_sequences"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"{to_flag(name)} must be at least 1, got {value}."
+    for name in ("temperature", "repetition_penalty"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            yield f"{to_flag(name)} must be positive, got {value}."
+    for name in ("top_p", "min_p"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= 1:
+            yield f"{to_flag(name)} must be above 0 and at most 1, got {value}."
+    yield from _check_answers(args)
+
+
+def _check_answers(args: Settings) -> Iterator[str]:
+    """How tokens are chosen, how many answers there are and where they go."""
+    beams, answers = args.num_beams, args.num_return_sequences
+    for name in _SAMPLING:
+        if getattr(args, name) is not None and not args.do_sample:
+            yield (
+                f"{to_flag(name)} {getattr(args, name)} needs --do-sample: without it, every token "
+                "is the most likely one."
+            )
+    if answers > max(beams, 1) and (beams > 1 or not args.do_sample):
+        other = "" if beams > 1 else "--do-sample or "
+        reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
+        yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."
+    if "" in (args.stop_strings or ()):
+        yield "--stop-strings must not be empty: every text contains the empty one."
+    for name in ("stream", "chat"):
+        if getattr(args, name):
+            yield from _check_live_answers(args, to_flag(name))
+
+
+def _check_live_answers(args: Settings, flag: str) -> Iterator[str]:
+    """A terminal shows one answer at a time."""
+    for name in ("num_beams", "num_return_sequences"):
+        if getattr(args, name) > 1:
+            yield (
+                f"{flag} prints one answer while it is generated, so it cannot be combined with "
+                f"{to_flag(name)} {getattr(args, name)}."
+            )
+    if args.output is not None:
+        yield f"{flag} prints to the terminal: give either {flag} or --output {args.output}."
+    share = math.prod(getattr(args, name) for name in _SHARED_BY)
+    if share > 0 and args.world_size > share:
+        yield (
+            f"{flag} prints one answer at a time, but this run has {args.world_size // share} "
+            f"data-parallel ranks: start {share} with --nproc-per-node {share}."
         )
 
 

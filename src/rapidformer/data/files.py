@@ -195,6 +195,8 @@ def _parse_json_lines(text: str, path: Path) -> list[Any]:
 
 
 def _from_rows(rows: list[Any], path: Path) -> Dataset:
+    if rows and all(isinstance(row, str) for row in rows):
+        rows = [{"text": row} for row in rows]
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise DataError(

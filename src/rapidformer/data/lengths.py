@@ -50,3 +50,17 @@ def group_by_length(lengths: Sequence[int], batch_size: int) -> list[int]:
     longest = max(groups, key=lambda group: lengths[group[0]])
     groups[0][0], longest[0] = longest[0], groups[0][0]
     return [index for group in groups for index in group]
+
+
+def sort_in_groups(
+    sizes: Sequence[int], lengths: Sequence[int] | None, start: int = 0
+) -> list[int]:
+    """Samples from ``start`` on, in groups of these sizes, each from its longest to its shortest.
+
+    Without lengths, they keep their order.
+    """
+    order: list[int] = []
+    for size in sizes:
+        group = range(start + len(order), start + len(order) + size)
+        order += group if lengths is None else sorted(group, key=lambda i: -lengths[i])
+    return order

@@ -3,8 +3,9 @@
     model, optimizer, lr_scheduler = engine.compose(model, optimizer, lr_scheduler_fn)
     engine.backward(loss)
 
-The engine is built in four steps, one file each: ``run`` (settings, processes, data), ``composing``
-(the model and its switches), ``updates`` (the verbs of training), and here its state on disk.
+The engine is built in five steps, one file each: ``run`` (settings, processes, data), ``composing``
+(the model and its switches), ``updates`` (the verbs of training), ``predicting``, and here its
+state on disk.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
+from rapidformer.engine.predicting import PredictingRun
 from rapidformer.engine.run import Arguments
-from rapidformer.engine.updates import UpdatingRun
 from rapidformer.errors import CheckpointError, RapidformerError
 
 
-class RapidformerEngine(UpdatingRun):
+class RapidformerEngine(PredictingRun):
     """A run and the verbs of training.
 
     ``args`` is for notebooks and tests; without it, the command line is read. ``peft_config`` is a

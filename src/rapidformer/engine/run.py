@@ -120,6 +120,7 @@ class Run:
         batch_size: int | None = None,
         is_training: bool | None = None,
         counts_ahead: bool = False,
+        order: Sequence[int] | None = None,
     ) -> DistributedLoader:
         """A loader for this process's share of the data, with batches on the device.
 
@@ -127,6 +128,7 @@ class Run:
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
         ``counts_ahead`` adds ``update_counts`` to every batch: rows and labels of its whole update
         over all processes, for a loss that is made of several means.
+        ``order`` lists the samples to hand out, by their index.
         """
         if is_training is None:
             is_training = self._train_loader is None
@@ -150,12 +152,17 @@ class Run:
             ),
             gather_digests=None if is_alone() else gather_from_all,
             sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
-            order=self._group_by_length(dataset) if shuffle and is_training else None,
+            order=self._choose_order(dataset, order, groups=shuffle and is_training),
+            num_samples=None if order is None else len(order),
         )
         return self._watch(loader, is_training=is_training)
 
-    def _group_by_length(self, dataset: Any) -> Callable[[], Sequence[int]] | None:
-        if not self.args.group_by_length:
+    def _choose_order(
+        self, dataset: Any, given: Sequence[int] | None, *, groups: bool
+    ) -> Callable[[], Sequence[int]] | None:
+        if given is not None:
+            return lambda: given
+        if not (groups and self.args.group_by_length):
             return None
         size = (self.args.micro_batch_size or 1) * self.args.data_parallel_size
         lengths = measure_lengths(dataset, self.args.length_column)

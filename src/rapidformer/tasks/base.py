@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
@@ -70,6 +70,8 @@ class Task(ABC):
     """True if position i predicts label i+1, so that the first label of a row does not count."""
     evaluation_keys: frozenset[str] = frozenset()
     """Columns of a batch that are for us and not for the model."""
+    row_extras: tuple[str, ...] = ()
+    """Extras of data prepared for prediction that have one entry per row."""
 
     @abstractmethod
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
@@ -87,6 +89,19 @@ class Task(ABC):
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         """Rows without labels, as the ``test`` split; label names come from the saved model."""
+
+    def count_features(self, prepared: PreparedData) -> list[int] | None:
+        """Features that each row to predict on has become; None if it is one for each."""
+        return None
+
+    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
+        """What ``predictions`` needs of rows ``start`` to ``stop`` of those to predict on."""
+        extras = dict(prepared.extras)
+        for name in self.row_extras:
+            extras[name] = extras[name][start:stop]
+        if "rows" in extras:
+            extras["rows"] = {"test": extras["rows"]["test"][start:stop]}
+        return replace(prepared, extras=extras)
 
     @abstractmethod
     def evaluate_step(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DEFAULT_NEW_TOKENS = 64
+_DEFAULT_NEW_TOKENS_IN_CHAT = 512
 
 
 class CausalLM(LanguageModel):
@@ -54,6 +55,7 @@ class CausalLM(LanguageModel):
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
+    row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
         from rapidformer.tasks.rows import get_column_names
@@ -136,20 +138,26 @@ class CausalLM(LanguageModel):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.chat_prompts import encode_beginnings, encode_questions
+        from rapidformer.tasks.chat_prompts import encode_beginnings, encode_questions, name_column
+        from rapidformer.tasks.generating import Generation, check_stop_strings
         from rapidformer.tasks.rows import as_rows
-        from rapidformer.tasks.text import build_text_collator, load_text_parts
+        from rapidformer.tasks.text import build_text_collator, get_context_length, load_text_parts
 
-        _, tokenizer, limit = load_text_parts(args)
+        config, tokenizer, limit = load_text_parts(args)
+        if args.seq_length is None:
+            limit = get_context_length(tokenizer, config)
         settings = ChatSettings.read(args)
-        table = as_rows(rows, settings.prompt_column or args.text_column or "text")
+        table = as_rows(rows, name_column(rows, tokenizer, settings))
         columns = find_chat_columns(table, settings, TEXT, has_answers=False)
-        new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
+        usual = _DEFAULT_NEW_TOKENS_IN_CHAT if getattr(args, "chat", False) else _DEFAULT_NEW_TOKENS
+        new_tokens = args.max_new_tokens or min(usual, max(1, limit // 2))
         if new_tokens >= limit:
             raise ConfigurationError(
                 f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
                 f"use at most {limit - 1}."
             )
+        generation = Generation.read(args, max_new_tokens=new_tokens)
+        check_stop_strings(generation, tokenizer)
         if columns is None:
             features, extras = encode_beginnings(table, tokenizer, limit - new_tokens, args)
         else:
@@ -163,7 +171,8 @@ class CausalLM(LanguageModel):
             extras={
                 "mode": "predict",
                 "labelled": {"test": False},
-                "generation": {"num_beams": args.num_beams, "max_new_tokens": new_tokens},
+                "generation": generation,
+                "prompt_length": limit - new_tokens,
                 **extras,
             },
         )
@@ -198,9 +207,11 @@ class CausalLM(LanguageModel):
         from rapidformer.tasks.scoring import shift_labels
 
         if prepared.extras["mode"] == "predict":
-            ids = generate(model, batch, prepared.processor, **prepared.extras["generation"])
-            width = batch["input_ids"].shape[1]
-            return [{"generated": row[width:]} for row in ids]
+            extras = prepared.extras
+            answers = generate(
+                model, batch, prepared.processor, extras["generation"], extras.get("streamer")
+            )
+            return [{"generated": row} for row in answers]
         inputs = get_inputs(model, {k: v for k, v in batch.items() if k != "labels"})
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
@@ -209,13 +220,16 @@ class CausalLM(LanguageModel):
     ) -> list[dict[str, Any]]:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        shown, expected = prepared.extras["shown"], prepared.extras["expected"]
+        from rapidformer.tasks.generating import decode_answers
+
+        extras = prepared.extras
         result = []
-        for record, row, wanted in zip(records, shown, expected, strict=True):
-            text = prepared.processor.decode(record["generated"], skip_special_tokens=True)
-            answer = text.strip() if prepared.extras["is_answer"] else text
+        for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
+            texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
+            if extras["is_answer"]:
+                texts = [text.strip() for text in texts]
             more = {} if wanted is None else {"expected": wanted}
-            result.append({**row, "generated": answer, **more})
+            result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
         return result
 
 

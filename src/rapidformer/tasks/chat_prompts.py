@@ -1,12 +1,13 @@
 """Build the inputs of `rapidformer predict` for causal language models: texts or questions.
 
-A bare text is continued as it is; only a conversation, or a prompt in its own column, goes through
-the chat template. If a row already ends with an answer, the answer is removed from the input and
-shown next to the model's.
+A model with a chat template answers a bare text as a prompt; any other model, or a text in a text
+column, is continued as it is. If a row already ends with an answer, the answer is removed from the
+input and shown next to the model's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rapidformer.errors import DataError
@@ -30,16 +31,28 @@ from rapidformer.tasks.language_model import TEXT
 from rapidformer.tasks.rows import get_column, get_column_names, map_rows
 
 
+def name_column(
+    rows: Sequence[dict[str, Any] | str], tokenizer: Any, settings: ChatSettings
+) -> str:
+    """The column that bare texts stand for: a prompt to answer, or a text to continue."""
+    given = settings.prompt_column or settings.text_column
+    if given is not None or not isinstance(rows[0] if rows else None, str):
+        return given or "text"
+    template = settings.chat_template or tokenizer.chat_template
+    if template is None or template == "none":
+        return "text"
+    get_logger().info(
+        "texts are answered through the chat template; with --chat-template none, they are "
+        "continued as they are"
+    )
+    return "prompt"
+
+
 def encode_beginnings(
     table: list[dict[str, Any]], tokenizer: Any, length: int, args: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Encode texts to be continued as they are."""
     column = str(find_column(TEXT, get_column_names(table), args))
-    if tokenizer.chat_template is not None:
-        get_logger().info(
-            "texts are continued without the chat template; for an answer, give "
-            '\'{"prompt": "..."}\''
-        )
     # A prompt that is too long is cut at the beginning: the continuation depends on its end.
     tokenizer.truncation_side = "left"
 

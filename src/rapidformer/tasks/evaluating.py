@@ -18,10 +18,10 @@ from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.models.location import is_from_scratch
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation_report import EvaluationReport
 from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.predicting import compose_task_model
 from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows import take_first
@@ -135,9 +135,7 @@ def compose_split(
     engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
 ) -> tuple[Any, DistributedLoader]:
     """The trained model, composed without an optimizer, and a loader of the split in order."""
-    must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
-    built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
-    model = engine.compose_for_evaluation(built)
+    model = compose_task_model(engine, task, prepared)
     loader = engine.build_data_loader(
         prepared.get_split(split),
         prepared.collate,

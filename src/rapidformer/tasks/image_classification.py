@@ -7,6 +7,7 @@ larger than memory can be used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +129,11 @@ class ImageClassification(Task):
         images: Any = prepared.get_split(split)
         return [
             {"image": images.get_name(index)} | describe_record(record, kind, names)
-            for index, record in enumerate(records)
+            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
         ]
+
+    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
+        return replace(prepared, extras={**prepared.extras, "first": start})
 
 
 class ImageRows:

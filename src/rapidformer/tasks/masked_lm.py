@@ -30,6 +30,7 @@ class MaskedLM(LanguageModel):
     auto_class = "AutoModelForMaskedLM"
     answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
+    row_extras = ("texts",)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.blocks import encode_blocks

@@ -36,8 +36,9 @@ from rapidformer.log import warn_once
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
+from rapidformer.tasks.predicting import predict_task
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.runner import TaskFinetuner, predict_task
+from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.run_folder import BEST, LAST, PREVIOUS, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
 from rapidformer.training.trainer.mindformers_context import get_context

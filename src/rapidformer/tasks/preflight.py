@@ -19,6 +19,8 @@ from rapidformer.tasks.registry import get_task, is_pretraining
 
 _PRETRAINING_METRICS = ("loss", "perplexity", "lm_loss", "sop_loss", "moe_loss")
 _GPU_DRIVER = Path("/proc/driver/nvidia")
+STANDARD_INPUT = "-"
+"""``--input -``: one text or JSON object per line of standard input."""
 
 
 def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]:
@@ -36,8 +38,8 @@ def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]
         return [*problems, str(error)]
     problems += _check_metric(args, task.metrics)
     problems += _check_model(args, None if command == "train" else task)
-    problems += _check_input(args) if command == "predict" else ()
-    if command != "predict" or args.input is None:
+    problems += _check_input(args, task) if command == "predict" else ()
+    if command != "predict" or (args.input is None and not args.chat):
         problems += _check_data(args, task, has_answers=command != "predict")
     return problems
 
@@ -133,8 +135,19 @@ def _read_architectures(location: str) -> list[str]:
         return []  # on the Hub, or broken: loading it reports that
 
 
-def _check_input(args: Settings) -> Iterator[str]:
+def _check_input(args: Settings, task: Task) -> Iterator[str]:
     texts = args.input or []
+    if args.chat and task.name != "causal_lm":
+        yield f"--chat needs --task causal_lm, not {task.name}: only its models answer in turns."
+    if args.stream and "generated" not in task.answer_keys:
+        yield f"--stream needs a task that generates text; {task.name} does not."
+    given = [f for f, is_given in (("--input", texts), ("--data-path", args.data_path)) if is_given]
+    if args.chat and given:
+        yield f"--chat takes what you type: leave out {' and '.join(given)}."
+    elif len(given) > 1:
+        yield "--input and --data-path exclude each other: give only one of them."
+    if STANDARD_INPUT in texts and len(texts) > 1:
+        yield "--input - reads standard input, and cannot be combined with other texts."
     objects = [text for text in texts if text.lstrip().startswith("{")]
     if objects and len(objects) < len(texts):
         plain = next(text for text in texts if text not in objects)

@@ -8,7 +8,9 @@ in SQuAD 2).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError
@@ -114,6 +116,19 @@ class QuestionAnswering(Task):
             ),
         )
 
+    def count_features(self, prepared: PreparedData) -> list[int]:
+        counts = [0] * len(prepared.extras["rows"]["test"])
+        for window in prepared.extras["windows"]["test"]:
+            counts[window["example"]] += 1
+        return counts
+
+    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
+        taken = super().take_rows(prepared, start, stop)
+        windows = prepared.extras["windows"]["test"]
+        first, last = (bisect_left(windows, row, key=_get_example) for row in (start, stop))
+        own = [{**window, "example": window["example"] - start} for window in windows[first:last]]
+        return replace(taken, extras={**taken.extras, "windows": {"test": own}})
+
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
@@ -156,6 +171,10 @@ class QuestionAnswering(Task):
                 row["expected"] = [text for text, _ in extras["answers"][split][index]]
             result.append(row)
         return result
+
+
+def _get_example(window: Mapping[str, Any]) -> int:
+    return int(window["example"])
 
 
 def _load_parts(args: Any) -> TextParts:

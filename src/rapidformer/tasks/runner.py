@@ -1,20 +1,19 @@
-"""Run black-box tasks on the training loop: train and predict from settings alone."""
+"""Run black-box tasks on the training loop: train from settings alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.evaluating import compose_split, iterate_records, measure
-from rapidformer.tasks.progress import show_progress
+from rapidformer.tasks.base import PreparedData, Task
+from rapidformer.tasks.evaluating import measure
 from rapidformer.tasks.registry import get_task
 from rapidformer.training.finetuner import Finetuner
-from rapidformer.training.loop import Metrics, evaluate_model
+from rapidformer.training.loop import Metrics
 
 
 class TaskFinetuner(Finetuner):
@@ -74,57 +73,3 @@ class TaskFinetuner(Finetuner):
 def train_task(engine: RapidformerEngine) -> dict[str, float]:
     """Fine-tune on the task that ``--task`` names."""
     return TaskFinetuner(engine, get_task(engine.args.task or "")).train()
-
-
-def predict_task(
-    engine: RapidformerEngine, rows: Sequence[dict[str, Any] | str]
-) -> list[dict[str, Any]]:
-    """A model's answers to rows without labels, in order, next to the rows' own columns."""
-    task = get_task(engine.args.task or "")
-    prepared = task.prepare_for_prediction(engine.args, rows)
-    records = _run_split(engine, task, prepared, "test")
-    answers = task.predictions(records, prepared, "test")
-    return [_join(row, answer, task) for row, answer in zip(rows, answers, strict=True)]
-
-
-def _join(row: dict[str, Any] | str, answer: dict[str, Any], task: Task) -> dict[str, Any]:
-    """A row's columns, including ids and gold labels, and the model's answers.
-
-    An answer with the same name as a column is called ``predicted_...``.
-    """
-    if isinstance(row, str):
-        return answer
-    joined = {name: value for name, value in row.items() if _fits_json(value)}
-    for name, value in answer.items():
-        if name not in row:
-            joined[name] = value
-        elif name in task.answer_keys:
-            joined[f"predicted_{name}"] = value
-        else:
-            joined.setdefault(name, value)
-    return joined
-
-
-def _fits_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_fits_json(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return all(_fits_json(item) for item in value)
-    return value is None or isinstance(value, (str, int, float, bool))
-
-
-def _run_split(
-    engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
-) -> list[Record]:
-    model, loader = compose_split(engine, task, prepared, split)
-    records: list[Record] = []
-
-    def run() -> dict[str, float]:
-        wanted = engine.args.progress if engine.is_main else False
-        with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
-            for found in iterate_records(task, model, loader, prepared, engine.topology, advance):
-                records.extend(found)
-        return {}
-
-    evaluate_model(engine, run)
-    return records

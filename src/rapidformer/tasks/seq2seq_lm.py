@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.generating import Generation, check_stop_strings, decode_answers, generate
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,10 @@ class Seq2SeqLM(Task):
                 "target": target,
                 "languages": _find_languages(next(iter(tables.values())), source, target),
                 "labelled": labelled,
-                "generation": _get_generation(args),
+                # Metrics are those of the likeliest texts, so sampling is for predictions only.
+                "generation": Generation(
+                    num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
+                ),
             },
         )
 
@@ -106,6 +110,8 @@ class Seq2SeqLM(Task):
         _, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
+        generation = Generation.read(args, max_new_tokens=_get_new_tokens(args))
+        check_stop_strings(generation, tokenizer)
         return PreparedData(
             test=_encode(table, "input", source, None, tokenizer, length, args),
             collate=build_text_collator(tokenizer),
@@ -114,18 +120,20 @@ class Seq2SeqLM(Task):
                 "rows": {"test": table},
                 "source": source,
                 "labelled": {"test": False},
-                "generation": _get_generation(args),
+                "generation": generation,
             },
         )
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.generating import generate
         from rapidformer.tasks.scoring import score_tokens
 
-        ids = generate(model, batch, prepared.processor, **prepared.extras["generation"])
-        records: list[Record] = [{"generated": row} for row in ids]
+        extras = prepared.extras
+        answers = generate(
+            model, batch, prepared.processor, extras["generation"], extras.get("streamer")
+        )
+        records: list[Record] = [{"generated": row} for row in answers]
         if "labels" in batch:
             losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
             for record, loss, count in zip(records, losses, counts, strict=True):
@@ -144,7 +152,7 @@ class Seq2SeqLM(Task):
             wanted = check_row_texts(_read_column(part, target), target[-1], split, first)
             return wanted, _name_pairs(part, languages)
 
-        return TextTally(lambda record: _decode_one(record, prepared), read)
+        return TextTally(lambda record: _decode([record], prepared)[0][0], read)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
@@ -152,8 +160,8 @@ class Seq2SeqLM(Task):
         rows = prepared.extras["rows"][split]
         sources = _read_column(rows, prepared.extras["source"])
         result: list[dict[str, Any]] = [
-            {"source": source, "generated": text}
-            for source, text in zip(sources, _decode(records, prepared), strict=True)
+            {"source": source, "generated": texts if texts[1:] else texts[0]}
+            for source, texts in zip(sources, _decode(records, prepared), strict=True)
         ]
         if prepared.is_labelled(split):
             targets = _read_column(rows, prepared.extras["target"])
@@ -265,11 +273,8 @@ def _get_target_length(args: Any) -> int:
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
-def _get_generation(args: Any) -> dict[str, int]:
-    return {
-        "num_beams": args.num_beams,
-        "max_new_tokens": args.max_new_tokens or _get_target_length(args),
-    }
+def _get_new_tokens(args: Any) -> int:
+    return int(args.max_new_tokens or _get_target_length(args))
 
 
 def _encode(
@@ -308,10 +313,7 @@ def _encode(
     )
 
 
-def _decode(records: Sequence[Record], prepared: PreparedData) -> list[str]:
-    return [_decode_one(record, prepared) for record in records]
-
-
-def _decode_one(record: Mapping[str, Any], prepared: PreparedData) -> str:
-    text: str = prepared.processor.decode(record["generated"], skip_special_tokens=True)
-    return text.strip()
+def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:
+    generation = prepared.extras["generation"]
+    decoded = (decode_answers(r["generated"], prepared.processor, generation) for r in records)
+    return [[text.strip() for text in texts] for texts in decoded]

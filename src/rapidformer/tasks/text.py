@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTH = 512
 DEFAULT_TARGET_LENGTH = 128
+_NO_LIMIT = 1 << 20
 
 
 class TextParts(NamedTuple):
@@ -52,6 +53,14 @@ def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
             f"use at least {special + 1}."
         )
     return int(args.seq_length)
+
+
+def get_context_length(tokenizer: Any, config: Any) -> int:
+    """Tokens that the model can see at once: prompt and answer together."""
+    from rapidformer.models.configuration import get_position_limit
+
+    # A tokenizer without a limit reports 1e30.
+    return int(min(get_position_limit(config) or _NO_LIMIT, tokenizer.model_max_length, _NO_LIMIT))
 
 
 def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:

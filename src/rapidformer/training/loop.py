@@ -20,7 +20,6 @@ import torch
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import broadcast_object
-from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.training.best_model import BestModel
@@ -390,11 +389,5 @@ def evaluate_model(
     engine: RapidformerEngine, run: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
     """Evaluate without gradients and dropout, then restore training mode."""
-    model = engine.parallelized.model
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), in_phase("evaluate"), engine.parallelized.keep_gathered():
-            return run()
-    finally:
-        model.train(was_training)
+    with engine.evaluating():
+        return run()

@@ -1,0 +1,162 @@
+"""Predict with a model: every sample exactly once, results in the data's order on every rank.
+
+Samples are sorted by length inside groups of many batches, so little is computed on padding, and a
+group's results are handed out as soon as it is done. Groups and batches do not depend on the number
+of ranks: a batch has the same rows and the same random numbers on one rank as on many, so sampled
+text is the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from rapidformer.data.lengths import sort_in_groups
+from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.update import MicroBatch
+from rapidformer.dist.collectives import gather_objects
+from rapidformer.dist.heartbeat import in_phase
+from rapidformer.engine.updates import UpdatingRun
+from rapidformer.errors import RapidformerError
+
+GROUP_BATCHES = 16
+"""Batches whose samples are sorted together, and whose results come together."""
+
+Step = Callable[[Any], Sequence[Any] | torch.Tensor]
+"""From a batch to one result per row, in order."""
+
+
+class PredictingRun(UpdatingRun):
+    """Predictions, and the state a model is in meanwhile."""
+
+    def predict(
+        self,
+        dataset: Any,
+        step: Step,
+        collate_fn: Collate | None = None,
+        *,
+        batch_size: int | None = None,
+        lengths: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> Iterator[Any]:
+        """One result per sample of the data set, in its order, on every rank.
+
+            for answer in engine.predict(rows, lambda batch: model(**batch).logits.argmax(-1)):
+
+        ``step`` takes a batch and returns one result per row. With ``lengths``, samples of similar
+        length share a batch. With ``seed``, random numbers follow from it and the batch alone.
+        """
+        groups = self.predict_in_groups(
+            dataset, step, collate_fn, batch_size=batch_size, lengths=lengths, seed=seed
+        )
+        for results in groups:
+            yield from results
+
+    def predict_in_groups(
+        self,
+        dataset: Any,
+        step: Step,
+        collate_fn: Collate | None = None,
+        *,
+        batch_size: int | None = None,
+        lengths: Sequence[int] | None = None,
+        seed: int | None = None,
+        sizes: Sequence[int] | None = None,
+        start: int = 0,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[list[Any]]:
+        """As ``predict``, but one list per group of samples.
+
+        ``sizes`` are those of the groups, from sample ``start`` on; ``advance`` is called with the
+        number of samples that all ranks together have done.
+        """
+        size = self.get_prediction_batch_size(batch_size)
+        groups = list(sizes or cut_into_groups(len(dataset) - start, size))
+        order = sort_in_groups(groups, lengths, start)
+        loader = self.build_data_loader(
+            dataset, collate_fn, shuffle=False, batch_size=size, is_training=False, order=order
+        )
+        micro_batches, first_batch = loader.iterate_micro_batches(), start // size
+        found: list[Any] = []
+        done, end = 0, 0
+        for count in groups:
+            end += count
+            rounds = []
+            with self.evaluating():
+                for each in islice(micro_batches, -(-(end - done) // loader.samples_per_round)):
+                    rounds.append(self._run_prediction(step, each, seed, first_batch))
+                    done += loader.samples_per_round
+                    advance(_count_rows(loader, done))
+            found += _interleave(gather_objects(rounds, self.topology))
+            places = order[end - count : end]
+            yield [result for _, result in sorted(zip(places, found, strict=False), key=_get_place)]
+            del found[:count]
+
+    def get_prediction_batch_size(self, given: int | None = None) -> int:
+        """Rows per batch and rank, as given or by the settings."""
+        return given or self.args.eval_micro_batch_size or self.args.micro_batch_size or 1
+
+    def _run_prediction(
+        self, step: Step, each: MicroBatch, seed: int | None, first_batch: int
+    ) -> list[Any]:
+        key = None if seed is None else (seed, first_batch + each.number)
+        with _random_numbers_from(key, self.device):
+            returned = step(each.batch)
+        results = list(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
+        if len(results) < each.info.rows:
+            raise RapidformerError(
+                f"the step of predict() returned {len(results)} results for a batch of "
+                f"{each.info.rows} rows: return one per row."
+            )
+        return results[: each.info.rows]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and no dropout inside; afterwards, training mode is restored."""
+        model = self.parallelized.model
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
+                yield
+        finally:
+            model.train(was_training)
+
+
+def cut_into_groups(samples: int, batch_size: int) -> list[int]:
+    """The sizes of groups of whole batches; only the last may be smaller."""
+    size = GROUP_BATCHES * batch_size
+    return [min(size, samples - start) for start in range(0, samples, size)]
+
+
+def _count_rows(loader: DistributedLoader, done: int) -> int:
+    """Samples of the last round; the very last may be padded to the same size on all ranks."""
+    surplus = max(done - loader.num_samples, 0)
+    return loader.samples_per_round - surplus
+
+
+def _interleave(everyone: list[list[list[Any]]]) -> Iterator[Any]:
+    """Round by round, rank by rank: the order in which the loader distributed the samples."""
+    for slices in zip(*everyone, strict=True):
+        for results in slices:
+            yield from results
+
+
+def _get_place(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
+@contextmanager
+def _random_numbers_from(key: tuple[int, int] | None, device: torch.device) -> Iterator[None]:
+    """torch's random numbers from a key, and the old ones back afterwards; as they are for None."""
+    devices = [device] if device.type == "cuda" else []
+    with nullcontext() if key is None else torch.random.fork_rng(devices):
+        if key is not None:
+            words = [number % 2**63 for number in key]
+            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        yield

@@ -1,0 +1,309 @@
+"""Predictions: every row once and in order, the same on any layout, resumed after a kill."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.cli.inputs import name_input_files, read_input
+from rapidformer.cli.main import main
+from rapidformer.cli.output import PartialPredictions
+from rapidformer.config import parse_arguments
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import DataError, ModelError
+from rapidformer.tasks.predicting import iterate_predictions, predict_task
+from tests.processes import PATIENCE, run_in_processes
+
+from .test_chat import CHATML, build_tokenizer
+
+WORDS = ["what", "is", "the", "sky", "?", "blue", "and", "the", "sea", "?", "green", "or", "grey"]
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 that answers, with positions that matter and probabilities far from even."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("chat")
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=128,
+        bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def make_texts(count: int) -> list[str]:
+    dice = random.Random(0)
+    return [" ".join(dice.choices(WORDS, k=dice.randint(1, 20))) for _ in range(count)]
+
+
+def make_settings(folder: Path, **values: Any) -> dict[str, Any]:
+    return {
+        "task": "causal_lm", "load": str(folder), "eval_micro_batch_size": 2, "max_new_tokens": 6,
+        "chat_template": "none", **values,
+    }  # fmt: skip
+
+
+def predict(settings: dict[str, Any], rows: list[Any]) -> list[dict[str, Any]]:
+    engine = RapidformerEngine(args=settings)
+    answers = predict_task(engine, rows)
+    engine.close()
+    return answers
+
+
+# ---- every row once, on any layout ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"zero_3_memory_optimization": True},
+        {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+    ],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_two_ranks_answer_as_one(layout: dict[str, Any], chat_folder: Path) -> None:
+    """37 rows: two groups, padded batches, and a last round with a filler."""
+    rows = make_texts(37)
+    settings = make_settings(chat_folder, do_sample=True, temperature=0.7, max_new_tokens=4)
+    alone = predict(settings, rows)
+    assert [answer["text"] for answer in alone] == rows
+    assert len({answer["generated"] for answer in alone}) > 20
+    for answers in run_in_processes(predict, 2, {**settings, **layout}, rows):
+        assert answers == alone
+
+
+def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """Which samples a rank's steps saw, and what came back."""
+    engine = RapidformerEngine(args=settings)
+    engine.compose_for_evaluation(torch.nn.Linear(1, 1))
+    seen: list[int] = []
+    rows = [{"input_ids": [n] * (1 + n % 5)} for n in range(45)]
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.extend(batch["input_ids"].max(dim=1).values.tolist())
+        return batch["input_ids"].max(dim=1).values
+
+    lengths = [len(row["input_ids"]) for row in rows]
+    found = [int(value) for value in engine.predict(rows, step, batch_size=2, lengths=lengths)]
+    engine.close()
+    return found, seen
+
+
+def test_the_engine_predicts_every_sample_once() -> None:
+    results = run_in_processes(_count, 2, {"micro_batch_size": 2})
+    for found, _ in results:
+        assert found == list(range(45))
+    first, second = (seen for _, seen in results)
+    # 45 samples are 23 batches, so one rank gets a filler in the last round.
+    assert len(first) + len(second) == 46 and set(first) | set(second) == set(range(45))
+    assert first[:2] == [4, 9], "the longest of the first group come first"
+
+
+def test_a_step_must_return_a_result_per_row() -> None:
+    engine = RapidformerEngine(args={"micro_batch_size": 2})
+    engine.compose_for_evaluation(torch.nn.Linear(1, 1).train())
+    rows = [{"input_ids": [1]}] * 2
+    with pytest.raises(Exception, match=r"returned 1 results for a batch of 2 rows"):
+        list(engine.predict(rows, lambda batch: [1]))
+    engine.close()
+
+
+# ---- how texts are generated ---------------------------------------------------------------------
+
+
+def test_answers_follow_the_settings(chat_folder: Path) -> None:
+    rows = make_texts(3)
+    greedy = predict(make_settings(chat_folder, max_new_tokens=12), rows)
+    assert predict(make_settings(chat_folder, max_new_tokens=12), rows) == greedy
+    stop = greedy[0]["generated"][2:4]
+    stopped = predict(make_settings(chat_folder, max_new_tokens=12, stop_strings=[stop]), rows)
+    assert stopped[0]["generated"] == greedy[0]["generated"].partition(stop)[0]
+    sampling = {"do_sample": True, "num_return_sequences": 3, "top_k": 9, "min_p": 0.01}
+    drawn = predict(make_settings(chat_folder, **sampling), rows)
+    assert all(len(set(answer["generated"])) > 1 for answer in drawn)
+    assert predict(make_settings(chat_folder, **sampling, seed=5), rows) != drawn
+    beams = predict(make_settings(chat_folder, num_beams=3, num_return_sequences=2), rows[:1])
+    assert len(beams[0]["generated"]) == 2
+    punished = predict(make_settings(chat_folder, repetition_penalty=9.0), rows)
+    assert punished != predict(make_settings(chat_folder), rows)
+
+
+def test_stop_strings_need_a_tokenizer_that_knows_all_texts(gpt_folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"--stop-strings: the tokenizer of .* maps unknown words"):
+        predict(make_settings(gpt_folder, stop_strings=["x"]), ["the cat"])
+
+
+def test_answers_are_streamed_in_order(chat_folder: Path, capsys: Any) -> None:
+    rows = make_texts(3)
+    settings = make_settings(chat_folder, max_new_tokens=12)
+    expected = [answer["generated"] for answer in predict(settings, rows)]
+    stop = expected[0][2:4]
+    cut = [text.partition(stop)[0] for text in expected]
+    for stops, texts in ((None, expected), ([stop], cut)):
+        predict({**settings, "stream": True, "stop_strings": stops}, rows)
+        blocks = [f"> {row}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
+        assert capsys.readouterr().out == "".join(blocks)
+
+
+def test_a_conversation_remembers_its_turns(
+    chat_folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(*lines: str) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+        words = ["--task", "causal_lm", "--load", str(chat_folder), "--max-new-tokens", "6"]
+        assert main(["predict", "--chat", *words]) == 0
+        return str(capsys.readouterr().out).split("\n")
+
+    first, second = talk("what is the sky ?", "and the sea ?")[:2]
+    assert talk("and the sea ?")[0] != second, "it depends on the turn before"
+    assert talk("what is the sky ?", "/new", "what is the sky ?", "/exit", "x")[:3] == [
+        first, first, "",
+    ]  # fmt: skip
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("p.txt", "a b\n\nc\n", ["a b", "c"]),
+        ("p.json", '["a b", "c"]', ["a b", "c"]),
+        ("p.json", '[{"text": "a b"}]', [{"text": "a b"}]),
+        ("p.jsonl", '{"text": "a"}\n{"text": "b"}\n', [{"text": "a"}, {"text": "b"}]),
+        ("p.csv", "id,text\n1,a\n", [{"id": 1, "text": "a"}]),
+    ],
+)
+def test_files_of_prompts(name: str, content: str, rows: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    for flag in ("--input", "--data-path"):
+        args = name_input_files(parse_arguments(["--task", "causal_lm", flag, str(path)]))
+        assert args.input is None and read_input(args) == rows
+    args = args.replace("test", max_predict_samples=1)
+    assert read_input(args) == rows[:1]
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse_arguments(["--task", "causal_lm", "--input", "-"])
+    for text, rows in (("a\n\nb c\n", ["a", "b c"]), ('{"prompt": "a"}\n', [{"prompt": "a"}])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert read_input(args) == rows
+    for text, message in (("\n", "standard input is empty"), ('a\n{"b": 1}\n', "mixes texts")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(DataError, match=message):
+            read_input(args)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "0.5"], "--temperature 0.5 needs --do-sample: without it"),
+        (["--top-p", "2", "--do-sample"], "--top-p must be above 0 and at most 1, got 2.0"),
+        (["--num-return-sequences", "3"], "needs --do-sample or --num-beams 3: all answers would"),
+        (["--num-return-sequences", "3", "--num-beams", "2"], "needs --num-beams 3: 2 beams give"),
+        (["--stream", "--num-beams", "2"], "cannot be combined with --num-beams 2"),
+        (["--stream", "--output", "x.json"], "give either --stream or --output x.json"),
+        (["--stream", "--nproc-per-node", "2"], "2 data-parallel ranks: start 1 with"),
+        (["--chat"], "--chat takes what you type: leave out --input"),
+        (["--data-path", "x.txt"], "--input and --data-path exclude each other"),
+        (["--stop-strings", ""], "--stop-strings must not be empty"),
+        (["--task", "masked_lm", "--stream"], "--stream needs a task that generates text"),
+        (["--task", "seq2seq_lm", "--chat"], "--chat needs --task causal_lm, not seq2seq_lm"),
+    ],
+)
+def test_contradictions_are_found_at_once(
+    words: list[str], message: str, gpt_folder: Path, capsys: Any
+) -> None:
+    base = ["--task", "causal_lm", "--load", str(gpt_folder), "--input", "the cat"]
+    assert main(["predict", *base, *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+# ---- a killed run --------------------------------------------------------------------------------
+
+
+def _run_until_stuck(words: list[str]) -> None:
+    """Predict, but hang in the third group with half a row on the disk."""
+    append = PartialPredictions.append
+
+    def append_or_hang(self: Any, rows: list[Any]) -> None:
+        append(self, rows)
+        if sum(1 for _ in self) >= 64:
+            with self._path.open("a") as file:
+                file.write('{"text": "ha')
+            time.sleep(PATIENCE)
+
+    PartialPredictions.append = append_or_hang  # type: ignore[method-assign]
+    main(words)
+
+
+def test_a_killed_run_resumes(chat_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "rows.txt").write_text("\n".join(make_texts(80)) + "\n")
+    target, partial = tmp_path / "answers.csv", tmp_path / "answers.csv.partial"
+    words = [
+        "predict", "--task", "causal_lm", "--load", str(chat_folder), "--do-sample",
+        "--eval-micro-batch-size", "2", "--max-new-tokens", "3", "--chat-template", "none",
+        "--input", str(tmp_path / "rows.txt"), "--output",
+    ]  # fmt: skip
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_until_stuck, args=([*words, str(target)],)
+    )
+    process.start()
+    deadline = time.monotonic() + PATIENCE
+    while not (partial.is_file() and partial.read_text().endswith('"ha')):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not target.exists()
+
+    starts: list[int] = []
+
+    def watch(*args: Any, start: int, **kwargs: Any) -> Any:
+        starts.append(start)
+        return iterate_predictions(*args, start=start, **kwargs)
+
+    monkeypatch.setattr("rapidformer.tasks.predicting.iterate_predictions", watch)
+    assert main([*words, str(target)]) == 0
+    whole = tmp_path / "whole.csv"
+    assert main([*words, str(whole)]) == 0
+    assert starts == [64, 0], "the complete groups of the killed run are kept"
+    assert target.read_text() == whole.read_text() and not partial.exists()
+    with target.open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 80
+
+
+def test_an_unfinished_run_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
+    target, rows = tmp_path / "p.jsonl", [{"id": n} for n in range(5)]
+    first = PartialPredictions(target, "a")
+    assert first.resume(2) == 0
+    first.append(rows)
+    assert PartialPredictions(target, "a").resume(2) == 4
+    assert len(list(first)) == 4
+    assert PartialPredictions(target, "b").resume(2) == 0
+    assert list(first) == []
+    first.append(rows)
+    first.finish()
+    assert [json.loads(line) for line in target.read_text().splitlines()] == rows
