@@ -141,12 +141,6 @@ def test_the_warm_up_of_a_scheduler_made_before_prepare_starts_low() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.0
 
 
-def test_two_models_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(RapidformerError, match="one model"):
-        accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
-
-
 def _get_prepared_rates() -> list[float]:
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = make_parts(batch_size=2)
@@ -258,9 +252,12 @@ def test_the_scripts_own_flags_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bad_arguments_are_told_at_once() -> None:
     with pytest.raises(ConfigurationError) as error:
-        Accelerator(fp16=True, mixed_precision="bf16", split_batches=True, colour="red")
+        Accelerator(
+            fp16=True, mixed_precision="bf16", dynamo_plugin=1, log_with="wandb", colour="red"
+        )
     text = str(error.value)
-    assert "say different things" in text and "num_processes" in text and "'colour'" in text
+    assert "say different things" in text and "use dynamo_backend" in text and "'colour'" in text
+    assert "log_with=wandb) is not supported" in text and "a tracker object" in text
 
 
 def test_accumulation_that_two_places_say_differently() -> None:
@@ -290,6 +287,113 @@ def test_the_content_of_a_deepspeed_file_may_be_given() -> None:
     assert settings.gradient_accumulation_steps == 2
     with pytest.raises(ConfigurationError, match="must be what JSON can hold"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={"optimizer": object()}))
+
+
+def test_accelerates_own_plugin_means_the_same() -> None:
+    """It fills its hf_ds_config itself, also if no file was given."""
+    accelerate = pytest.importorskip("accelerate")
+    plugin = accelerate.DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
+    settings = build_accelerator_settings({"cpu": True, "deepspeed_plugin": plugin})
+    assert settings.deepspeed is None and settings.zero_stage == 2
+    assert settings.gradient_accumulation_steps == 2
+    content = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {}}}
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=content)
+    assert build_accelerator_settings({"deepspeed_plugin": plugin}).deepspeed is not None
+
+
+# ---- several models -------------------------------------------------------------------------
+
+
+def distil(batch_size: int = 4, **arguments: Any) -> list[float]:
+    """A teacher that is prepared with the student, and not trained."""
+    accelerator = Accelerator(cpu=True, **arguments)
+    model, optimizer, loader = make_parts(batch_size)
+    torch.manual_seed(1)
+    teacher = nn.Linear(3, 2)
+    before = get_weights(teacher)
+    teacher, model, optimizer, loader = accelerator.prepare(teacher, model, optimizer, loader)
+    for inputs, _ in loader:
+        accelerator.backward((model(inputs) - teacher(inputs).detach()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert get_weights(teacher) == before and accelerator.engine.model is model
+    return get_weights(model)
+
+
+def play(batch_size: int = 4) -> list[float]:
+    """Two models that train against each other, each with its own Accelerator."""
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    judge, judge_optimizer, loader = make_parts(batch_size)
+    torch.manual_seed(1)
+    maker = nn.Linear(3, 3)
+    judge, judge_optimizer, loader = first.prepare(judge, judge_optimizer, loader)
+    maker, optimizer = second.prepare(maker, torch.optim.SGD(maker.parameters(), lr=0.1))
+    for inputs, targets in loader:
+        first.backward(cross_entropy(judge(maker(inputs).detach()), targets))
+        judge_optimizer.step()
+        judge_optimizer.zero_grad()
+        second.backward(-cross_entropy(judge(maker(inputs)), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        judge_optimizer.zero_grad()
+    return get_weights(judge) + get_weights(maker)
+
+
+def test_several_models_on_two_processes_are_as_on_one() -> None:
+    for found in run_in_processes(_train_several, 2):
+        for weights, expected in zip(found, (distil(4), distil(4), play(4)), strict=True):
+            assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def _train_several() -> tuple[list[float], list[float], list[float]]:
+    return distil(2), distil(4, split_batches=True), play(2)
+
+
+def test_several_trained_models_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(RapidformerError, match="holds parameters of 2: put several into one"):
+        accelerator.prepare(first, second, both)
+    other = torch.optim.SGD(second.parameters(), lr=0.1)
+    with pytest.raises(
+        RapidformerError, match=r"one optimizer: .* or make an Accelerator for each"
+    ):
+        accelerator.prepare(other)
+
+
+class OwnTracker:
+    name = "mine"
+
+    def __init__(self) -> None:
+        self.tracker: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tracker.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.tracker.append((values, step, options))
+
+    def finish(self) -> None:
+        self.tracker.append("finished")
+
+
+def test_trackers(tmp_path: Path) -> None:
+    accelerator = Accelerator(
+        cpu=True, log_with=["tensorboard", OwnTracker()], project_dir=tmp_path
+    )
+    with pytest.raises(RapidformerError, match=r"call init_trackers\(\) first"):
+        accelerator.get_tracker("mine")
+    accelerator.init_trackers("project", {"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=3, log_kwargs={"mine": {"extra": True}})
+    accelerator.end_training()
+    written = accelerator.get_tracker("mine", unwrap=True)
+    assert written == [{"lr": 0.1}, ({"loss": 1.0}, 3, {"extra": True}), "finished"]
+    assert hasattr(accelerator.get_tracker("tensorboard", unwrap=True), "add_scalar")
+    assert [each.name for each in accelerator.trackers] == ["tensorboard", "mine"]
+    with pytest.raises(RapidformerError, match="there is tensorboard, mine"):
+        accelerator.get_tracker("wandb")
+    assert '"loss": 1.0' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_model_is_saved_whole(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ _LOADER = "the engine distributes a DataLoader over the ranks itself"
 
 ACCELERATOR: dict[str, ForeignName] = {
     "device_placement": ignored("batches and the model are always put on the device"),
-    "split_batches": refused(
-        "a DataLoader's batch_size is per rank: divide it by accelerator.num_processes"
-    ),
+    "split_batches": honoured("a DataLoader's batch_size is then that of all ranks together"),
     "mixed_precision": honoured('"no", "fp16" or "bf16"', "mixed_precision"),
     "fp16": honoured('the old spelling of mixed_precision="fp16"', "mixed_precision"),
     "gradient_accumulation_steps": honoured(
@@ -35,14 +33,15 @@ ACCELERATOR: dict[str, ForeignName] = {
     ),
     "log_with": honoured(
         '"tensorboard" or "all": log() writes TensorBoard files, and metrics.jsonl in '
-        "project_dir; other trackers are refused"
+        "project_dir; a tracker object (Accelerate's GeneralTracker) is called; other names are "
+        "refused"
     ),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),
     "project_dir": honoured("where log() writes; save_state() is given its folder itself"),
     "project_config": ignored("pass the folder to save_state()"),
     "logging_dir": honoured("where TensorBoard's files go, instead of project_dir"),
-    "dataloader_config": ignored(_LOADER),
+    "dataloader_config": honoured(f"its split_batches; otherwise {_LOADER}"),
     "dispatch_batches": ignored(_LOADER),
     "even_batches": ignored("batches that only keep ranks in step are never counted"),
     "use_seedable_sampler": ignored("the order follows set_seed() on any number of ranks"),
@@ -58,7 +57,10 @@ DEEPSPEED_PLUGIN: dict[str, ForeignName] = {
     "gradient_clipping": mapped("clip_grad"),
     "offload_optimizer_device": honoured('"cpu" or "none"', "cpu_offload"),
     "offload_param_device": honoured('"cpu" or "none"', "cpu_offload"),
-    "hf_ds_config": honoured("a DeepSpeed file: DeepSpeed runs the training", "deepspeed"),
+    "hf_ds_config": honoured(
+        "a DeepSpeed file, its content or an HfDeepSpeedConfig: DeepSpeed runs the training",
+        "deepspeed",
+    ),
     "zero3_init_flag": ignored("ZeRO-3 shards a model when it is prepared"),
     "zero3_save_16bit_model": ignored("save_model() writes whole weights"),
     "is_train_batch_min": ignored("the batch size is that of the training DataLoader"),

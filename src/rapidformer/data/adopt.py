@@ -31,8 +31,9 @@ def adopt_loader(
     seed: int,
     device: torch.device,
     gather_digests: Callable[[str], Sequence[str]] | None = None,
+    batch_size: int | None = None,
 ) -> DistributedLoader:
-    """The same data in the same batches, each process its share."""
+    """The same data in the same batches (or in batches of another size), divided over the ranks."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if loader.batch_size is None or (
         not is_stream and type(loader.batch_sampler) is not BatchSampler
@@ -58,7 +59,7 @@ def adopt_loader(
     return DistributedLoader(
         loader.dataset,
         collate=loader.collate_fn,
-        micro_batch_size=loader.batch_size,
+        micro_batch_size=batch_size or loader.batch_size,
         num_replicas=num_replicas,
         replica=replica,
         rounds_per_update=rounds_per_update,

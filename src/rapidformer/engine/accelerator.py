@@ -34,10 +34,14 @@ from rapidformer.checkpoint.random_states import get_random_states, set_random_s
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
 from rapidformer.dist.seeding import seed_everything
-from rapidformer.engine.accelerator_settings import build_accelerator_settings
+from rapidformer.engine.accelerator_settings import (
+    build_accelerator_settings,
+    list_trackers,
+    splits_batches,
+)
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.engine.gathering import gather_for_metrics, gather_nested
-from rapidformer.engine.tracking import Tracker
+from rapidformer.engine.tracking import BoardTracker, Trackers
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.takeover import take_over_scheduler
@@ -94,17 +98,17 @@ class Accelerator:
         self._is_counting = self.deepspeed_plugin is not None and (
             self.gradient_accumulation_steps > 1
         )
-        self._model: nn.Module | None = None
+        self._models: list[nn.Module] = []
+        """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
         self._optimizer: Optimizer | None = None
         self._has_train_loader = False
         self._schedulers: list[LRScheduler] = []
         self._registered: list[Any] = []
-        self._tracker = Tracker(
-            project_folder=arguments.get("project_dir"),
-            board_folder=arguments.get("logging_dir"),
-            is_wanted=bool(arguments.get("log_with")),
-            is_main=self.is_main_process,
-        )
+        self._splits_batches = splits_batches(arguments)
+        names, trackers = list_trackers(arguments)
+        project, logs = arguments.get("project_dir", ""), arguments.get("logging_dir", "")
+        board = BoardTracker(project or logs, logs or project) if names else None
+        self._trackers = Trackers(board, trackers, is_main=self.is_main_process)
 
     # ---- what this process is ------------------------------------------------------------------
 
@@ -179,7 +183,8 @@ class Accelerator:
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Switch everything on; returned in the order given, one object by itself.
 
-        The model and the optimizer stay the objects they are, and may come in separate calls.
+        The model and the optimizer stay the objects they are, and may come in separate calls. A
+        model without parameters in the optimizer (a teacher) is put on the device as it is.
         """
         self._take_seed()
         training = self._find_training_loader(objects)
@@ -188,9 +193,9 @@ class Accelerator:
         for each in objects:
             if isinstance(each, LRScheduler):
                 self._schedulers.append(each)
-                take_over_scheduler(
-                    each, self.engine.clock, moves=self.engine.args.data_parallel_size
-                )
+                # A script whose batches are split counts the steps of the split loader.
+                moves = 1 if self._splits_batches else self.engine.args.data_parallel_size
+                take_over_scheduler(each, self.engine.clock, moves=moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
@@ -226,29 +231,49 @@ class Accelerator:
 
     def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
         if isinstance(each, DataLoader):
-            return self.engine.adopt_loader(each, is_training=is_training)
+            size = self._divide_batch_size(each)
+            return self.engine.adopt_loader(each, is_training=is_training, batch_size=size)
         if isinstance(each, nn.Module):
-            if self._model not in (None, each):
-                raise RapidformerError(
-                    "an Accelerator trains one model: put several into one nn.Module, or make an "
-                    "Accelerator for each."
-                )
-            self._model = each.to(self.device) if self._model is None else each
+            if each not in self._models:
+                self._models.append(each.to(self.device))
         elif isinstance(each, Optimizer):
             if self._optimizer not in (None, each):
                 raise RapidformerError(
                     "an Accelerator has one optimizer: give it all the parameters, in groups of "
-                    "their own where their settings differ."
+                    "their own where their settings differ, or make an Accelerator for each model."
                 )
             self._optimizer = each
         return each
 
+    def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
+        if not self._splits_batches or loader.batch_size is None:
+            return None
+        replicas = self.engine.args.data_parallel_size
+        if loader.batch_size % replicas:
+            raise RapidformerError(
+                f"split_batches: the DataLoader's batch_size {loader.batch_size} must be a "
+                f"multiple of the {replicas} processes that divide it."
+            )
+        return loader.batch_size // replicas
+
     def _compose(self) -> None:
-        if self.engine.model is not None or self._model is None or self._optimizer is None:
+        if self._optimizer is None or not self._models:
             return
-        self.engine.compose(
-            self._model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer)
-        )
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if self.engine.model is not None:
+            held |= {id(p) for p in self.engine.parameters}
+        trained = [m for m in self._models if any(id(p) in held for p in m.parameters())]
+        if self.engine.model is not None and trained == [self.engine.model]:
+            return
+        if not trained and len(self._models) > 1:
+            return  # the optimizer's model may come in a later call
+        if len(trained) > 1:
+            raise RapidformerError(
+                f"an Accelerator trains one model, and the optimizer holds parameters of "
+                f"{len(trained)}: put several into one nn.Module, or make an Accelerator for each."
+            )
+        model = trained[0] if trained else self._models[0]
+        self.engine.compose(model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer))
 
     # ---- the loop's verbs ----------------------------------------------------------------------
 
@@ -368,7 +393,7 @@ class Accelerator:
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
         is_sharded = any(isinstance(each, DTensor) for each in self.engine.parameters)
-        if model is self._model and is_sharded and "saving" not in list_layers(model):
+        if model is self.engine.model and is_sharded and "saving" not in list_layers(model):
             extend(model, "saving", self._build_saving)
         return model
 
@@ -447,15 +472,24 @@ class Accelerator:
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
-        self._tracker.start(project_name, config or {})
+        self._trackers.start(project_name, config or {})
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Those that ``init_trackers`` has started."""
+        return self._trackers.started
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name, or (``unwrap``) what it writes with: TensorBoard's SummaryWriter."""
+        return self._trackers.get(name, unwrap=unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Write numbers to ``metrics.jsonl`` and TensorBoard; only the main process does."""
-        self._tracker.log(values, step)
+        """Pass numbers to the trackers; most write on the main process only."""
+        self._trackers.log(values, step, log_kwargs or {})
 
     def end_training(self) -> None:
         """Close the logs and leave the other processes; the last call of a script."""
-        self._tracker.close()
+        self._trackers.close()
         self.engine.close()
 
     def __repr__(self) -> str:

@@ -24,6 +24,11 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
 _SOURCE = "Accelerator"
+_OF_PLUGIN = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "zero_optimization", "gradient_clipping", "stage", "offload_optimizer", "offload_param",
+    "stage3_gather_16bit_weights_on_model_save",
+}  # fmt: skip
 
 
 @dataclass
@@ -88,11 +93,23 @@ def _add_launched(settings: Settings, given: set[str]) -> Settings:
 def _read_plugin(plugin: Any) -> dict[str, Any]:
     """The values of a plugin that differ from its defaults; Accelerate's own class may be given."""
     ours = {field.name: field.default for field in dataclasses.fields(DeepSpeedPlugin)}
-    values = {name: getattr(plugin, name, default) for name, default in ours.items()}
+    values: dict[str, Any] = {
+        name: getattr(plugin, name, default) for name, default in ours.items()
+    }
+    content = values["hf_ds_config"]
+    if hasattr(content, "config"):  # transformers' or Accelerate's HfDeepSpeedConfig
+        content = {k: v for k, v in content.config.items() if v != float("inf")}
+        values["hf_ds_config"] = None if _repeats_plugin(content) else content
     changed = {name: value for name, value in values.items() if value != ours[name]}
     if isinstance(content := changed.get("hf_ds_config"), dict):
         changed["hf_ds_config"] = _write_for_this_process(content)
     return {"zero_stage": values["zero_stage"], **changed}
+
+
+def _repeats_plugin(content: Mapping[str, Any]) -> bool:
+    """Whether it holds only what Accelerate writes there from the plugin's other arguments."""
+    zero = content.get("zero_optimization")
+    return set(content) <= _OF_PLUGIN and isinstance(zero, dict) and set(zero) <= _OF_PLUGIN
 
 
 def _write_for_this_process(content: dict[str, Any]) -> str:
@@ -134,19 +151,31 @@ def _choose_accumulation(
     return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
 
 
-def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
-    wanted = given.get("log_with")
-    if not wanted:
-        return
+def splits_batches(given: Mapping[str, Any]) -> bool:
+    """Whether a DataLoader's ``batch_size`` counts the rows of all processes."""
+    config = given.get("dataloader_config")
+    return bool(given.get("split_batches") or getattr(config, "split_batches", False))
+
+
+def list_trackers(given: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """What ``log_with`` asks for: names, and tracker objects of the user's own."""
+    wanted = given.get("log_with") or []
     each = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    names = [str(getattr(one, "value", one)).lower() for one in each]
+    objects = [one for one in each if hasattr(one, "store_init_configuration")]
+    names = [str(getattr(one, "value", one)).lower() for one in each if one not in objects]
+    return names, objects
+
+
+def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
+    names, _ = list_trackers(given)
     unknown = [name for name in names if name not in ("all", "tensorboard")]
     if unknown:
         problems.append(
-            f'Accelerator(log_with={", ".join(unknown)}) is not supported: use "tensorboard", or '
-            "write to your tracker yourself, if accelerator.is_main_process."
+            f'Accelerator(log_with={", ".join(unknown)}) is not supported: use "tensorboard", a '
+            "tracker object (a subclass of accelerate.tracking.GeneralTracker), or write to your "
+            "tracker yourself, if accelerator.is_main_process."
         )
-    if not (given.get("project_dir") or given.get("logging_dir")):
+    if names and not (given.get("project_dir") or given.get("logging_dir")):
         problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
 
 

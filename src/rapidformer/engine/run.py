@@ -168,8 +168,13 @@ class Run:
         lengths = measure_lengths(dataset, self.args.length_column)
         return lambda: group_by_length(lengths, size)
 
-    def adopt_loader(self, loader: Any, *, is_training: bool) -> DistributedLoader:
-        """The user's DataLoader, split over the data-parallel ranks."""
+    def adopt_loader(
+        self, loader: Any, *, is_training: bool, batch_size: int | None = None
+    ) -> DistributedLoader:
+        """The user's DataLoader, split over the data-parallel ranks.
+
+        ``batch_size`` is that of each rank, if it is not the DataLoader's own.
+        """
         if isinstance(loader, DistributedLoader):
             return loader
         if not isinstance(loader, DataLoader):
@@ -178,9 +183,10 @@ class Run:
                 "use engine.build_data_loader(dataset, collate_fn)."
             )
         if is_training and loader.batch_size is not None:
-            self._adopt_batch_size(loader.batch_size)
+            self._adopt_batch_size(batch_size or loader.batch_size)
         adopted = adopt_loader(
             loader,
+            batch_size=batch_size,
             num_replicas=self.args.data_parallel_size,
             replica=self.topology.get_rank("data"),
             rounds_per_update=self.clock.rounds_per_update if is_training else 1,
