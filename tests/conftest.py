@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,3 +141,14 @@ def command(
         return subprocess.CompletedProcess(list(words), status, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """A test run that a script has put into the background starts with Ctrl-C ignored.
+
+    So would the processes that it starts.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -160,6 +160,7 @@ def test_workers_of_a_killed_run_end(
     wait_until(lambda: not any(map(is_alive, workers)))
 
 
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
     corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:

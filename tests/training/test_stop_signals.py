@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ def test_sigterm_saves_and_keeps_its_exit_status(
     assert stopped.value.code == 143
     assert "stopped by SIGTERM at step 3" in capsys.readouterr().err
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
-
-
-@pytest.fixture
-def python_handles_ctrl_c() -> Iterator[None]:
-    """A test run that a script has put into the background starts with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("python_handles_ctrl_c")
