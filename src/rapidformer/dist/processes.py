@@ -7,14 +7,19 @@ so without LOCAL_RANK they are ignored.
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rapidformer.dist.heartbeat import start_heartbeat
 from rapidformer.errors import ConfigurationError
+
+_GLOO_CHECKS, _GLOO_PAUSE = 100, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,33 @@ def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> P
 def stop_processes() -> None:
     """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
+        _wait_for_gloo()
         dist.destroy_process_group()
+
+
+def _wait_for_gloo() -> None:
+    """Wait, for a second at most, until gloo's threads have released the last exchange's tensors.
+
+    They do so shortly after the exchange has returned. Groups that a device mesh still holds keep
+    their threads until the interpreter exits, and one that needs the interpreter's lock by then (to
+    release a tensor's Python object) aborts the process.
+    """
+    for _ in range(_GLOO_CHECKS):
+        time.sleep(_GLOO_PAUSE)  # releases the lock
+        if "R" not in _read_gloo_states():
+            return
+
+
+def _read_gloo_states() -> set[str]:
+    """The states of gloo's threads: running (R) or sleeping (S); none except on Linux."""
+    states = set()
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has just ended
+            _, _, rest = path.read_text().partition("(")
+            name, _, fields = rest.rpartition(")")
+            if "gloo" in name:
+                states.add(fields.split()[0])
+    return states
 
 
 def _is_launched() -> bool:
