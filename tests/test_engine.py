@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from transformers import get_linear_schedule_with_warmup
+from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
@@ -489,3 +489,18 @@ def test_a_model_keeps_no_switch_of_an_earlier_engine() -> None:
     make_engine(mixed_precision="bf16").compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RapidformerError, match="composed earlier with other settings"):
         make_engine().compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_model_keeps_no_cache_in_training_only() -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    ids = torch.arange(4)[None]
+    assert model(ids).past_key_values is not None
+    make_engine().compose(model)
+    assert model(ids).past_key_values is None
+    assert model(ids, use_cache=True).past_key_values is not None
+    assert model.eval()(ids).past_key_values is not None
+    assert model.config.use_cache is True

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.absent import retire_parameters
+from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
 from rapidformer.accel.dropout import seed_dropout
@@ -67,6 +68,8 @@ class ComposedRun(Run):
         """Whether the script drives the training itself; templates set this to False."""
         self.warns_of_unused_settings = True
         """False for a caller that creates optimizer and schedule from the settings itself."""
+        self.skips_cache = True
+        """Whether a model keeps no key/value cache in training."""
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
         self.adapter: Adapter | None = None
@@ -119,6 +122,8 @@ class ComposedRun(Run):
         has_optimizer = optimizer is not None
         get_observer().before_compose(model)
         self.shifts_labels = shifts_labels(model)
+        if self.skips_cache:
+            skip_cache_in_training(model)
         names = {id(p): name for name, p in model.named_parameters()}
         before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)

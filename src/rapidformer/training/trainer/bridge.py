@@ -84,6 +84,7 @@ class TrainerTemplate(Template):
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.warns_of_unused_settings = False
+        self.engine.skips_cache = not trainer.args.use_cache
         composed = self.engine.compose(
             trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
         )

@@ -1,0 +1,36 @@
+"""No key/value cache in training: a Hugging Face model would fill one in every forward pass.
+
+It is for generation, and in training only keeps all keys and values alive. The configuration stays
+as it is, so evaluation, ``generate`` and an exported model use the cache as before; so does a call
+that says ``use_cache=True``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+_NAME = "use_cache"
+
+
+def skip_cache_in_training(model: nn.Module) -> None:
+    """Pass ``use_cache=False`` in training, unless the call says something else."""
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
+        inner = inner.get_base_model()
+    names = list(inspect.signature(inspect.unwrap(inner.forward)).parameters)
+    if _NAME not in names:
+        return
+    position = names.index(_NAME)
+
+    def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_given = len(args) > position or kwargs.get(_NAME) is not None
+        if is_given or not (module.training and torch.is_grad_enabled()):
+            return None
+        return args, {**kwargs, _NAME: False}
+
+    # Kept out of a model compiled as a whole, like torch's own hooks.
+    model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
