@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, IterableDataset
 
+from rapidformer.data.lengths import GroupedOrder
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch
 from rapidformer.errors import DataError
@@ -275,6 +276,20 @@ def test_the_very_next_sample_follows_whatever_the_batch_size(
     rounds = [take_epoch(loader) for loader in resumed]
     assert [sample for row in join(rounds) for sample in row] == order[12:]
     assert [is_last for _, _, is_last in rounds[0]][:per_update].index(True) == per_update - 1
+
+
+def test_an_order_by_length_stays_the_same_with_another_batch_size() -> None:
+    def make(micro: int) -> DistributedLoader:
+        lengths = [number * 7 % 40 for number in range(40)]
+        return build(Numbers(40), micro, order=GroupedOrder(lengths, micro))
+
+    first = make(4)
+    order = [sample for samples, _, _ in take_epoch(first) for sample in samples]
+    first.rewind()
+    take_epoch(first, limit=3)
+    resumed = make(8)
+    resumed.load_state_dict(first.state_dict())
+    assert [sample for samples, _, _ in take_epoch(resumed) for sample in samples] == order[12:]
 
 
 def test_lengths() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import random
 from typing import Any
 
@@ -27,13 +28,33 @@ def get_random_states(device: torch.device) -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Continue with the random numbers of the saved moment."""
-    version, python_words, gauss_next = states["python"]
-    random.setstate((version, tuple(python_words), gauss_next))
-    kind, words, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), position, has_gauss, gauss))
+    random.setstate(_to_python_state(states["python"]))
+    np.random.set_state(_to_numpy_state(states["numpy"]))
     torch.set_rng_state(_decode(states["torch"]))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def draw_other_numbers(states: dict[str, Any], replica: int) -> None:
+    """Numbers for another layout, from the states that rank 0 saved.
+
+    Replicas must draw different masks, ranks that share a layer the same ones, as at the start of a
+    run. The states of the old layout's ranks would mix that up.
+    """
+    random.setstate(_to_python_state(states["python"]))
+    np.random.set_state(_to_numpy_state(states["numpy"]))
+    digest = hashlib.sha256(states["torch"].encode("ascii")).digest()
+    torch.manual_seed(int.from_bytes(digest[:4], "big") + replica)
+
+
+def _to_python_state(state: list[Any]) -> Any:
+    version, words, gauss_next = state
+    return version, tuple(words), gauss_next
+
+
+def _to_numpy_state(state: list[Any]) -> Any:
+    kind, words, position, has_gauss, gauss = state
+    return kind, np.array(words, dtype=np.uint32), position, has_gauss, gauss
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +42,11 @@ from rapidformer.checkpoint.publish import (
     replace_text,
     start_staging,
 )
-from rapidformer.checkpoint.random_states import get_random_states, set_random_states
+from rapidformer.checkpoint.random_states import (
+    draw_other_numbers,
+    get_random_states,
+    set_random_states,
+)
 from rapidformer.checkpoint.tensors import save_tensors
 from rapidformer.checkpoint.ties import drop_tied, load_named, read_saved_shapes
 from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
@@ -109,6 +113,10 @@ class TrainingState:
     """
     loaded_from: Path | None = None
     """The checkpoint that ``load`` used."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What a resumed run should share with this one."""
+    saved_facts: dict[str, Any] = field(default_factory=dict)
+    """The same of the checkpoint that was loaded."""
 
 
 class CheckpointStore:
@@ -142,7 +150,7 @@ class CheckpointStore:
         }
         save_tensors(tensors, staging / "state")
         if with_random_states:
-            _write_json(staging / _get_random_file(), get_random_states(state.device))
+            _write_json(staging / _get_random_file(_get_rank()), get_random_states(state.device))
         if _get_rank() == 0:
             run = _describe_run(state, groups, extra) | {"tied": ties}
             if checksums is not None:
@@ -179,7 +187,14 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{folder} has format {run['format']}, this version reads format {_FORMAT}."
             )
-        with_optimizer = with_optimizer and run["param_groups"] is not None
+        state.saved_facts = run.get("facts", {})
+        if with_optimizer and run["param_groups"] is None:
+            with_optimizer = False
+            if _get_rank() == 0:
+                get_logger().warning(
+                    "%s was saved without optimizer state: the optimizer starts from scratch.",
+                    folder,
+                )
         _check_base(state, run.get("base"))
         _load_tensors(folder, state, with_optimizer=with_optimizer)
         if with_position:
@@ -190,7 +205,7 @@ class CheckpointStore:
                 state.scaler.load_state_dict(run["scaler"])
             _restore_schedule(state, run)
         if with_random_states:
-            _load_random_states(folder, run, state.device)
+            _load_random_states(folder, run, state)
         extra: dict[str, Any] = run["extra"] if with_position else {}
         return extra
 
@@ -388,7 +403,8 @@ def _describe_run(
     return {
         "format": _FORMAT,
         "step": state.step,
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "layout": state.topology.describe(),
+        "facts": state.facts,
         "scheduler": _keep_json(state.scheduler.state_dict()),
         "scaler": state.scaler.state_dict() if state.scaler else None,
         "loader": state.loader.state_dict() if state.loader is not None else None,
@@ -405,33 +421,46 @@ def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
     """
     scheduler, saved = state.scheduler, run["scheduler"]
     if isinstance(scheduler, LambdaLR):
-        rates = [
-            base * function(saved["last_epoch"])
-            for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        set_position(scheduler, saved, rates)
-    else:
-        # What JSON cannot hold (functions) is the same in the scheduler built now.
-        scheduler.load_state_dict({**scheduler.state_dict(), **saved})
-        # DeepSpeed's schedulers do not keep the rates in their state.
-        rates = get_saved_rates(saved) or scheduler.get_lr()
+        move_schedule(scheduler, state.optimizer, saved["last_epoch"])
+        return
+    # What JSON cannot hold (functions) is the same in the scheduler built now.
+    scheduler.load_state_dict({**scheduler.state_dict(), **saved})
+    # DeepSpeed's schedulers do not keep the rates in their state.
+    rates = get_saved_rates(saved) or scheduler.get_lr()
     for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
 
 
-def _load_random_states(folder: Path, run: dict[str, Any], device: torch.device) -> None:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    path = folder / _get_random_file()
-    if not (folder / "random-00000.json").is_file():
+def move_schedule(scheduler: LambdaLR, optimizer: Optimizer, position: int) -> None:
+    """Set a schedule, and with it the learning rates, to what they are after this many updates."""
+    rates = [
+        base * function(position)
+        for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    set_position(scheduler, position, rates)
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
+    first = folder / _get_random_file(0)
+    if not first.is_file():
         get_logger().warning("%s was saved without random states: dropout starts anew.", folder)
         return
-    if run["world_size"] != world_size:
-        get_logger().warning(
-            "%s was saved by %d processes, %d are running: dropout draws other random numbers "
-            "than the first run would have.", folder, run["world_size"], world_size,
-        )  # fmt: skip
+    # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
+    # layer the same ones.
+    is_same = run.get("layout") == state.topology.describe()
+    path = folder / _get_random_file(_get_rank()) if is_same else first
+    states = json.loads(path.read_text(encoding="utf-8"))
+    if is_same:
+        set_random_states(states, state.device)
         return
-    set_random_states(json.loads(path.read_text(encoding="utf-8")), device)
+    draw_other_numbers(states, state.topology.get_rank("data"))
+    if _get_rank() == 0:
+        get_logger().warning(
+            "%s was saved by another layout of ranks: dropout draws other random numbers than the "
+            "first run would have.", folder,
+        )  # fmt: skip
 
 
 def _keep_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -455,8 +484,8 @@ def _get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _get_random_file() -> str:
-    return f"random-{_get_rank():05d}.json"
+def _get_random_file(rank: int) -> str:
+    return f"random-{rank:05d}.json"
 
 
 @contextmanager

@@ -17,12 +17,10 @@ PRIVATE_NAMES = {
 }
 
 
-def set_position(
-    scheduler: LRScheduler, saved: dict[str, Any], rates: Sequence[float | Tensor]
-) -> None:
-    """Set a schedule to a saved position, at which it gives these rates."""
-    scheduler.last_epoch = saved["last_epoch"]
-    scheduler._step_count = saved["_step_count"]
+def set_position(scheduler: LRScheduler, position: int, rates: Sequence[float | Tensor]) -> None:
+    """Set a schedule to a position in updates, at which it gives these rates."""
+    scheduler.last_epoch = position
+    scheduler._step_count = position + 1
     scheduler._last_lr = list(rates)
 
 

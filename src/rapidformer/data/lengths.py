@@ -8,6 +8,7 @@ into memory fails at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def measure_lengths(dataset: Any, column: str) -> list[int]:
 
 def _measure(sample: Any) -> int:
     return len(sample["input_ids"])
+
+
+@dataclass
+class GroupedOrder:
+    """An order by groups of similar length, as a function of torch's random numbers alone.
+
+    A resumed run keeps the batch size that the order was made for, whatever its own is.
+    """
+
+    lengths: Sequence[int]
+    batch_size: int
+
+    def __call__(self) -> list[int]:
+        return group_by_length(self.lengths, self.batch_size)
 
 
 def group_by_length(lengths: Sequence[int], batch_size: int) -> list[int]:

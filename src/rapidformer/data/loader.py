@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.digest import compute_digest
+from rapidformer.data.lengths import GroupedOrder
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
@@ -95,6 +96,27 @@ class DistributedLoader:
     @property
     def samples_per_round(self) -> int:
         return self.batch_size * self._num_replicas
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self._shuffle
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    def describe_order(self) -> str:
+        """How the samples of an epoch are ordered."""
+        if isinstance(self._order, GroupedOrder):
+            return "grouped by length"
+        if self._order is not None:
+            return "by its own sampler"
+        return "shuffled" if self._shuffle else "as stored"
+
+    def count_updates_done(self) -> int:
+        """Updates until here, if all had been as large as they are now."""
+        left = -(-self._count_rounds_after(self._consumed) // self._rounds_per_update)
+        return (self.epoch + 1) * self.updates_per_epoch - left
 
     @property
     def updates_per_epoch(self) -> int:
@@ -184,16 +206,21 @@ class DistributedLoader:
         A stream is read again from its start and its rows are skipped, although its data set may
         have a ``state_dict`` of its own: Hugging Face's leaves out the rows in its shuffle buffer.
         """
-        return {
+        state = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
             "samples_per_update": self.samples_per_update,
         }
+        if isinstance(self._order, GroupedOrder):
+            state["grouped_for"] = self._order.batch_size
+        return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the samples that an earlier run has consumed."""
         self.epoch = int(state["epoch"])
         self._consumed = int(state["consumed_samples"])
+        if isinstance(self._order, GroupedOrder):
+            self._order.batch_size = state.get("grouped_for", self._order.batch_size)
         # In the middle of an update, if its size is still the same; otherwise a new one begins.
         is_same = (
             state.get("samples_per_update", self.samples_per_update) == self.samples_per_update

@@ -40,6 +40,10 @@ class Topology:
     expert_mesh: DeviceMesh | None = None
     """The replicas again, as groups that hold the same experts × groups that share them."""
 
+    def describe(self) -> dict[str, int]:
+        """The size of each axis."""
+        return {axis: self.get_size(axis) for axis in AXES}
+
     def get_size(self, axis: str) -> int:
         """The number of ranks along an axis."""
         return int(getattr(self, axis))

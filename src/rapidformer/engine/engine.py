@@ -16,20 +16,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
-from rapidformer.checkpoint.store import CheckpointStore, TrainingState, bypass_clock
+from rapidformer.checkpoint.store import (
+    CheckpointStore,
+    TrainingState,
+    bypass_clock,
+    move_schedule,
+)
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
+from rapidformer.engine.facts import describe_facts, find_differences
 from rapidformer.engine.predicting import PredictingRun
 from rapidformer.engine.run import Arguments
 from rapidformer.errors import CheckpointError, RapidformerError
+from rapidformer.log import get_logger
 
 
 class RapidformerEngine(PredictingRun):
@@ -123,7 +132,7 @@ class RapidformerEngine(PredictingRun):
             raise RapidformerError(
                 "nothing to load: give --load, or engine.load_checkpoint(folder)."
             )
-        state = self._get_state()
+        state, current = self._get_state(), self._describe_facts()
         only_weights = self.args.finetune
         extra = CheckpointStore.load(
             Path(source),
@@ -135,7 +144,31 @@ class RapidformerEngine(PredictingRun):
         self.clock.updates = self._first_update = state.step
         self.resumed_from = state.loaded_from
         self._has_gone_back = only_weights
+        if not only_weights:
+            self._follow_samples(state.saved_facts, extra.get("attempts", state.step))
+            self._report_differences(state.saved_facts, current)
         return extra
+
+    def _describe_facts(self) -> dict[str, Any]:
+        return describe_facts(self.args, self._train_loader, self.parallelized.model)
+
+    def _follow_samples(self, saved: dict[str, Any], attempts: int) -> None:
+        """With another batch size, samples tell how far the run is, not updates."""
+        done, before = self.count_updates_done(), saved.get("global batch")
+        if done is None or before in (None, self._describe_facts()["global batch"]):
+            return
+        self._extra_updates = attempts - done
+        assert self.lr_scheduler is not None and self.optimizer is not None
+        if isinstance(self.lr_scheduler, LambdaLR):
+            move_schedule(self.lr_scheduler, self.optimizer, done)
+
+    def _report_differences(self, saved: dict[str, Any], current: dict[str, Any]) -> None:
+        differences = find_differences(saved, current)
+        if differences and self.is_main:
+            lines = "".join(f"\n  - {sentence}" for sentence in differences)
+            get_logger().warning(
+                f"resumed with other settings than {self.resumed_from} was saved with:{lines}"
+            )
 
     def abandon_later(self, folder: Path, results: Sequence[str] = ()) -> None:
         """Move checkpoints after the loaded one aside, if it is one of this folder's."""
@@ -226,6 +259,7 @@ class RapidformerEngine(PredictingRun):
             topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
+            facts=self._describe_facts(),
             base=self.adapter.base if self.adapter else None,
         )
 

@@ -30,7 +30,7 @@ from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
-from rapidformer.data.lengths import group_by_length, measure_lengths
+from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import (
@@ -93,6 +93,8 @@ class Run:
         self.batches = get_batch_schedule(self.args)
         self._own_loop = OwnLoop(self.clock)
         self._train_loader: DistributedLoader | None = None
+        self._extra_updates = 0
+        """By how much a run is longer or shorter because it began with another batch size."""
         set_context(
             args=self.args, timers=self.timers, build_tokenizer=lambda: load_tokenizer(self.args)
         )
@@ -165,8 +167,7 @@ class Run:
         if not (groups and self.args.group_by_length):
             return None
         size = (self.args.micro_batch_size or 1) * self.args.data_parallel_size
-        lengths = measure_lengths(dataset, self.args.length_column)
-        return lambda: group_by_length(lengths, size)
+        return GroupedOrder(measure_lengths(dataset, self.args.length_column), size)
 
     def adopt_loader(
         self, loader: Any, *, is_training: bool, batch_size: int | None = None
@@ -220,10 +221,23 @@ class Run:
         if args.train_iters is not None:
             return args.train_iters
         if args.train_samples is not None:
-            return self.batches.count_updates(args.train_samples)
+            return self.batches.count_updates(args.train_samples) + self._extra_updates
         if args.epochs is not None and loader is not None and not loader.is_stream:
-            return math.ceil(args.epochs * loader.updates_per_epoch)
+            return math.ceil(args.epochs * loader.updates_per_epoch) + self._extra_updates
         return None
+
+    def count_updates_done(self) -> int | None:
+        """How far the run is by its samples, in updates of the current size.
+
+        None if updates tell it: the user counts the run in them (``--train-iters``).
+        """
+        args, loader = self.args, self._train_loader
+        if loader is None or args.train_iters is not None or not self.batches.is_constant:
+            return None
+        if args.train_samples is not None:
+            consumed = loader.epoch * loader.num_samples + loader.consumed_samples
+            return self.batches.count_updates(consumed)
+        return None if args.epochs is None or loader.is_stream else loader.count_updates_done()
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
         self._own_loop.watch(loader, is_training=is_training)

@@ -275,6 +275,7 @@ class Template(ABC):
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
+        train_iters = self.engine.get_train_iters() or train_iters  # another batch size changes it
         if self.args.save is not None:
             self.engine.abandon_later(Path(self.args.save), [LAST])
         step = self.engine.clock.updates

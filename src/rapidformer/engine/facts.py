@@ -1,0 +1,67 @@
+"""What a resumed run should share with its checkpoint, and what it means if it does not.
+
+Current settings win, and shapes of weights are compared elsewhere. These differences fit any
+checkpoint, but change what is trained on, or how: the run says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rapidformer.config import Settings
+from rapidformer.data.loader import DistributedLoader
+
+_DATA = ("data_path", "data_name", "data_dir", "train_data", "train_data_path")
+_REPEATS = "some samples of this epoch are repeated, and others are left out"
+_EFFECTS = {
+    "seed": "dropout masks and new layers' weights would have been others",
+    "data seed": f"the samples come in another order, so {_REPEATS}",
+    "order": f"{_REPEATS}",
+    "samples": "the position in the old data is used in the new",
+    "data": "the position in the old data is used in the new",
+    "split": "training takes other parts of the data",
+    "sequence length": "samples are cut differently from here on",
+    "attention heads": "the same weights compute something else",
+    "global batch": "the very next sample follows, and the learning rate with the samples seen",
+}
+
+
+def describe_facts(
+    args: Settings, loader: DistributedLoader | None, model: nn.Module
+) -> dict[str, Any]:
+    """The facts of the current run; small, and written into every checkpoint."""
+    config = getattr(model, "config", None)
+    facts: dict[str, Any] = {
+        "seed": args.seed,
+        "data": _name_data(args),
+        "split": args.split,
+        "sequence length": args.seq_length,
+        "attention heads": getattr(config, "num_attention_heads", args.num_attention_heads),
+    }
+    if loader is not None:
+        facts["order"] = loader.describe_order()
+        facts["global batch"] = loader.samples_per_update
+        if loader.is_shuffled:
+            facts["data seed"] = loader.seed
+        if not loader.is_stream:
+            facts["samples"] = loader.num_samples
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def find_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """A sentence for each fact that differs; facts that only one side knows are left out."""
+    return [
+        f"{name} {current[name]} (was {saved[name]}): {effect}."
+        for name, effect in _EFFECTS.items()
+        if name in saved and name in current and saved[name] != current[name]
+    ]
+
+
+def _name_data(args: Settings) -> str | None:
+    """The data as the user named it, without folders: it may lie elsewhere by now."""
+    given = [getattr(args, name) for name in _DATA]
+    words = [w for value in given for w in (value if isinstance(value, list) else [value]) if w]
+    return " ".join(Path(str(word)).name for word in words) or None
