@@ -26,7 +26,7 @@ from rapidformer.verification.compare import compare
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import PIPELINE, TENSOR, Case, Settings, Training, run_on, run_one
 from tests.parity.limits import check_copies, get_ties
-from tests.parity.models import SAMPLES
+from tests.parity.models import SAMPLES, TARGETS
 from tests.parity.under_deepspeed import build_case
 
 Layouts = dict[str, tuple[int, Settings]]
@@ -72,11 +72,15 @@ LAYOUTS |= {
     "CP2 ZeRO-3 copies 2x2": (4, {**ZERO_3, CONTEXT: 2, "hybrid_sharding_size": 2}),
     "EP2xDP2 ZeRO-3 offload": (4, {EXPERT: 2, **ZERO_3, "cpu_offload": True}),
 }
+ADAPTED = (
+    "gpt2-lora", "gpt2-dora", "experts-lora", *(f"{name}-lora" for name in TARGETS),
+)  # fmt: skip
 MODELS = (
     "bert", "bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gemma2", "mixtral", "apertus",
     "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom", "unplanned",
+    *ADAPTED,
 )  # fmt: skip
-WITH_EXPERTS = ("gpt-moe", "mixtral")
+WITH_EXPERTS = ("gpt-moe", "mixtral", "mixtral-lora", "experts-lora")
 LIMIT = 1e-5
 EPOCHS = 4
 """Of three updates each: the promise is made for ten."""
@@ -103,7 +107,7 @@ STAGED_LAYOUTS: Layouts = {
 
 STAGED = (
     "llama", "qwen3", "mistral", "gpt2", "bert", "bert-mlm", "gpt", "gpt2-frozen", "custom",
-    "shared-bias",
+    "shared-bias", "gpt2-lora", "gpt2-dora", "llama-lora",
 )  # fmt: skip
 
 CPU = {"device": "cpu"}
@@ -124,7 +128,7 @@ DEEPSPEED_LAYOUTS: Layouts = {
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),
 }
-UNDER_DEEPSPEED = ("bert", "bert-mlm", "gpt2", "t5", "llama", "plain")
+UNDER_DEEPSPEED = ("bert", "bert-mlm", "gpt2", "t5", "llama", "plain", "gpt2-lora")
 
 
 def describe(model: str, settings: Settings) -> Case | None:

@@ -6,11 +6,13 @@ fused weights, norms on a share of the heads, a bias that all blocks share, froz
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import (
     ApertusConfig,
@@ -45,6 +47,7 @@ from transformers import (
 )
 
 from rapidformer.data.collate import PadCollator
+from rapidformer.models.adapters import apply_adapters
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
 from tests.parity.own_models import (
     PLAN,
@@ -119,6 +122,37 @@ def _freeze(model: nn.Module) -> nn.Module:
     return model
 
 
+def _adapt(model: nn.Module, *targets: str, **more: Any) -> nn.Module:
+    """With LoRA whose B is not zero: otherwise A would have no gradient, and mistakes no effect."""
+    config = LoraConfig(
+        r=4, lora_alpha=2, target_modules=list(targets), init_lora_weights=False, **more
+    )
+    return apply_adapters(model, config)
+
+
+TARGETS = {
+    "llama": (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head",
+    ),
+    "qwen3": ("q_proj", "v_proj", "down_proj"),
+    "bert": ("query", "dense"),
+    "t5": ("q", "v", "o", "wi", "wo"),
+    "vit": ("q_proj", "o_proj", "fc1", "fc2"),
+    "gpt": ("query", "output", "up"),
+    "phi3": ("qkv_proj", "down_proj"),
+    "deepseek": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "mixtral": ("q_proj", "o_proj", "gate"),
+    "gpt-oss": ("q_proj", "k_proj", "o_proj"),
+    "gemma2": ("q_proj", "up_proj"),
+}  # fmt: skip
+"""The layers of each model that get an adapter: split by outputs and by inputs, or whole."""
+
+
+def _build_adapted(name: str, *of: Any) -> nn.Module:
+    *targets, dropout, layers = of
+    return _adapt(MODELS[name](dropout, layers), *targets)
+
+
 MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a number of blocks
     "bert": lambda p, n: BertForSequenceClassification(BertConfig(**_bert(p, n))),
     "bert-mlm": lambda p, n: BertForMaskedLM(BertConfig(**_bert(p, n))),
@@ -185,12 +219,22 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     "custom": lambda p, n: CustomModel(n),
     "unplanned": lambda p, n: UnplannedModel(n),
     "gpt2-frozen": lambda p, n: _freeze(MODELS["gpt2"](p, n)),
+    "gpt2-lora": lambda p, n: _adapt(MODELS["gpt2"](p, n), "c_attn", "c_proj", "c_fc", "wte"),
+    "experts-lora": lambda p, n: _adapt(
+        MODELS["mixtral"](p, n), "q_proj", target_parameters=["experts.gate_up_proj"]
+    ),
+    "gpt2-dora": lambda p, n: _adapt(MODELS["gpt2"](p, n), "c_attn", "c_proj", use_dora=True),
+    **{
+        f"{name}-lora": functools.partial(_build_adapted, name, *targets)
+        for name, targets in TARGETS.items()
+    },
     "shared-bias": lambda p, n: SharedBias(n),
     "small-bert": lambda p, n: BertForSequenceClassification(BertConfig(**_bert(p, n, **SMALL))),
     "small-bert-mlm": lambda p, n: BertForMaskedLM(BertConfig(**_bert(p, n, **SMALL))),
     "small-gpt2": lambda p, n: GPT2LMHeadModel(
         GPT2Config(**_gpt2(p, n, vocab_size=64, n_embd=16, n_head=2, n_positions=32))
     ),
+    "small-gpt2-lora": lambda p, n: _adapt(MODELS["small-gpt2"](p, n), "c_attn", "c_fc"),
     "small-t5": lambda p, n: T5ForConditionalGeneration(
         T5Config(**_t5(p, n, vocab_size=64, d_model=16, d_ff=32, num_heads=2))
     ),
@@ -224,6 +268,7 @@ def sharpen(model: nn.Module) -> None:
 def build_rows(name: str, count: int = SAMPLES) -> Rows:
     """Rows of very unequal lengths; some tokens without a label. Images for a ViT."""
     random = np.random.default_rng(3)
+    name = name.removesuffix("-lora")
     if name == "vit":
         return [_draw_image(random) for _ in range(count)]
     return [_draw_text(random, is_classified=name.endswith("bert")) for _ in range(count)]

@@ -15,6 +15,8 @@ Styles:
   fused_qkv, fused_kv             colwise, of two or three matrices side by side
   replicated_with_grad_allreduce  whole, but applied to a slice of the heads only
   mla_kv_a_proj                   whole; some of its outputs are used on a slice of the heads only
+  whole                           whole, and applied to each token separately (adapters)
+  whole_fused_qkv, …_kv           whole; each rank uses its rows of each matrix (adapters)
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from torch import nn
 
 from rapidformer.compat.transformers_models import get_tensor_plan
 from rapidformer.errors import ModelError
+from rapidformer.models.adapter_styles import spread_styles
 from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
 STYLES = (
     "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
     "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce", "mla_kv_a_proj",
+    "whole", "whole_fused_qkv", "whole_fused_kv",
 )  # fmt: skip
 _KEY_VALUE_NAMES = ("k_proj", "v_proj")
 # Experts stay whole on every rank: splitting them is up to expert parallelism.
@@ -174,7 +178,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     styles = dict(expand_patterns(model, patterns))
     _check_styles(model, styles)
     return TensorPlan(
-        styles={**vocabulary, **styles},
+        styles=spread_styles(model, {**vocabulary, **styles}),
         parameters=_find_parameters(model, patterns),
         divided={name: tuple(names) for name, names in expand_patterns(model, divided)},
         sequence_problem=problem,

@@ -70,7 +70,8 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
     if not region.can_share(length):
         return None
     dice = torch.Generator().manual_seed(0)
-    words = min(embedding.num_embeddings, 5000)
+    own = getattr(embedding, "base_layer", embedding)  # inside an adapter
+    words = min(own.num_embeddings, 5000)
     # Not the first ids: padding and similar tokens are special in some models.
     ids = torch.randint(min(5, words - 1), words, (2, length), generator=dice)
     mask = torch.ones_like(ids)

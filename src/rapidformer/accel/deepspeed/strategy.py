@@ -114,6 +114,13 @@ class DeepSpeedStrategy:
         names one.
         """
         self.bypass = bypass
+        if optimizer is not None:
+            # ZeRO-1 and -2 fail on a group in which everything is frozen, as adapters leave it.
+            optimizer.param_groups[:] = [
+                group
+                for group in optimizer.param_groups
+                if any(p.requires_grad for p in group["params"])
+            ]
         if self.has_own_optimizer:
             announce_build()
         forget_groups()

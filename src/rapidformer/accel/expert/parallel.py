@@ -31,6 +31,7 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
 from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.adapter_styles import has_adapter
 from rapidformer.models.plan import ModelPlan, expand_patterns
 from rapidformer.models.tensor_plans import describe_model
 from rapidformer.overlay import extend
@@ -131,7 +132,12 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
         module = model.get_submodule(name)
         numbers = {len(p) for p in module.parameters(recurse=False)}
         arguments = tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
-        if style is RoutedExperts and arguments[1:] != _ARGUMENTS:
+        if has_adapter(module):
+            yield (
+                f"{_FLAG} {size} cannot split the adapter of {name}: leave the experts out of "
+                "target_parameters, or use --zero-3-memory-optimization instead."
+            )
+        elif style is RoutedExperts and arguments[1:] != _ARGUMENTS:
             yield (
                 f"{_FLAG} {size}: {name} of {model_name} takes {', '.join(arguments[1:])} instead "
                 f"of {', '.join(_ARGUMENTS)}, so its rows cannot be sent to other ranks."

@@ -37,6 +37,7 @@ from rapidformer.compat.torch_mesh import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import copy_in, get_share
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
 
@@ -46,13 +47,15 @@ _CLASSES: dict[str, type] = {
     "key_value": Colwise,
     "fused_qkv": Colwise,
     "fused_kv": Colwise,
+    "whole_fused_qkv": Colwise,
+    "whole_fused_kv": Colwise,
     "colwise_gather_output": ColwiseGathered,
     "rowwise": Rowwise,
     "rowwise_split_input": RowwiseSplit,
     "embedding_rowwise": VocabularyEmbedding,
     "mla_kv_a_proj": SharedOutputs,
 }
-_PARTS = {"fused_qkv": 3, "fused_kv": 2}
+_PARTS = {"fused_qkv": 3, "fused_kv": 2, "whole_fused_qkv": 3, "whole_fused_kv": 2}
 _COMPUTED = (
     "has a weight that is computed from other parameters (weight_norm or another parametrization), "
     "which cannot be split. Remove it before compose "
@@ -111,7 +114,7 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         for attribute in attributes:
             setattr(owner, attribute, getattr(owner, attribute) // size)
     heads = _get_heads(model)
-    for name in {name.rpartition(".")[0] for name in plan.styles}:
+    for name in {get_layer_name(name).rpartition(".")[0] for name in plan.styles}:
         attention: Any = model.get_submodule(name)
         groups = getattr(attention, "num_key_value_groups", 0)
         if groups and (heads // groups) % size:
@@ -122,7 +125,8 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 def count_key_value_heads(model: nn.Module, name: str) -> int:
     """The heads of a layer for keys or values: they may differ from block to block; 0: unknown."""
     heads = _get_heads(model)
-    groups = getattr(model.get_submodule(name.rpartition(".")[0]), "num_key_value_groups", 0)
+    parent = get_layer_name(name).rpartition(".")[0]
+    groups = getattr(model.get_submodule(parent), "num_key_value_groups", 0)
     if heads and isinstance(groups, int) and groups:
         return heads // groups
     return _get_heads(model, "num_key_value_heads")
@@ -130,7 +134,7 @@ def count_key_value_heads(model: nn.Module, name: str) -> int:
 
 def _count_shared_outputs(model: nn.Module, name: str) -> int:
     """The outputs that are a key for all heads (its rotated part); a split layer takes the rest."""
-    attention: Any = model.get_submodule(name.rpartition(".")[0])
+    attention: Any = model.get_submodule(get_layer_name(name).rpartition(".")[0])
     return int(attention.qk_rope_head_dim)
 
 
@@ -199,6 +203,7 @@ def _find_problems(
         if is_parametrized(model.get_submodule(name)):
             yield f"{_FLAG} {size}: {name} of {describe_model(model)} {_COMPUTED}"
     yield from _find_number_problems(model, plan, size)
+    yield from find_unsplittable(model)
 
 
 def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[str]:
@@ -221,7 +226,7 @@ def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iter
 
 
 def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None:
-    if style == "replicated_with_grad_allreduce":
+    if style in ("replicated_with_grad_allreduce", "whole"):
         return None
     if get_parameter_table(module).get("weight") is None:
         return _COMPUTED
@@ -291,8 +296,8 @@ def _cut_module(
         summed = _Cut(placement=Replicate(), reading=lambda whole: copy_in(whole, group))
         return {name: summed for name, p in get_parameter_table(module).items() if p is not None}
     if style in _PARTS:
-        return _cut_fused(module, _PARTS[style], mesh)
-    if style == "mla_kv_a_proj":
+        return _cut_fused(module, _PARTS[style], mesh, is_whole=style.startswith("whole"))
+    if style in ("mla_kv_a_proj", "whole"):
         return {}
     if key_value_heads % mesh.size():
         return _cut_to_one_head(module, key_value_heads, mesh)
@@ -303,23 +308,28 @@ def _cut_module(
     return cuts
 
 
-def _cut_fused(module: nn.Module, parts: int, mesh: DeviceMesh) -> dict[str, _Cut]:
+def _cut_fused(
+    module: nn.Module, parts: int, mesh: DeviceMesh, *, is_whole: bool
+) -> dict[str, _Cut]:
     """Fused matrices, each of them split over the ranks.
 
     The bias stays whole and is sliced when read: FSDP, which shards dimension 0 as well, would join
-    its strided slices in the wrong order.
+    its strided slices in the wrong order. So does a weight that ``is_whole``.
     """
     group = mesh.get_group()
     dim = _get_dim(module, "colwise")
 
-    def read_bias(whole: Tensor) -> Tensor:
-        columns = copy_in(whole, group).view(parts, -1)
-        start, end = get_share(columns.shape[1], group)
-        return columns[:, start:end].reshape(-1)
+    def read_rows(whole: Tensor) -> Tensor:
+        rows = copy_in(whole, group).view(parts, -1, *whole.shape[1:])
+        start, end = get_share(rows.shape[1], group)
+        return rows[:, start:end].flatten(0, 1)
 
+    sliced = _Cut(placement=Replicate(), reading=read_rows)
     cuts = {"weight": _Cut(placement=StridedShard(dim, split_factor=parts))}
+    if is_whole:
+        cuts["weight"] = sliced
     if get_parameter_table(module).get("bias") is not None:
-        cuts["bias"] = _Cut(placement=Replicate(), reading=read_bias)
+        cuts["bias"] = sliced
     return cuts
 
 

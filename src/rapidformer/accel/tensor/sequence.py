@@ -36,12 +36,13 @@ from rapidformer.accel.watched import (
 )
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.models.adapter_styles import get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
 
-_GATHERED = {"colwise", "key_value", "fused_qkv"}
+_GATHERED = {"colwise", "key_value", "fused_qkv", "whole_fused_qkv"}
 # Styles whose outputs are a slice, and whose sums can be scattered by tokens.
-_KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj"}
+_KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", "whole"}
 
 
 def apply(assembly: Assembly) -> str:
@@ -176,7 +177,8 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
 
 
 def _get_parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    """The module that a layer is in; an adapter is a part of its layer."""
+    return get_layer_name(name).rpartition(".")[0]
 
 
 def _get_split(module: nn.Module, mesh: DeviceMesh) -> Split:

@@ -1,0 +1,105 @@
+"""LoRA under every layout == one process: adapters' gradients and weights; the rest stays frozen.
+
+The models are those of the other tests with adapters on layers that are split by outputs, by inputs
+or not at all. Every cell: ``python tests/parity/matrix.py llama-lora gpt2-lora …``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import PIPELINE, TENSOR, Case, check, make_adamw, run_one, under, zero
+from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
+from tests.parity.under_deepspeed import build_case
+
+BOTH = ("gpt2-lora", "llama-lora")
+
+
+def check_adapters(world_size: int, cases: list[Case], *limits: object) -> None:
+    for (training, _), traces in zip(cases, check(world_size, cases, *limits), strict=True):
+        for trace in [run_one(training), *traces]:
+            check_frozen(trace)
+
+
+def check_frozen(trace: Trace) -> None:
+    """What has no gradient is bit by bit what it was; what has one, is an adapter and moved."""
+    trained = set(trace.gradients[0])
+    assert trained and all("lora" in name or "modules_to_save" in name for name in trained)
+    for name, weight in trace.weights.items():
+        assert np.array_equal(weight, trace.start[name]) == (name not in trained), name
+
+
+def test_adapters_of_replicas_and_of_sharded_models() -> None:
+    check_adapters(
+        2,
+        [
+            *under({}, "gpt2-lora", "experts-lora", rows=16),
+            *under(zero(1), "gpt2-dora", rows=16),
+            *under(zero(2), "llama-lora", make_optimizer=make_adamw, rows=16),
+            *under(zero(3, checkpoint_activations=True), *BOTH, "experts-lora", rows=16),
+            *under(zero(3, cpu_offload=True), "gpt2-dora", rows=16),
+        ],
+    )
+
+
+def test_adapters_of_split_layers() -> None:
+    """Fused and tied weights, few key heads, a head with an adapter, shared outputs (MLA)."""
+    tensor = {TENSOR: 2}
+    check_adapters(
+        2,
+        [
+            *under(tensor, *BOTH, "bert-lora", "deepseek-lora", rows=16),
+            *under({**tensor, "sequence_parallel": True}, *BOTH, rows=16),
+        ],
+    )
+
+
+def test_adapters_of_stages_sequences_and_experts() -> None:
+    staged = {PIPELINE: 2}
+    check_adapters(
+        2,
+        [
+            *under(staged, "llama-lora", rows=16),
+            *under({**staged, "pipeline_schedule": "zero-bubble"}, "gpt2-lora", layers=4, rows=16),
+            *under({"context_parallel_size": 2}, *BOTH, rows=16),
+            *under({"expert_model_parallel_size": 2}, "mixtral-lora", rows=16),
+        ],
+    )
+
+
+def test_adapters_of_split_layers_in_stages_and_shards() -> None:
+    check_adapters(
+        4,
+        [
+            *under({TENSOR: 2, PIPELINE: 2}, "llama-lora", rows=16),
+            *under(zero(3, **{TENSOR: 2}), "gpt2-lora", rows=16),
+        ],
+    )
+
+
+def test_adapters_in_compiled_and_offloaded_blocks() -> None:
+    compiled = {"compile": True, "compile_backend": "eager", "activation_offload": True}
+    check_adapters(1, under(compiled, "gpt2-lora", rows=16))
+
+
+def test_adapters_under_deepspeed(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    case = build_case("gpt2-lora", {"zero_optimization": {"stage": 2}}, tmp_path)
+    check_adapters(2, [case], DEEPSPEED_LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("model", "setting", "text"),
+    [
+        ("gpt2-dora", TENSOR, "cannot split the DoRA adapter of transformer.h.0.attn.c_attn"),
+        ("mixtral-lora", TENSOR, "the adapter of model.layers.0.mlp.gate, which changes a param"),
+        ("experts-lora", "expert_model_parallel_size", "adapter of model.layers.0.mlp.experts"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(model: str, setting: str, text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        check(2, under({setting: 2}, model))
