@@ -239,6 +239,17 @@ def test_a_resumed_run_of_stages_is_bit_equal(tmp_path: Path) -> None:
 # ---- outside of a schedule -----------------------------------------------------------------------
 
 
+def _watch_inputs(model: Any) -> set[int]:
+    """How many tokens of each row the model was given, over all calls."""
+    lengths: set[int] = set()
+
+    def look(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        lengths.add(args[0].shape[-1])
+
+    model.get_input_embeddings().register_forward_pre_hook(look)
+    return lengths
+
+
 def _call(settings: dict[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("gpt2", "qwen3", "bert"):
@@ -253,17 +264,25 @@ def _call(settings: dict[str, Any]) -> dict[str, Any]:
             output = model(input_ids=ids, labels=labels)
         answers[name] = [type(output).__name__, float(output.loss), output.logits.numpy().copy()]
         if name != "bert":
+            mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
             options = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
+            options["attention_mask"] = mask
+            read = _watch_inputs(model)
             answers[name] += [model.generate(ids, **options).tolist()]
+            answers[name] += [model.generate(ids, num_beams=2, **options).tolist()]
             torch.manual_seed(3)
             answers[name] += [model.generate(ids, do_sample=True, **options).tolist()]
+            assert read == {3, 1}, "a cache holds all tokens but the newest"
     engine.close()
     return answers
 
 
 def test_a_call_without_gradients_gives_every_process_the_output() -> None:
     expected = _call({})
-    layouts = [(2, _stage("zero-bubble")), (4, _stage("1f1b", zero_3_memory_optimization=True))]
+    layouts = [
+        (2, _stage("interleaved", num_layers_per_virtual_pipeline_stage=1)),
+        (4, _stage("1f1b", zero_3_memory_optimization=True)),
+    ]
     for world_size, settings in layouts:
         for answers in run_in_processes(_call, world_size, settings):
             for name, (kind, loss, logits, *texts) in expected.items():

@@ -112,7 +112,7 @@ class Pipeline:
             group=self._group,
             device=self._device,
         )
-        apply_staged_calls(model, self._context, relay)
+        apply_staged_calls(model, self._context, relay, len(self.plan.blocks))
         absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)

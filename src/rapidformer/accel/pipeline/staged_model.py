@@ -9,6 +9,7 @@ code.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -19,21 +20,27 @@ from torch import nn
 
 from rapidformer.accel.pipeline.discovery import iterate_tensors
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
+from rapidformer.accel.pipeline.stage_cache import (
+    Relay,
+    can_have_cache,
+    find_cache,
+    relay_with_cache,
+)
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend, remove
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
-Relay = Callable[[Callable[[], Any]], Any]
 
-
-def apply_staged_calls(model: nn.Module, context: StageContext, relay: Relay) -> nn.Module:
+def apply_staged_calls(
+    model: nn.Module, context: StageContext, relay: Relay, num_blocks: int
+) -> nn.Module:
     """Make calls of the model follow the context, or go through the relay; in place."""
-    extend(model, "stages", lambda cls: _build_staged(cls, context, relay))
+    extend(model, "stages", lambda cls: _build_staged(cls, context, relay, num_blocks))
     return model
 
 
-def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, Any]:
+def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int) -> dict[str, Any]:
     accepted = inspect.signature(cls.forward).parameters
     # An adapter's model passes unknown attributes on to the one inside.
     is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
@@ -64,15 +71,15 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay) -> dict[str, An
                 "        engine.step()\n"
                 "or use Finetuner or PreTrainer. (For an evaluation, call model.eval() first.)"
             )
-        return relay(
-            functools.partial(
-                _call_stage, functools.partial(cls.__call__, self), context, args, kwargs
-            )
+        run = functools.partial(
+            _call_stage, functools.partial(cls.__call__, self), context, args, kwargs
         )
+        cache = find_cache(args, kwargs)
+        return relay(run) if cache is None else relay_with_cache(relay, run, cache, context)
 
     members: dict[str, Any] = {"forward": forward, "__call__": call}
     if hasattr(cls, "generate"):
-        members["generate"] = _build_generate(cls, context, relay)
+        members["generate"] = _build_generate(cls, context, relay, num_blocks)
     return members
 
 
@@ -109,18 +116,30 @@ def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _build_generate(cls: Any, context: StageContext, relay: Relay) -> Callable[..., Any]:
+def _build_generate(
+    cls: Any, context: StageContext, relay: Relay, num_blocks: int
+) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without a cache, which would hold one rank's blocks only.
-        kwargs["use_cache"] = False
         if not hasattr(self, "get_base_model"):
+            if not can_have_cache(self, num_blocks):
+                _turn_cache_off(kwargs)
             return cls.generate(self, *args, **kwargs)
         # An adapter's model lets the one inside generate: meanwhile, that one is called.
         inner = self.get_base_model()
-        apply_staged_calls(inner, context, relay)
+        apply_staged_calls(inner, context, relay, num_blocks)
         try:
             return cls.generate(self, *args, **kwargs)
         finally:
             remove(inner, "stages")
 
     return generate
+
+
+def _turn_cache_off(kwargs: dict[str, Any]) -> None:
+    """A cache that stages cannot split would hold one rank's blocks only."""
+    config = kwargs.get("generation_config")
+    if config is None:
+        kwargs["use_cache"] = False
+    else:
+        kwargs["generation_config"] = copy.copy(config)
+        kwargs["generation_config"].use_cache = False
