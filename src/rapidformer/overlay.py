@@ -20,6 +20,7 @@ from typing import Any
 ORDER = {
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "statistics": "normalises by the rows of all ranks",
+    "loss": "leaves logits to the loss, which computes them chunk by chunk",
     "recompute": "computes a block again in the backward pass",
     "offload": "keeps what a block saves for its backward pass in host memory",
     "context": "holds this rank's tokens of each sequence",

@@ -65,7 +65,7 @@ def test_nothing_of_a_switch_is_left_in_verifys_reference_run(switch: Switch) ->
         global_batch_size=4, micro_batch_size=4,
     )  # fmt: skip
     reference = change_settings(args, job)
-    assert {name: getattr(reference, name) for name in switch.settings} == switch.get_defaults()
+    assert {name: getattr(reference, name) for name in switch.settings} == switch.get_off_values()
 
 
 def get_flags(switch: Switch) -> list[str]:

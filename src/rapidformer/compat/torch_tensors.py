@@ -12,11 +12,23 @@ PRIVATE_NAMES = {
     "torch._foreach_mul_": "scaling all gradients in one kernel",
     "torch._foreach_norm": "the norms of all gradients in one kernel",
     "torch._assert_async": "refusing bad ids without waiting for the device",
+    "torch.Tensor._base": "asking logits without values whether they are a view, as FSDP does",
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
+
+FACTS = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "_base",
+        )
+    ),
+}  # fmt: skip
+"""What can be asked of a tensor that has no values yet."""
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

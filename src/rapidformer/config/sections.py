@@ -423,6 +423,9 @@ class AccelerationArguments:
     """full: recompute whole blocks; selective: store matrix products and attention outputs"""
     recompute_interval: int = 1
     """recompute every n-th block only"""
+    fused_loss: Literal["auto", "on", "off"] = "auto"
+    """compute the loss of a large vocabulary from the hidden states, so that its logits never exist
+    all at once: auto = from 4,096 words on, if it saves memory"""
     activation_offload: bool = False
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False

@@ -78,6 +78,8 @@ class Switch:
     """Any of these settings turns it on. If empty, it is on whenever its needs are met."""
     options: tuple[str, ...] = ()
     """Settings that configure it; without effect while it is off."""
+    off: Mapping[str, Any] = field(default_factory=dict)
+    """The values that turn it off, if those are not the defaults."""
     kinds: Mapping[str, Any] = field(default_factory=dict)
     """What each setting that turns it on stands for; two different ones exclude each other."""
 
@@ -109,7 +111,10 @@ class Switch:
 
     def is_on(self, args: Settings) -> bool:
         """Whether the settings turn it on."""
-        return not self.turned_on_by or bool(self.list_given(args, self.turned_on_by))
+        if not self.turned_on_by:
+            return True
+        off = self.get_off_values()
+        return any(getattr(args, name) != off[name] for name in self.turned_on_by)
 
     def has_what_it_needs(self, args: Settings) -> bool:
         """Whether it would have an effect."""
@@ -120,9 +125,9 @@ class Switch:
         names = self.settings if names is None else names
         return [name for name in names if getattr(args, name) != get_settings()[name].default]
 
-    def get_defaults(self) -> dict[str, Any]:
+    def get_off_values(self) -> dict[str, Any]:
         """The settings that turn it off."""
-        return {name: get_settings()[name].default for name in self.settings}
+        return {name: get_settings()[name].default for name in self.settings} | dict(self.off)
 
     def describe(self, args: Settings | None = None) -> str:
         """Its flag: the one that turned it on, or its first."""
@@ -220,6 +225,12 @@ SWITCHES: tuple[Switch, ...] = (
         module="tensor.vocabulary_loss",
         needs=(Rule(switch="tensor parallelism"),),
         exact="to 3e-6",
+    ),
+    Switch(
+        name="fused loss",
+        turned_on_by=("fused_loss",),
+        off={"fused_loss": "off"},
+        module="fused_loss.switch",
     ),
     # Before compilation, so that a compiled block is recomputed as compiled.
     Switch(

@@ -14,6 +14,7 @@ from torch import nn
 
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.config import Settings
+from rapidformer.config.schema import get_settings
 from rapidformer.config.switches import SWITCHES
 from rapidformer.errors import RapidformerError
 
@@ -33,7 +34,7 @@ def switch_on_once(
             )
         if before == asked:
             return parallelized
-        plain = {name: v for switch in SWITCHES for name, v in switch.get_defaults().items()}
+        plain = {name: get_settings()[name].default for name in asked}
         if args.world_size > 1 or before != plain:
             changed = [name for name in asked if before[name] != asked[name]]
             raise RapidformerError(

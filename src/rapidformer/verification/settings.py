@@ -261,7 +261,7 @@ def _take_switches_away(args: Settings, job: Job) -> Settings:
 
 def _turn_off(args: Settings, switches: Sequence[Switch]) -> Settings:
     for switch in switches:
-        args = args.replace(SOURCE, **switch.get_defaults())
+        args = args.replace(SOURCE, **switch.get_off_values())
     return args
 
 

@@ -1,0 +1,1 @@
+"""``--fused-loss``: cross entropy from hidden states, so that no rank holds all logits at once."""

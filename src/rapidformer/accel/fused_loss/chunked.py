@@ -1,0 +1,212 @@
+"""Cross entropy of a linear head's outputs, a chunk of rows at a time.
+
+The logits of a large vocabulary are the largest tensor of a step: fp32 logits of 16,384 tokens
+over 128,256 words take 8 GB, and their gradient as much again. Here a chunk's logits exist only
+until its loss and its gradients are known. The gradients of the hidden states and of the head are
+computed in the forward pass, with the loss's own gradient taken to be 1; the backward pass scales
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Step = Callable[[Tensor], Tensor]
+"""What a model does to each logit before the loss, such as a soft cap."""
+
+_CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
+"""Of a chunk's logits in fp32: large enough for full matrix products, small beside the model."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How losses follow from the head's outputs."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    steps: tuple[Step, ...] = ()
+    differentiate: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]] | None = None
+    """A compiled ``differentiate``, if there is one; it gets chunks of one size only."""
+
+    def run_steps(self, logits: Tensor) -> Tensor:
+        """The logits that the loss is computed from."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+
+def sum_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, recipe: Recipe
+) -> Tensor:
+    """The sum of the cross entropies of ``hidden @ weight.T + bias``, in fp32.
+
+    ``hidden`` has a row for each label.
+    """
+    if hidden.device.type == "cpu":
+        # On a GPU, choosing rows would make the host wait for their number.
+        is_kept = labels != recipe.ignore_index
+        hidden, labels = hidden[is_kept], labels[is_kept]
+    total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        recipe: Recipe,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.recipe = recipe
+        ctx.needs = ctx.needs_input_grad[:3]
+        total, ctx.gradients = _compute(hidden, weight, bias, labels, recipe, ctx.needs)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, labels = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+            return *_differentiate_plainly(ctx, gradient), None, None
+        # Given away, so that a gradient can become ``.grad`` without a copy. A second backward pass
+        # through the same graph computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
+        return *(None if each is None else each.mul_(gradient) for each in gradients), None, None
+
+
+def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+    hidden, weight, bias, labels = ctx.saved_tensors
+    logits = ctx.recipe.run_steps(functional.linear(hidden, weight, bias))
+    loss = functional.cross_entropy(
+        logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
+        label_smoothing=ctx.recipe.label_smoothing,
+    )  # fmt: skip
+    inputs = zip((hidden, weight, bias), ctx.needs, strict=True)
+    wanted = [each for each, is_needed in inputs if is_needed]
+    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return [next(found) if is_needed else None for is_needed in ctx.needs]
+
+
+def _compute(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    recipe: Recipe,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The sum of all losses, and the gradients that are needed."""
+    dtype = get_compute_type(hidden)
+    table = weight.to(dtype)
+    offset = None if bias is None else bias.to(dtype)
+    of_hidden = torch.empty_like(hidden) if needs[0] else None
+    of_weight = torch.zeros_like(weight) if needs[1] else None
+    of_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    size = _choose_chunk(len(hidden), len(weight), hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), size):
+            rows = hidden[start : start + size].to(dtype)
+            chosen = labels[start : start + size]
+            logits = functional.linear(rows, table, offset)
+            losses, gradient = _run_chunk(logits, chosen, recipe, size)
+            total += losses
+            if of_hidden is not None:
+                of_hidden[start : start + size] = gradient @ table
+            if of_weight is not None:
+                _add_product(of_weight, gradient, rows)
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=torch.float32)
+    return total, [of_hidden, of_weight, of_bias]
+
+
+def get_compute_type(hidden: Tensor) -> torch.dtype:
+    """The type that a linear layer computes in here."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _choose_chunk(rows: int, width: int, device: torch.device) -> int:
+    """A power of two, so that there are few sizes to compile for."""
+    most = max(_CHUNK_BYTES.get(device.type, 2**28) // (4 * width), 128)
+    return 1 << min(most.bit_length() - 1, max(rows - 1, 0).bit_length())
+
+
+def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    """Add ``gradient.T @ rows``; sums of 16-bit products are kept in the weight's own type."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, rows)
+    else:
+        total += gradient.T @ rows
+
+
+def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe, size: int) -> tuple[Tensor, Tensor]:
+    """The sum of a chunk's losses, and the gradient of its logits."""
+    if recipe.steps:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            capped = recipe.run_steps(leaf)
+        losses, gradient = differentiate(
+            capped.detach(), labels, recipe.ignore_index, recipe.label_smoothing
+        )
+        return losses, torch.autograd.grad(capped, leaf, gradient)[0]
+    if recipe.differentiate is None:
+        return differentiate(logits, labels, recipe.ignore_index, recipe.label_smoothing)
+    count = len(labels)
+    if count < size:
+        # The last chunk as large as the others: one size, one compiled graph.
+        logits = functional.pad(logits, (0, 0, 0, size - count))
+        labels = functional.pad(labels, (0, size - count), value=recipe.ignore_index)
+    losses, gradient = recipe.differentiate(
+        logits, labels, recipe.ignore_index, recipe.label_smoothing
+    )
+    return losses, gradient[:count]
+
+
+def differentiate(
+    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of the rows' cross entropies, and its gradient in the logits' own type."""
+    is_ignored = (labels == ignore_index)[:, None]
+    index = labels[:, None].masked_fill(is_ignored, 0)
+    chances = functional.log_softmax(logits.float(), -1)
+    losses = chances.gather(1, index) * (smoothing - 1)
+    if smoothing:
+        losses -= smoothing * chances.mean(-1, keepdim=True)
+    # In place from here on: this is the largest tensor.
+    gradient = chances.exp_()
+    if smoothing:
+        gradient -= smoothing / gradient.shape[-1]
+    gradient.scatter_add_(1, index, torch.full_like(losses, smoothing - 1))
+    gradient.masked_fill_(is_ignored, 0.0)
+    return losses.masked_fill_(is_ignored, 0.0).sum(), gradient.to(logits.dtype)
+
+
+def differentiate_in_one_kernel(
+    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The same without a scatter, which a compiler would run as a kernel of its own."""
+    wide = logits.float()
+    is_ignored = (labels == ignore_index)[:, None]
+    index = labels[:, None].masked_fill(is_ignored, 0)
+    normaliser = wide.logsumexp(-1, keepdim=True)
+    losses = normaliser - (1 - smoothing) * wide.gather(1, index)
+    if smoothing:
+        losses = losses - smoothing * wide.mean(-1, keepdim=True)
+    is_label = torch.arange(wide.shape[-1], device=wide.device) == index
+    gradient = (wide - normaliser).exp() - torch.where(is_label, 1 - smoothing, 0.0)
+    if smoothing:
+        gradient = gradient - smoothing / wide.shape[-1]
+    gradient = gradient.masked_fill(is_ignored, 0.0)
+    return losses.masked_fill(is_ignored, 0.0).sum(), gradient.to(logits.dtype)

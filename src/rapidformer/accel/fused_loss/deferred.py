@@ -1,0 +1,206 @@
+"""Logits that are computed only if something other than a cross entropy needs them.
+
+In training, the head returns ``DeferredLogits``: they know their shape, follow the reshaping,
+shifting and scaling that models and losses do, and give a cross entropy chunk by chunk. Any other
+operation computes them whole, as the head would have. So a model's own loss, a user's loss over
+``outputs.logits`` and an accuracy that is printed now and then all work unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.accel.fused_loss.chunked import Recipe, Step
+from rapidformer.compat.torch_dispatch import tree_map_only
+from rapidformer.compat.torch_tensors import FACTS
+
+ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
+"""Rows of hidden states, their labels, a recipe -> the sum of the losses."""
+
+
+class Head:
+    """The two ways to use a linear head."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], compute_loss: ComputeLoss) -> None:
+        self.compute = compute
+        self.compute_loss = compute_loss
+
+
+class DeferredLogits(torch.Tensor):
+    """The outputs of a head that has not been applied yet."""
+
+    _head: Head
+    _hidden: Tensor
+    """Shaped as the logits are, except for the last dimension."""
+    _steps: tuple[Step, ...]
+    _computed: Tensor | None
+
+    def get_hidden(self) -> Tensor:
+        """What the head is applied to. Its gradient runs hooks that were registered on the logits:
+        FSDP gathers weights in one on every output of the model."""
+        hidden: Tensor = _Through.apply(self._hidden, self)  # type: ignore[no-untyped-call]
+        return hidden
+
+    def compute(self) -> Tensor:
+        """The logits as a plain tensor, with their gradient."""
+        if self._computed is None:
+            logits = self._head.compute(self.get_hidden())
+            for step in self._steps:
+                logits = step(logits)
+            self._computed = logits
+        return self._computed
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTS or func is Tensor.register_hook:
+            return super().__torch_function__(func, types, args, kwargs)
+        follow = _FOLLOWED.get(func)
+        if follow is not None and args and isinstance(args[0], cls) and args[0]._computed is None:
+            result = follow(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def defer(
+    head: Head, hidden: Tensor, width: int, dtype: torch.dtype, steps: tuple[Step, ...] = ()
+) -> DeferredLogits:
+    """The outputs of ``head`` for ``hidden``, not computed yet."""
+    # Without memory: one value, expanded. Only autograd sees it, which runs hooks on it.
+    stand_in = _StandIn.apply(hidden, width, dtype)  # type: ignore[no-untyped-call]
+    logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
+    logits._head, logits._hidden, logits._steps = head, hidden, steps
+    logits._computed = None
+    return logits
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        value = torch.full((), float("nan"), dtype=dtype, device=hidden.device)
+        return value.expand(*hidden.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, None, None
+
+
+class _Through(torch.autograd.Function):
+    """Hidden states, as if they came out of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, logits: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+
+
+# ---- what can be followed without computing ------------------------------------------------------
+
+
+def _compute_loss(
+    func: Any,
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_plain = weight is None and size_average is None and reduce is None
+    is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
+    if not is_plain or not is_labelled or logits.dim() != 2 or reduction not in ("mean", "sum"):
+        return NotImplemented
+    recipe = Recipe(ignore_index=ignore_index, label_smoothing=label_smoothing, steps=logits._steps)
+    total = logits._head.compute_loss(logits.get_hidden(), target, recipe)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _reshape(func: Any, logits: DeferredLogits, *shape: Any) -> Any:
+    sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+    width = logits.shape[-1]
+    rows = logits._hidden.shape[:-1].numel()
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    if sizes[-1] == -1:
+        known = -torch.Size(sizes).numel()
+        sizes[-1] = width if known and rows == known else 0
+    if sizes[-1] != width:
+        return NotImplemented
+    return _replace(logits, func(logits.get_hidden(), [*sizes[:-1], logits._hidden.shape[-1]]))
+
+
+def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
+        return NotImplemented
+    touches_words = len(parts) == logits.dim() or Ellipsis in parts[:-1]
+    if touches_words and parts[-1] not in (slice(None), Ellipsis):
+        return NotImplemented
+    return _replace(logits, logits.get_hidden()[index])
+
+
+def _keep(func: Any, logits: DeferredLogits) -> DeferredLogits:
+    return logits
+
+
+def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    # On a tensor of one element, to see what the call asks for.
+    kind = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
+    if kind.device != logits.device or not kind.is_floating_point():
+        return NotImplemented
+    if kind.dtype == logits.dtype:
+        return logits
+    return _replace(logits, dtype=kind.dtype, step=lambda x: x.to(kind.dtype))
+
+
+def _scale(func: Any, logits: DeferredLogits, factor: Any, **kwargs: Any) -> Any:
+    if not isinstance(factor, (int, float)) or kwargs:
+        return NotImplemented
+    return _replace(logits, step=lambda x: func(x, factor))
+
+
+def _bend(func: Any, logits: DeferredLogits) -> Any:
+    return _replace(logits, step=func)
+
+
+def _replace(
+    logits: DeferredLogits,
+    hidden: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    step: Step | None = None,
+) -> DeferredLogits:
+    hidden = logits.get_hidden() if hidden is None else hidden
+    steps = logits._steps if step is None else (*logits._steps, step)
+    return defer(logits._head, hidden, logits.shape[-1], dtype or logits.dtype, steps)
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    functional.cross_entropy: _compute_loss,
+    Tensor.view: _reshape, Tensor.reshape: _reshape,
+    Tensor.__getitem__: _index,
+    Tensor.contiguous: _keep,
+    Tensor.float: _cast, Tensor.to: _cast,
+    Tensor.mul: _scale, Tensor.__mul__: _scale, Tensor.__rmul__: _scale,
+    Tensor.div: _scale, Tensor.__truediv__: _scale,
+    torch.mul: _scale, torch.div: _scale,
+    Tensor.tanh: _bend, torch.tanh: _bend,
+}  # fmt: skip

@@ -1,0 +1,131 @@
+"""Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
+
+The loss runs inside a second call of the head, so whatever gathers, casts or counts around that
+module (ZeRO-3, hooks of users) is there when its weight is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.fused_loss.chunked import (
+    Recipe,
+    differentiate_in_one_kernel,
+    get_compute_type,
+    sum_losses,
+)
+from rapidformer.accel.fused_loss.deferred import Head, defer
+from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.dist.whole import gather_with_gradient
+from rapidformer.errors import ConfigurationError
+from rapidformer.overlay import extend
+
+_LARGE = 4096
+"""Words from which ``auto`` uses it: below, the logits are no larger than other activations."""
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Let the head's outputs exist only chunk by chunk, if there is a large head."""
+    mode, args = assembly.args.fused_loss, assembly.args
+    head = find_head(assembly.model)
+    obstacle = _find_obstacle(assembly, head)
+    if obstacle is not None:
+        # Of a pipeline, only the last stage has the head.
+        if mode == "on" and assembly.pipeline is None:
+            raise ConfigurationError(f"--fused-loss on: {obstacle}. Leave the flag out.")
+        return None
+    assert head is not None
+    if mode == "auto" and head.weight.shape[0] < _LARGE:
+        return None
+    backend = args.compile_backend if args.compile else None
+    gather = functools.partial(_gather, assembly)
+    apply_fused_loss(head, backend=backend, always=mode == "on", gather=gather)
+    return f"the {head.weight.shape[0]:,} logits of a token exist only chunk by chunk"
+
+
+def find_head(model: nn.Module) -> nn.Linear | None:
+    """The layer that gives a logit for each word of the vocabulary."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    # Not a subclass: its forward may do more than a product.
+    return head if type(head) is nn.Linear else None
+
+
+def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
+    if head is None:
+        return f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank"
+    if assembly.topology.tensor > 1:
+        return "tensor parallelism splits the logits already"
+    if assembly.topology.context > 1:
+        return "context parallelism splits the logits already"
+    if assembly.args.compile and not assembly.plan.blocks:
+        return "the whole model is compiled as one, head and loss included"
+    if assembly.uses_deepspeed:
+        return "DeepSpeed calls the head itself"
+    return None
+
+
+def apply_fused_loss(
+    head: nn.Linear,
+    *,
+    backend: str | None = None,
+    always: bool = True,
+    gather: Callable[[Tensor], Tensor] = gather_with_gradient,
+) -> None:
+    """Defer this head's outputs in training; ``backend`` compiles a chunk's loss on a GPU."""
+    compiled = None
+    if backend is not None and head.weight.is_cuda:
+        compiled = torch.compile(differentiate_in_one_kernel, backend=backend, dynamic=False)
+    build = functools.partial(_build_head, compiled=compiled, always=always, gather=gather)
+    extend(head, "loss", build)
+
+
+def _gather(assembly: Assembly, parameter: Tensor) -> Tensor:
+    """A sharded weight, whole: a loss over ``outputs.logits`` may come after the forward pass."""
+    if isinstance(assembly.synchronizer, ShardedGradients):
+        return assembly.synchronizer.gathered_weights.gather(parameter)
+    return gather_with_gradient(parameter)
+
+
+def _build_head(
+    cls: Any, *, compiled: Any, always: bool, gather: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    def forward(
+        self: nn.Linear,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        recipe: Recipe | None = None,
+        is_wanted: bool = False,
+    ) -> Tensor:
+        if labels is None and not is_wanted:
+            if _is_trained(self, hidden) and (always or _pays(self, hidden)):
+                head = Head(functools.partial(self, is_wanted=True), self)
+                return defer(head, hidden, self.out_features, get_compute_type(hidden))
+            result: Tensor = cls.forward(self, hidden)
+            return result
+        weight = gather(self.weight)
+        bias = None if self.bias is None else gather(self.bias)
+        if labels is None:
+            return functional.linear(hidden, weight, bias)
+        assert recipe is not None
+        recipe = dataclasses.replace(recipe, differentiate=compiled)
+        return sum_losses(hidden, weight, bias, labels, recipe)
+
+    return {"forward": forward}
+
+
+def _is_trained(head: nn.Linear, hidden: Tensor) -> bool:
+    return torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+
+
+def _pays(head: nn.Linear, hidden: Tensor) -> bool:
+    """Whether the logits take more memory than the head's gradient, which is held instead."""
+    return hidden.shape[:-1].numel() * 2 >= head.in_features
