@@ -16,18 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.compat.torch_dispatch import without_torch_function
+from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend
-
-FACTS = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf",
-                     "is_meta", "is_cuda")
-    ),
-}  # fmt: skip
-"""What can be asked of a tensor without its values."""
 
 
 class AbsentWeight(torch.Tensor):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rapidformer.accel.absent import FACTS
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.dist.regions import Group, gather_out, get_local, take_slice

@@ -24,7 +24,8 @@ FACTS = {
     *(
         getattr(Tensor, name).__get__
         for name in (
-            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "_base",
+            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "is_meta",
+            "is_cuda", "_base",
         )
     ),
 }  # fmt: skip
