@@ -173,7 +173,7 @@ def test_only_answers_and_their_ends_are_trained_on(template: str | None, folder
 @pytest.mark.parametrize(
     ("template", "trained"),
     [
-        (CLOSED, "blue<|im_end|> green\nor grey<|im_end|>\n<|endoftext|>"),
+        (CLOSED, "blue<|im_end|> green\nor grey<|im_end|>"),
         (OPEN, " blue  green\nor grey<|endoftext|>"),
     ],
 )

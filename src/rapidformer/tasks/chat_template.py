@@ -3,8 +3,8 @@
 A template is a program, so nothing is assumed about its output. If it has ``{% generation %}``
 marks, they tell where the answers are. Without marks, an answer begins where the conversation
 before it, rendered with a generation prompt, ends; that text must be a prefix of the full text. It
-ends where the conversation up to and including it ends, except that many templates render the last
-answer, or what follows it, differently from earlier ones.
+ends with the first special token after it, which is where generation stops. Many templates render
+the last answer, or what follows it, differently from earlier ones.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _CHATML = _TURNS.format(
     end="'<|im_end|>'",
     answer="'<|im_start|>assistant\\n'",
 )
+# Templates with this variable let the prompt supply an empty thought (Qwen3), which is then no part
+# of the answer.
+_THINKING = "enable_thinking"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "The-answer-stands-here"
 
@@ -44,23 +47,26 @@ _ANSWER = "The-answer-stands-here"
 class ChatTemplate:
     """A tokenizer's template, and what it puts after an answer.
 
-    ``end_of_turn`` is what follows the last answer.
+    ``end_of_turn`` is what ends the last answer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template()
         self.has_marks = _MARKED.search(self.text) is not None
-        self.end_of_turn = self._find_end_of_turn()
+        self._tail = self._find_tail()
+        self.end_of_turn = self._cut_after_special(self._tail)
         self._end_between_turns = self._find_end_between_turns()
 
-    def render(self, messages: Sequence[Message], *, lets_answer: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
+    ) -> str:
         """The conversation as text; ``lets_answer`` adds the generation prompt at the end."""
         from jinja2.exceptions import TemplateError
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=lets_answer
+                list(messages), tokenize=False, add_generation_prompt=lets_answer, **variables
             )
         except (TemplateError, TypeError, ValueError) as reason:
             raise BadRowError(f"is refused by the chat template: {reason}") from None
@@ -71,21 +77,57 @@ class ChatTemplate:
         if self.has_marks:
             return self._render_marked(messages)
         text = self.render(messages)
+        messages = self._drop_unused_system(messages, text)
         spans = []
         for number, message in enumerate(messages):
             # An opening turn by the assistant answers nothing.
             if message["role"] != "assistant" or number == 0 or is_empty(message):
                 continue
-            before = self.render(messages[:number], lets_answer=True)
-            self._check_is_prefix(before, text)
-            spans.append((len(before), self._find_end(text, len(before), messages, number)))
+            start = self._find_start(text, messages[:number])
+            spans.append((start, self._find_end(text, start, messages, number)))
         return text, spans
 
     def get_stop_id(self) -> int | None:
         """The token that ends an answer, if it is one that cannot occur in ordinary text."""
         ids = self._tokenizer(self.end_of_turn, add_special_tokens=False)["input_ids"]
-        special = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+        special = self._get_special_ids()
         return next((int(token) for token in ids if token in special), None)
+
+    def _get_special_ids(self) -> set[int]:
+        return {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+
+    def _cut_after_special(self, text: str) -> str:
+        """The text up to its first special token; all of it but the last spaces if it has none."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        special = self._get_special_ids()
+        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        end = next((place[1] for token, place in tokens if token in special), None)
+        return text.rstrip() if end is None else text[:end]
+
+    def _drop_unused_system(self, messages: Sequence[Message], text: str) -> Sequence[Message]:
+        """The turns that the text shows: some templates (Mistral's) show the system message only
+        while the conversation waits for an answer, and never in the text to train on.
+        """
+        if messages[0]["role"] != "system" or is_empty(messages[0]):
+            return messages
+        if messages[0]["content"].strip() in text or self.render(messages[1:]) != text:
+            return messages
+        warn_once(
+            "the chat template leaves the system message out of conversations that end with an "
+            "answer, so the model is not trained with it: move it into the first user message, or "
+            "give --chat-template FILE."
+        )
+        return messages[1:]
+
+    def _find_start(self, text: str, before: Sequence[Message]) -> int:
+        """Where the answer to the turns before it begins."""
+        prompt = self.render(before, lets_answer=True)
+        self._check_is_prefix(prompt, text)
+        if _THINKING in self.text:
+            without_thought = self.render(before, lets_answer=True, **{_THINKING: False})
+            if len(without_thought) > len(prompt) and text.startswith(without_thought):
+                return len(without_thought)
+        return len(prompt)
 
     def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateError
@@ -125,10 +167,10 @@ class ChatTemplate:
 
     def _find_end(self, text: str, start: int, messages: Sequence[Message], number: int) -> int:
         if number == len(messages) - 1:
-            return len(text.rstrip())
+            return self._find_end_of_text(text)
         upto = self.render(messages[: number + 1])
         if text.startswith(upto):
-            return len(upto.rstrip())
+            return self._find_end_of_text(upto)
         # Rendered up to here, this is the last answer, which this template renders differently.
         content, end = messages[number]["content"].strip(), self._end_between_turns
         said = text.find(content, start)
@@ -141,7 +183,14 @@ class ChatTemplate:
         self._check_is_prefix(shown, text)
         return len(shown)
 
-    def _find_end_of_turn(self) -> str:
+    def _find_end_of_text(self, text: str) -> int:
+        """Where the last answer of a rendered conversation ends."""
+        if self._tail and text.endswith(self._tail):
+            return len(text) - len(self._tail) + len(self.end_of_turn)
+        return len(text.rstrip())
+
+    def _find_tail(self) -> str:
+        """What follows the last answer."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = self.render(turns)
@@ -156,8 +205,7 @@ class ChatTemplate:
             warn_once(
                 "the chat template puts nothing after an answer: the model will not learn to stop."
             )
-        # The line break after the end is not part of the answer.
-        return rest.rstrip()
+        return rest
 
     def _find_end_between_turns(self) -> str:
         """What follows an earlier answer: the common beginning with what follows the last one, if
@@ -176,7 +224,9 @@ class ChatTemplate:
         encoded = self._tokenizer(rests, add_special_tokens=False, return_offsets_mapping=True)
         tokens = zip(*encoded["input_ids"], encoded["offset_mapping"][0], strict=False)
         alike = takewhile(lambda token: token[0] == token[1], tokens)
-        return rests[0][: max((end for _, _, (_, end) in alike), default=0)].rstrip()
+        return self._cut_after_special(
+            rests[0][: max((end for _, _, (_, end) in alike), default=0)]
+        )
 
 
 def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> ChatTemplate | None:

@@ -130,7 +130,12 @@ def _read_message(item: Any) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"has a {type(item).__name__} instead of a message (role, content)")
     # Tables on disk give every message the keys of all messages, with None for the missing ones.
-    given = {key: value for key, value in item.items() if value is not None}
+    # An empty list of tool calls means the same; some templates look only whether there is a list.
+    given = {
+        key: value
+        for key, value in item.items()
+        if value is not None and not (key == "tool_calls" and not value)
+    }
     role = given.pop("role", None) or given.pop("from", None)
     if role is None:
         raise BadRowError(f"has a message without a role (its keys: {', '.join(item)})")
