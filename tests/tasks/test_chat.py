@@ -301,6 +301,28 @@ def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
     assert text.startswith("<|system|>\nbe brief<|endoftext|>\n<|user|>\nwhat is")
 
 
+def test_labels_that_cannot_teach_to_answer_or_to_stop_are_reported(
+    folder: Path, plain_folder: Path, said: list[str]
+) -> None:
+    rows = [{"messages": TURNS}]
+    prepare(folder, rows)
+    assert not any("trained on," in line for line in said)
+    marked = CHATML.replace("{{ '<|im_start|>' + ", "{% generation %}{{ '<|im_start|>' + ", 1)
+    marked = marked.replace("'<|im_end|>\\n' }}", "'<|im_end|>\\n' }}{% endgeneration %}", 1)
+    prepare(folder, rows, chat_template=marked)
+    assert any("train: every token is trained on, the prompts too" in line for line in said)
+    said.clear()
+    prepare(folder, rows, chat_template=marked, train_on_prompts=True)
+    assert not any("every token is trained on" in line for line in said)
+    long = [{"messages": [TURNS[1], {"role": "assistant", "content": "blue " * 40}]}]
+    prepare(folder, long, seq_length=32)
+    stop = "the token that ends an answer, '<|im_end|>', is never trained on, so the model will not"
+    assert any(stop in line and "use a longer --seq-length" in line for line in said)
+    said.clear()
+    prepare(plain_folder, [{"prompt": "what", "response": "blue " * 40}], seq_length=16)
+    assert any("the token that ends an answer, '<|endoftext|>', is never" in line for line in said)
+
+
 def test_a_given_template_wins_and_is_saved(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from rapidformer import Finetuner, PreTrainer, Pretrainer, RapidformerEngine, get_args, get_timers
-from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
 from tests.processes import run_in_processes
 
 
@@ -98,6 +98,19 @@ def test_finetuner_evaluates_and_saves_after_each_epoch(tmp_path: Path) -> None:
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [1, 5, 10, 15, 20, 25, 30]
     assert training[-1]["loss"] < training[0]["loss"]
+
+
+def test_labels_that_are_all_ignored_are_refused() -> None:
+    class Ignored(LineFinetuner):
+        def train_valid_test_datasets_provider(self) -> Any:
+            rows = [{"x": torch.ones(2), "labels": torch.tensor([-100, -100])}] * 8
+            return rows, None, None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model.layer(batch["x"][:, :1]).mean()
+
+    with pytest.raises(DataError, match=r"all labels of the first 4 rows are ignored \(-100\)"):
+        Ignored(make_engine(epochs=1)).train()
 
 
 def test_finetune_is_train(tmp_path: Path) -> None:

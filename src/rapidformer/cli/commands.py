@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
     ),
     "tasks": ("rapidformer.cli.tasks", False, "list the tasks and the columns they expect"),
     "preprocess": ("rapidformer.cli.preprocess", False, "turn a corpus into pre-training files"),
-    "data": ("rapidformer.cli.data", False, "inspect or merge pre-training files"),
+    "data": (
+        "rapidformer.cli.data",
+        False,
+        "show a run's data, inspect pre-training files",
+    ),
     "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve"),
 }

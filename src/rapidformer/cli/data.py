@@ -1,4 +1,4 @@
-"""``rapidformer data``: inspect Megatron's ``.bin/.idx`` files and merge them.
+"""``rapidformer data``: look at a run's data; inspect Megatron's ``.bin/.idx`` files, merge them.
 
 Help and flag errors do not import torch; a tokenizer is loaded only if ``head`` needs one.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
+  rapidformer data show --task causal_lm --pretrained-model-name-or-path NAME --data-path FILE
   rapidformer data info corpus_text_document
   rapidformer data head corpus_text_document -n 2 --tokenizer-name-or-path gpt2
   rapidformer data merge --input part_0 part_1 --output-prefix corpus
@@ -30,7 +31,13 @@ A PREFIX is the name of a pair of files without .bin and .idx.
 
 
 def run(argv: list[str]) -> None:
-    """Run ``info``, ``head`` or ``merge``."""
+    """Run ``show``, ``info``, ``head`` or ``merge``."""
+    if argv[:1] == ["show"]:
+        # Apart, since it takes the flags of a run.
+        from rapidformer.cli.data_show import run as show
+
+        show(argv[1:])
+        return
     try:
         options = _build_parser().parse_args([with_dashes(word) for word in argv])
     except HelpShownError:
@@ -41,11 +48,12 @@ def run(argv: list[str]) -> None:
 def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer data",
-        description="Inspect Megatron's .bin/.idx files and merge them.",
+        description="Show a run's data; inspect Megatron's .bin/.idx files and merge them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(metavar="info|head|merge", dest="command", required=True)
+    commands = parser.add_subparsers(metavar="show|info|head|merge", dest="command", required=True)
+    commands.add_parser("show", help="the first rows of a run's data, and what is trained on")
     info = commands.add_parser("info", help="counts, types, lengths, and any damage")
     info.add_argument("prefixes", nargs="+", metavar="PREFIX")
     info.add_argument("--json", action="store_true", help="one JSON object per line and PREFIX")

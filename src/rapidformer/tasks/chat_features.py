@@ -51,6 +51,13 @@ class ChatEncoder:
     def get_stop_id(self) -> int | None:
         return None if self.template is None else self.template.get_stop_id()
 
+    def get_end_id(self) -> int | None:
+        """The token that the model must learn in order to stop."""
+        if self.template is not None:
+            return self.template.get_stop_id()
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
     def get_key(self) -> tuple[Any, ...]:
         """What the features depend on, in addition to the rows."""
         from rapidformer.tasks.text import get_tokenizer_key
@@ -102,8 +109,10 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
             f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
         )
 
+    end = encoder.get_end_id()
+
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        return _to_features(_encode_rows(columns, indices, split, encoder))
+        return _to_features(_encode_rows(columns, indices, split, encoder), end)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
     reasons: list[str] = get_column(features, "left_out")
@@ -114,7 +123,8 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     if len(kept) < len(reasons):
         features = _select(features, kept)
     _report_trained(features, split, encoder)
-    return drop_columns(features, ["left_out", "trained", "is_cut"])
+    _check_labels(features, split, encoder)
+    return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
 
 
 def _encode_rows(
@@ -182,10 +192,9 @@ def _encode_pairs(
     return result
 
 
-def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
-    result: dict[str, list[Any]] = {
-        name: [] for name in ("input_ids", "labels", "length", "trained", "is_cut", "left_out")
-    }
+def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any]]:
+    names = ("input_ids", "labels", "length", "trained", "is_cut", "ends", "left_out")
+    result: dict[str, list[Any]] = {name: [] for name in names}
     for row in encoded:
         labels = [
             token if mark else IGNORED_LABEL
@@ -203,6 +212,7 @@ def _to_features(encoded: list[_Encoded]) -> dict[str, list[Any]]:
         result["length"].append(len(row.ids))
         result["trained"].append(trained)
         result["is_cut"].append(row.is_cut)
+        result["ends"].append(end in labels)
         result["left_out"].append(left_out)
     return result
 
@@ -245,6 +255,33 @@ def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
         get_logger().warning(
             "%s: %d of %d examples are longer than %d tokens and were cut (--seq-length)",
             split, cut, len(features), encoder.length,
+        )  # fmt: skip
+
+
+def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
+    """Warn about labels with which the model would not learn to answer, or not to stop."""
+    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
+    # The first token of a row is never a label.
+    if not encoder.trains_on_prompts and trained == tokens - len(features):
+        get_logger().warning(
+            "%s: every token is trained on, the prompts too, although only answers should be: "
+            "check the {%% generation %%} marks of the chat template, or state that this is meant "
+            "with --train-on-prompts. `rapidformer data show` shows the labels.",
+            split,
+        )
+    end = encoder.get_end_id()
+    ended = sum(get_column(features, "ends"))
+    if end is not None and not ended:
+        cut = sum(get_column(features, "is_cut"))
+        reason = (
+            f"all {cut} examples are cut before it: use a longer --seq-length"
+            if cut == len(features)
+            else "the chat template does not close its answers with it"
+        )
+        get_logger().warning(
+            "%s: the token that ends an answer, %r, is never trained on, so the model will not "
+            "learn to stop; %s. `rapidformer data show` shows the labels.",
+            split, encoder.tokenizer.convert_ids_to_tokens(end), reason,
         )  # fmt: skip
 
 

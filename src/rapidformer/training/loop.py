@@ -25,6 +25,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
+from rapidformer.training.first_labels import check_first_labels
 from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
@@ -198,6 +199,8 @@ class TrainingLoop:
         results = self.engine.run_update(
             self.forward, update, after_micro_batch=lambda: self._notify("on_substep_end")
         )
+        if self._attempts == 0:
+            check_first_labels(update, results, self.engine.topology)
         for each, result in zip(update, results, strict=True):
             self.meter.add_micro_batch(result.means, each.info)
         self.lr = self.engine.get_learning_rate()

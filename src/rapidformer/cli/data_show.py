@@ -1,0 +1,185 @@
+"""``rapidformer data show``: the first rows of a run's data as the model sees them.
+
+Tokens that are trained on are coloured; without colours they stand in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from rapidformer.config import Settings, parse_arguments, resolve
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.log import configure_logging
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rapidformer.tasks.label_view import ShownRow, ShownToken
+
+_EXAMPLES = """\
+examples:
+  rapidformer data show --task causal_lm --pretrained-model-name-or-path Qwen/Qwen3-0.6B \\
+      --data-path chats.jsonl --seq-length 1024
+  rapidformer data show --load runs/chat --split validation -n 1 --table
+
+All other flags are those of the run.
+"""
+# Enough rows to fill what is shown; tasks whose rows do not depend on each other need no more.
+_PREPARED_ROWS = 1000
+_INDEPENDENT = frozenset({"causal_lm", "masked_lm", "seq2seq_lm", "question_answering"})
+_TRAINED, _SPECIAL, _NOTE = "black on green", "bold", "italic magenta"
+_OPEN = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}"
+_CLOSE = "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
+_LINE_BREAK = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="rapidformer data show",
+        description="Show the first rows of a run's data, and which tokens are trained on.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", "--rows", type=int, default=3, help="number of rows (default: 3)")
+    parser.add_argument(
+        "--split", default="train", metavar="NAME",
+        help="train (the default), validation or test",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=512, metavar="N",
+        help="at most N tokens of each row (default: 512; 0: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--table", action="store_true", help="one token per line, with its id and label"
+    )
+    return parser
+
+
+def run(argv: list[str]) -> None:
+    """Prepare the data as training would, and print its first rows."""
+    try:
+        options, words = build_parser().parse_known_args([with_dashes(word) for word in argv])
+    except HelpShownError:
+        return
+    args = _read_settings(options, words)
+    from rapidformer.tasks.registry import get_task
+
+    task = get_task(args.task or "")
+    if task.name in _INDEPENDENT:
+        rows = max(_PREPARED_ROWS, options.rows)
+        limits = ("max_train_samples", "max_eval_samples", "max_predict_samples")
+        args = args.replace("data show", **{n: getattr(args, n) or rows for n in limits})
+    prepared = task.prepare(args)
+    features = prepared.get_split(options.split)
+    if features is None:
+        raise DataError(f"the data has no split {options.split!r} with labels: choose another.")
+    _show(features, prepared, options)
+
+
+def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
+    from rapidformer.cli.run_model import choose_run_model
+    from rapidformer.tasks.preflight import find_task_problems
+    from rapidformer.tasks.registry import is_pretraining
+
+    problems = []
+    if options.rows < 1:
+        problems.append(f"-n {options.rows}: must be at least 1.")
+    if options.tokens < 0:
+        problems.append(f"--tokens {options.tokens}: give a number of tokens, or 0 for all.")
+    if options.split not in ("train", "validation", "test"):
+        problems.append(f"--split {options.split}: use train, validation or test.")
+    # For its data and the way to read them, a run that is shown is one that is evaluated.
+    args = choose_run_model(parse_arguments(words), "evaluate")
+    if is_pretraining(args.task):
+        raise ConfigurationError(
+            "data show needs rows of a table: use `rapidformer data head` for .bin/.idx files, "
+            "whose tokens are all trained on."
+        )
+    # Where the run computes and saves does not matter here.
+    here = args.replace("data show", device="cpu", save=None)
+    problems += find_task_problems(here, "train", 0)
+    if problems:
+        raise ConfigurationError(problems)
+    configure_logging(args.log_level)
+    return resolve(args, world_size=1)
+
+
+def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rapidformer.tasks.label_view import count_tokens, view_batch
+
+    # A file gets no line breaks but those of the text.
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    total, has_trained = len(features), False
+    for number in range(min(options.rows, total)):
+        rows = view_batch(prepared.collate([features[number]]), prepared)
+        tokens, trained = count_tokens(rows)
+        title = f"--- {options.split}, row {number + 1} of {total:,}"
+        if tokens:
+            title += f": {tokens:,} tokens"
+        if trained:
+            has_trained = True
+            title += f", {trained:,} trained on ({100 * trained / tokens:.1f}%)"
+        console.print(title, style="bold cyan")
+        for row in rows:
+            _print_row(row, options, console)
+    if has_trained:
+        has_colours = console.color_system is not None
+        mark = "trained on" if has_colours else f"{_OPEN}...{_CLOSE} trained on"
+        legend = Text(mark, style=_TRAINED if has_colours else "")
+        console.print(Text.assemble(legend, " (all else is only read)"))
+
+
+def _print_row(row: ShownRow, options: argparse.Namespace, console: Console) -> None:
+    if row.name:
+        console.print(row.name, style="bold")
+    shown = row.tokens[: options.tokens or None]
+    if options.table:
+        _print_table(shown, console)
+    elif shown:
+        console.print(format_tokens(shown, has_colours=console.color_system is not None))
+    if len(shown) < len(row.tokens):
+        console.print(f"... {len(row.tokens) - len(shown):,} more tokens")
+    if row.fact:
+        console.print(row.fact, style=_NOTE)
+
+
+def format_tokens(tokens: Sequence[ShownToken], *, has_colours: bool) -> Text:
+    """The row as running text: colours, or brackets around runs of tokens that are trained on."""
+    from rich.text import Text
+
+    text = Text()
+    is_open = False
+    for token in tokens:
+        if not has_colours and is_open and (not token.is_trained or token.begins_example):
+            text.append(_CLOSE)
+            is_open = False
+        if token.begins_example:
+            text.append("\n--- next example of the row\n")
+        if not has_colours and token.is_trained and not is_open:
+            text.append(_OPEN)
+            is_open = True
+        shown = token.text.replace("\n", _LINE_BREAK)
+        styles = (_TRAINED if token.is_trained else "", _SPECIAL if token.is_special else "")
+        text.append(shown, style=" ".join(styles).strip())
+        if token.note:
+            text.append(f"<{token.note.strip()}>", style=_NOTE)
+    if is_open:
+        text.append(_CLOSE)
+    return text
+
+
+def _print_table(tokens: Sequence[ShownToken], console: Console) -> None:
+    width = max((len(repr(token.piece)) for token in tokens), default=0)
+    for place, token in enumerate(tokens):
+        mark = "trained" if token.is_trained else ""
+        note = f"<{token.note.strip()}>" if token.note else ""
+        line = f"{place:>5} {token.number:>7}  {token.piece!r:<{width}}  {mark} {note}".rstrip()
+        console.print(line, style=_TRAINED if token.is_trained else "")

@@ -1,0 +1,178 @@
+"""Rows as the model sees them: their tokens, which of them are trained on, and their labels.
+
+Everything is read from the collated batch, so that what is shown is what training gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.tasks.base import PreparedData
+
+if TYPE_CHECKING:
+    import torch
+
+_IGNORED = -100
+_LONGEST_CHARACTER = 4  # bytes, and so tokens, in UTF-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownToken:
+    """A token of a row."""
+
+    number: int
+    text: str
+    """Its text in the row; that of a character in several tokens belongs to the last of them."""
+    piece: str = ""
+    """Its name in the tokenizer's vocabulary."""
+    is_trained: bool = False
+    is_special: bool = False
+    note: str = ""
+    """The label, if it is not the token itself: a tag, or the word behind a mask."""
+    begins_example: bool = False
+    """Whether another example of a packed row begins here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownRow:
+    """One sequence of tokens; an example may have several (source and target, choices)."""
+
+    name: str
+    tokens: Sequence[ShownToken]
+    fact: str = ""
+    """The label of the whole row."""
+
+
+def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:
+    """The sequences of a batch of one row."""
+    if "pixel_values" in batch:
+        shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
+        return [ShownRow(name=f"an image of {shape}", tokens=(), fact=_describe(batch, prepared))]
+    ids = batch["input_ids"][0]
+    if ids.dim() == 2:
+        return [
+            ShownRow(name=f"choice {number}", tokens=_read(choice, batch, prepared))
+            for number, choice in enumerate(ids)
+        ] + [ShownRow(name="", tokens=(), fact=_describe(batch, prepared))]
+    if "start_positions" in batch:
+        return [_view_answer(batch, prepared)]
+    labels = batch.get("labels")
+    if labels is None or labels.dim() == 1 or labels.is_floating_point():
+        fact = _describe(batch, prepared)
+        return [ShownRow(name="", tokens=_read(ids, batch, prepared), fact=fact)]
+    if _is_target(batch, prepared):
+        target = _read(labels[0], {}, prepared, labels[0])
+        return [
+            ShownRow(name="source", tokens=_read(ids, batch, prepared)),
+            ShownRow(name="target", tokens=target),
+        ]
+    return [ShownRow(name="", tokens=_read(ids, batch, prepared, labels[0]))]
+
+
+def count_tokens(rows: Sequence[ShownRow]) -> tuple[int, int]:
+    """The tokens of an example, and how many of them are trained on."""
+    tokens = [token for row in rows for token in row.tokens]
+    return len(tokens), sum(token.is_trained for token in tokens)
+
+
+def _is_target(batch: Mapping[str, Any], prepared: PreparedData) -> bool:
+    """Whether the labels are a text of their own (an encoder-decoder's)."""
+    return "target" in prepared.extras or batch["labels"].shape != batch["input_ids"].shape
+
+
+def _read(
+    ids: torch.Tensor,
+    batch: Mapping[str, Any],
+    prepared: PreparedData,
+    labels: torch.Tensor | None = None,
+) -> list[ShownToken]:
+    tokenizer = prepared.processor
+    values = [max(0, int(token)) for token in ids]
+    marks = [_IGNORED] * len(values) if labels is None else [int(label) for label in labels]
+    positions = batch.get("position_ids")
+    starts = [] if positions is None else [int(place) == 0 for place in positions[0]]
+    special = {*tokenizer.all_special_ids, *_get_added(tokenizer)}
+    return [
+        ShownToken(
+            number=token,
+            text=text,
+            piece=str(tokenizer.convert_ids_to_tokens(token)),
+            is_trained=label != _IGNORED,
+            is_special=token in special,
+            note=_note(label, token, prepared),
+            begins_example=bool(starts) and place > 0 and starts[place],
+        )
+        for place, (token, text, label) in enumerate(
+            zip(values, _decode_each(values, tokenizer), marks, strict=True)
+        )
+    ]
+
+
+def _get_added(tokenizer: Any) -> list[int]:
+    """Tokens that the template uses as special ones, although they are not registered as such."""
+    return list(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+def _note(label: int, token: int, prepared: PreparedData) -> str:
+    """What the label says, if it is not simply the token."""
+    if label == _IGNORED:
+        return ""
+    if "words" in prepared.extras:  # tags of words
+        return str(prepared.extras["names"][label])
+    return "" if label == token else prepared.processor.decode([label])
+
+
+def _view_answer(batch: Mapping[str, Any], prepared: PreparedData) -> ShownRow:
+    ids = batch["input_ids"][0]
+    first, last = int(batch["start_positions"][0]), int(batch["end_positions"][0])
+    if (first, last) == (0, 0):
+        return ShownRow(
+            name="", tokens=_read(ids, batch, prepared), fact="no answer in this window"
+        )
+    labels = ids.clone().fill_(_IGNORED)
+    labels[first : last + 1] = ids[first : last + 1]
+    tokens = _read(ids, batch, prepared, labels)
+    answer = prepared.processor.decode(ids[first : last + 1])
+    return ShownRow(name="", tokens=tokens, fact=f"answer: {answer!r}")
+
+
+def _describe(batch: Mapping[str, Any], prepared: PreparedData) -> str:
+    """The label of a whole row."""
+    if "labels" not in batch:
+        return "no label"
+    value = batch["labels"][0]
+    names = prepared.extras.get("names")
+    if value.dim() == 1:
+        chosen = [number for number, on in enumerate(value.tolist()) if on >= 0.5]
+        return f"labels: {', '.join(str(names[n]) if names else str(n) for n in chosen) or 'none'}"
+    if value.is_floating_point() or not names:
+        return f"label: {value.item():.6g}"
+    return f"label: {names[int(value)]} ({int(value)})"
+
+
+def _decode_each(ids: Sequence[int], tokenizer: Any) -> Iterator[str]:
+    """The text of each token, with the space before it if there is one.
+
+    Some tokenizers drop the space of a token that is decoded alone; its neighbour brings it back.
+    """
+    before: list[int] = []
+    parts: list[int] = []  # of a character that is not complete
+    for token in ids:
+        is_special = token in tokenizer.all_special_ids
+        parts = [token] if is_special else [*parts, token]
+        text = _decode(tokenizer, parts)
+        if before and not is_special:
+            alone, both = _decode(tokenizer, before), _decode(tokenizer, [*before, *parts])
+            text = both[len(alone) :] if both.startswith(alone) else text
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(parts) < _LONGEST_CHARACTER:
+            yield ""
+            continue
+        yield text
+        before, parts = [token], []
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
