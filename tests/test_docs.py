@@ -54,7 +54,7 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import data, preprocess, verify
+    from rapidformer.cli import data, data_show, preprocess, verify
     from rapidformer.config import build_parser
     from rapidformer.config.dialects import REFUSED
 
@@ -62,6 +62,7 @@ def test_flags_in_the_docs_exist() -> None:
     for parser in (
         build_parser(),
         data._build_parser(),
+        data_show.build_parser(),
         preprocess._build_parser(),
         verify._build_parser(),
     ):
