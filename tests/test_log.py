@@ -84,3 +84,13 @@ def test_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
         warn_once("this has no effect")
     warn_once("nor has that")
     assert capsys.readouterr().err == "warning: this has no effect\nwarning: nor has that\n"
+
+
+@pytest.mark.usefixtures("as_rank_1")
+def test_other_processes_repeat_only_warnings_of_their_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warn_once("a setting has no effect")
+    warn_once("a weight here has no gradient", is_local=True)
+    warn_once("a weight here has no gradient", is_local=True)
+    assert capsys.readouterr().err == "[rank 1] warning: a weight here has no gradient\n"

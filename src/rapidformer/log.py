@@ -1,7 +1,8 @@
 """The library's logger: ordinary ``logging``, shown by rank 0 only.
 
 The library never prints. Warnings of other ranks are shown too, marked with their rank, since the
-problem may be theirs alone. ``warn_once`` keeps repeated warnings off the screen.
+problem may be theirs alone. ``warn_once`` keeps repeated warnings off the screen: most are about
+settings, which are the same on every rank.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def configure_logging(level: str = "info") -> None:
 
 
 @cache
-def warn_once(message: str) -> None:
-    """Warn once per process."""
-    get_logger().warning(message)
+def warn_once(message: str, *, is_local: bool = False) -> None:
+    """Warn once per run; if ``is_local``, the problem may be this rank's alone: once per rank."""
+    get_logger().warning(message, extra={"is_known_to_all": not is_local})
 
 
 @cache
@@ -76,7 +77,10 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         # Looked up each time: tests and progress bars replace standard error.
         self.stream = sys.stderr
-        is_for_all = record.levelno >= logging.WARNING or getattr(record, "every_rank", False)
+        is_local = record.levelno >= logging.WARNING and not getattr(
+            record, "is_known_to_all", False
+        )
+        is_for_all = is_local or getattr(record, "every_rank", False)
         if _get_rank() == 0 or is_for_all:
             super().emit(record)
 

@@ -168,9 +168,9 @@ def test_a_share_of_one_token_is_no_step_of_generation() -> None:
     """Three tokens on two processes: the second one's would look at those after it, were it one."""
     region = ContextRegion.__new__(ContextRegion)
     region.size, region.is_off = 2, False
-    assert [length for length in range(8) if region.can_share(length)] == [4, 5, 6, 7]
+    assert [length for length in range(8) if region.can_split(length)] == [4, 5, 6, 7]
     region.size = 4
-    assert [n for n in range(17) if region.can_share(n)] == [8, 11, 12, 14, 15, 16]
+    assert [n for n in range(17) if region.can_split(n)] == [8, 11, 12, 14, 15, 16]
 
 
 def test_processes_that_share_sequences_generate_the_same_text() -> None:

@@ -91,7 +91,7 @@ def missing_head_gather() -> Iterator[None]:
     """Each process sees its own part of the logits only."""
 
     def keep_own(part: torch.Tensor, dim: int, length: int, group: Any) -> torch.Tensor:
-        start, end = tensor_styles.get_share(length, group)
+        start, end = tensor_styles.get_slice_bounds(length, group)
         return nn.functional.pad(part, (start, length - end))
 
     with mock.patch.object(tensor_styles, "gather_out", keep_own):

@@ -137,8 +137,8 @@ def penalise_weights(loop: Loop) -> None:
         after = sum(loop.engine.gather_weight(p).pow(2).sum() for p in loop.model.parameters())
         loop.values += [float(before.detach()), float(after.detach())]
         # Unequal weights of the micro-batches: the penalty must not depend on them.
-        share = 1.0 + loop.engine.topology.get_rank("data")
-        loop.engine.backward(0.0 * loss + 0.01 * before + 0.01 * after, share)
+        weight = 1.0 + loop.engine.topology.get_rank("data")
+        loop.engine.backward(0.0 * loss + 0.01 * before + 0.01 * after, weight)
         loop.engine.step()
 
 

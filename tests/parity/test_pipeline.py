@@ -55,9 +55,9 @@ def check_stages(world_size: int, cases: list[Case]) -> list[list[Trace]]:
     return check(world_size, cases, STAGE_LIMITS, are_copies_equal=True)
 
 
-def check_share(traces: list[Trace], case: Case, share: float) -> None:
+def check_fraction(traces: list[Trace], case: Case, fraction: float) -> None:
     whole = get_bytes(run_one(case[0]))
-    assert max(get_bytes(trace) for trace in traces) < share * whole
+    assert max(get_bytes(trace) for trace in traces) < fraction * whole
 
 
 def _stage(schedule: str, size: int = 2, **more: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_two_processes_that_share_the_stack_equal_one() -> None:
     ]
     traces = check_stages(2, cases)
     assert len(traces[0][0].losses) >= 10
-    check_share(traces[0], cases[0], 0.55)
+    check_fraction(traces[0], cases[0], 0.55)
 
 
 def test_every_family_under_some_schedule() -> None:
@@ -102,7 +102,7 @@ def test_four_processes_that_share_the_stack() -> None:
 
 
 def test_stages_whose_layers_are_shared_too() -> None:
-    """With recompute, and with split tokens, whose shares differ between micro-batches."""
+    """With recompute, and with split tokens, whose slices differ between micro-batches."""
     recompute = {"checkpoint_activations": True, "micro_batch_size": 1}
     cases = [
         staged("qwen3", 4, _stage("zero-bubble", **{TENSOR: 2})),
@@ -122,7 +122,7 @@ def test_stages_under_data_parallelism_and_sharding() -> None:
         staged("llama", 4, _stage("1f1b", **recompute)),
     ]
     traces = check_stages(4, cases)
-    check_share(traces[-1], cases[-1], 0.28)
+    check_fraction(traces[-1], cases[-1], 0.28)
 
 
 # ---- precision -----------------------------------------------------------------------------------

@@ -44,19 +44,19 @@ from tests.processes import run_in_processes
 TENSOR: Settings = {"tensor_model_parallel_size": 2}
 
 
-def check_share(traces: list[Trace], model: str, share: float) -> None:
-    """Each process holds less than this share of the parameters."""
+def check_fraction(traces: list[Trace], model: str, fraction: float) -> None:
+    """Each process holds less than this fraction of the parameters."""
     whole = get_bytes(run_one(Training(model)))
-    assert all(get_bytes(trace) < share * whole for trace in traces), model
+    assert all(get_bytes(trace) < fraction * whole for trace in traces), model
 
 
 def test_two_processes_that_share_layers_equal_one() -> None:
-    """Tied embeddings, norms on a share of the heads, fused and uneven weights, accumulation."""
+    """Tied embeddings, norms on a fraction of the heads, fused and uneven weights, accumulation."""
     names = ["bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gpt", "vit", "custom"]
     names += ["unplanned", "apertus", "deepseek", "gpt-oss"]
     traces = dict(zip(names, check(2, under(TENSOR, *names)), strict=True))
     for name in ("gpt2", "t5", "llama", "qwen3", "gpt"):
-        check_share(traces[name], name, 0.54)
+        check_fraction(traces[name], name, 0.54)
 
 
 def test_ten_updates_of_shared_layers() -> None:
@@ -66,11 +66,11 @@ def test_ten_updates_of_shared_layers() -> None:
 
 def test_more_processes_than_key_value_heads() -> None:
     traces = check(4, under({"tensor_model_parallel_size": 4}, "llama", "gpt2"))
-    check_share(traces[1], "gpt2", 0.31)
+    check_fraction(traces[1], "gpt2", 0.31)
 
 
 def test_split_tokens_change_nothing() -> None:
-    """Rows of odd lengths: shares of tokens differ between the processes."""
+    """Rows of odd lengths: slices of tokens differ between the processes."""
     lengths = [len(row["input_ids"]) for row in build_rows("llama", 24)]
     assert any(length % 2 for length in lengths)
     settings = {**TENSOR, "sequence_parallel": True}
@@ -89,7 +89,7 @@ def test_shared_layers_under_sharding(stage: str) -> None:
     """A fused bias that both split comes back in order: its gradient is compared whole."""
     names = ["gpt2", "qwen3", "custom"] if stage == "fsdp" else ["gpt2"]
     traces = check(4, under({**TENSOR, f"{stage}_memory_optimization": True}, *names))
-    check_share(traces[0], "gpt2", 0.28)
+    check_fraction(traces[0], "gpt2", 0.28)
 
 
 def test_split_tokens_under_sharding_with_recompute() -> None:

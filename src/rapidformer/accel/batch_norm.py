@@ -40,11 +40,11 @@ def synchronise_batch_norm(
         return ""
     members = {"_replicas": group, "_is_filler": staticmethod(is_filler)}
     for module in modules:
-        extend(module, "statistics", lambda cls: members, styles=(_SharedStatistics,))
+        extend(module, "statistics", lambda cls: members, styles=(_JoinedStatistics,))
     return f"batch norm: statistics of {len(modules)} layers over {group.size()} ranks"
 
 
-class _SharedStatistics:
+class _JoinedStatistics:
     """Placed in front of a BatchNorm's own class."""
 
     _replicas: dist.ProcessGroup
@@ -80,6 +80,6 @@ class _SharedStatistics:
 
     def _follow(self: Any, mean: Tensor, variance: Tensor) -> None:
         self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
-        self.running_mean.mul_(1 - share).add_(mean * share)
-        self.running_var.mul_(1 - share).add_(variance * share)
+        momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
+        self.running_mean.mul_(1 - momentum).add_(mean * momentum)
+        self.running_var.mul_(1 - momentum).add_(variance * momentum)

@@ -24,7 +24,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients
-from rapidformer.accel.weights import check_weights, make_weights, place_weights, share_weights
+from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES, Moment
 from rapidformer.dist.topology import Topology
@@ -155,7 +155,7 @@ def _place_weights(assembly: Assembly) -> None:
     # Before they are split, which copies them.
     apply_fp32_weights(model, assembly.precision)
     if assembly.pipeline is None and assembly.topology.mesh is not None:
-        share_weights(model, deferred)
+        equalize_weights(model, deferred)
 
 
 def _make_weights(assembly: Assembly) -> None:

@@ -64,7 +64,8 @@ def _choose_on_cpu(asked: str) -> Precision:
     if not (processor.has_fp16() if wanted == "fp16" else processor.has_bf16()):
         warn_once(
             f"this processor has no {wanted}: the run stays in fp32, which is many times faster "
-            f"than emulating {wanted}."
+            f"than emulating {wanted}.",
+            is_local=True,
         )
         return Precision(dtype=None, reason=f"fp32 (this processor has no {wanted})")
     if wanted == "fp16":

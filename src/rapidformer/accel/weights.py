@@ -49,7 +49,7 @@ def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> 
             setattr(module, name, buffer.to(device))
 
 
-def share_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
+def equalize_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
     """Give every rank the first one's weights; deferred ones are equal by construction."""
     if deferred is None:
         broadcast_weights(model)
@@ -91,11 +91,11 @@ def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:
     """A rank's part of the stretches, cut the way ``torch.chunk`` would."""
     total = sum(end - start for start, end in stretches)
     width = total // parts
-    share = -(-width // size)
+    length = -(-width // size)
     chosen: Stretches = []
     for part in range(parts):
-        first = min(rank * share, width)
-        last = min(first + share, width)
+        first = min(rank * length, width)
+        last = min(first + length, width)
         chosen += _select(stretches, part * width + first, part * width + last)
     return chosen or [(0, 0)]
 

@@ -100,12 +100,12 @@ def find_ramp_problems(args: Settings) -> Iterator[str]:
             f"{given}: {start} must grow to --global-batch-size {final} in whole steps of "
             f"{increment}."
         )
-    share = (args.micro_batch_size or 1) * args.data_parallel_size
-    if start % share or (start != final and increment % share):
+    unit = (args.micro_batch_size or 1) * args.data_parallel_size
+    if start % unit or (start != final and increment % unit):
         yield (
             f"{given}: the first batch size and the increment must be multiples of "
             f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} "
-            f"data-parallel ranks = {share}."
+            f"data-parallel ranks = {unit}."
         )
     if args.train_iters is None and args.train_samples is None and args.train_tokens is None:
         yield f"{given} needs --train-samples, --train-tokens or --train-iters."

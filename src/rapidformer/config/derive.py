@@ -97,24 +97,24 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
     steps = args.gradient_accumulation_steps
     reason = "derived: global = micro x ranks x accumulation"
     if micro is None and total is not None:
-        share = replicas * (steps or 1)
-        if total % share:
-            problems.append(_explain_division(total, share, f"{share} micro-batches per step"))
+        unit = replicas * (steps or 1)
+        if total % unit:
+            problems.append(_explain_division(total, unit, f"{unit} micro-batches per step"))
             return args
-        micro = total // share
+        micro = total // unit
     if micro is None:
         micro = _BLACK_BOX_MICRO_BATCH
     if total is None:
         total = micro * replicas * (steps or 1)
-    share = micro * replicas
-    if total % share and steps is None:
-        rule = f"--micro-batch-size {micro} x {replicas} data-parallel ranks = {share}"
-        problems.append(_explain_division(total, share, rule))
+    unit = micro * replicas
+    if total % unit and steps is None:
+        rule = f"--micro-batch-size {micro} x {replicas} data-parallel ranks = {unit}"
+        problems.append(_explain_division(total, unit, rule))
         return args
-    if steps is not None and total != share * steps:
+    if steps is not None and total != unit * steps:
         problems.append(
             f"--global-batch-size {total} and --gradient-accumulation-steps {steps} disagree: "
-            f"--micro-batch-size {micro} x {replicas} ranks x {steps} = {share * steps}. "
+            f"--micro-batch-size {micro} x {replicas} ranks x {steps} = {unit * steps}. "
             "Give only one of them."
         )
         return args
@@ -122,14 +122,14 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
         reason,
         micro_batch_size=micro,
         global_batch_size=total,
-        gradient_accumulation_steps=total // share,
+        gradient_accumulation_steps=total // unit,
     )
     if args.eval_micro_batch_size is None:
         args = args.replace("derived: --micro-batch-size", eval_micro_batch_size=micro)
     return args
 
 
-def _explain_division(total: int, share: int, rule: str) -> str:
-    below, above = total // share * share, (total // share + 1) * share
+def _explain_division(total: int, unit: int, rule: str) -> str:
+    below, above = total // unit * unit, (total // unit + 1) * unit
     choices = f"{below} or {above}" if below else f"{above}"
     return f"--global-batch-size {total} is not a multiple of {rule}: use {choices}."

@@ -30,7 +30,7 @@ _NOT_NEGATIVE = (
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
     "early_stopping_threshold",
 )  # fmt: skip
-_SHARES = (
+_FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
     "label_smoothing", "validation_split", "lora_dropout",
 )  # fmt: skip
@@ -38,7 +38,7 @@ _SHARES = (
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Ranks along these axes work on the same samples.
-_SHARED_BY = (
+_AXES_OF_A_SAMPLE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 
@@ -116,8 +116,8 @@ def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
 def has_sound_batches(args: Settings) -> bool:
     """Whether the batch sizes are valid enough to compute with."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
-    shares = [getattr(args, name) for name in _SHARED_BY]
-    is_divided = all(share > 0 for share in shares) and args.world_size % math.prod(shares) == 0
+    axes = [getattr(args, name) for name in _AXES_OF_A_SAMPLE]
+    is_divided = all(ranks > 0 for ranks in axes) and args.world_size % math.prod(axes) == 0
     return is_divided and all(size is None or size > 0 for size in sizes)
 
 
@@ -134,7 +134,7 @@ def _check_ranges(args: Settings) -> Iterator[str]:
         value = getattr(args, name)
         if value is not None and not value >= 0:
             yield f"{to_flag(name)} must not be negative, got {value}."
-    for name in _SHARES:
+    for name in _FRACTIONS:
         value = getattr(args, name)
         if value is not None and not 0 <= value < 1:
             yield f"{to_flag(name)} must be at least 0 and below 1, got {value}."
@@ -191,7 +191,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
-    split = [name for name in _SHARED_BY if getattr(args, name) > 1]
+    split = [name for name in _AXES_OF_A_SAMPLE if getattr(args, name) > 1]
     if args.label_smoothing and split:
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
@@ -247,11 +247,11 @@ def _check_live_answers(args: Settings, flag: str) -> Iterator[str]:
             )
     if args.output is not None:
         yield f"{flag} prints to the terminal: give either {flag} or --output {args.output}."
-    share = math.prod(getattr(args, name) for name in _SHARED_BY)
-    if share > 0 and args.world_size > share:
+    ranks = math.prod(getattr(args, name) for name in _AXES_OF_A_SAMPLE)
+    if ranks > 0 and args.world_size > ranks:
         yield (
-            f"{flag} prints one answer at a time, but this run has {args.world_size // share} "
-            f"data-parallel ranks: start {share} with --nproc-per-node {share}."
+            f"{flag} prints one answer at a time, but this run has {args.world_size // ranks} "
+            f"data-parallel ranks: start {ranks} with --nproc-per-node {ranks}."
         )
 
 
@@ -279,25 +279,25 @@ def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
 
 def _check_processes(args: Settings) -> Iterator[str]:
     """Tensor, pipeline and context sizes divide the ranks; the expert size divides the rest."""
-    sizes = {name: getattr(args, name) for name in _SHARED_BY if getattr(args, name) > 1}
-    share = math.prod(sizes.values())
-    if args.world_size % share:
+    sizes = {name: getattr(args, name) for name in _AXES_OF_A_SAMPLE if getattr(args, name) > 1}
+    ranks = math.prod(sizes.values())
+    if args.world_size % ranks:
         given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
-        total = f" = {share}" if len(sizes) > 1 else ""
+        total = f" = {ranks}" if len(sizes) > 1 else ""
         fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
         yield (
             f"{given}{total} does not divide the {args.world_size} ranks of this run: "
-            f"use {' or '.join(fitting)}, or start a multiple of {share} ranks (--nproc-per-node)."
+            f"use {' or '.join(fitting)}, or start a multiple of {ranks} ranks (--nproc-per-node)."
         )
         return
-    if args.data_parallel not in (None, args.world_size // share):
+    if args.data_parallel not in (None, args.world_size // ranks):
         given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         yield (
             f"--data-parallel {args.data_parallel}{' x ' if given else ''}{given} is not the "
-            f"{args.world_size} ranks of this run: use --data-parallel {args.world_size // share}, "
-            f"or start {args.data_parallel * share} ranks (--nproc-per-node)."
+            f"{args.world_size} ranks of this run: use --data-parallel {args.world_size // ranks}, "
+            f"or start {args.data_parallel * ranks} ranks (--nproc-per-node)."
         )
-    replicas = args.world_size // share * args.context_parallel_size
+    replicas = args.world_size // ranks * args.context_parallel_size
     experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
         fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]

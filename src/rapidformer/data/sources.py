@@ -44,19 +44,19 @@ def load_splits(args: Any) -> dict[str, Dataset]:
             "No data was given: point --data-path at a file, a folder or a data set on the Hub "
             "(with --data-name where it has several), or give --train-data and --valid-data."
         )
-    share = getattr(args, "validation_split", None)
-    return hold_out(splits, share, args.seed) if share else splits
+    fraction = getattr(args, "validation_split", None)
+    return hold_out(splits, fraction, args.seed) if fraction else splits
 
 
-def hold_out(splits: dict[str, Dataset], share: float, seed: int) -> dict[str, Dataset]:
+def hold_out(splits: dict[str, Dataset], fraction: float, seed: int) -> dict[str, Dataset]:
     """Take validation rows from the training rows: the same ones for the same seed."""
     if "validation" in splits or "train" not in splits:
-        warn_once(f"--validation-split {share} has no effect: the data has a validation split.")
+        warn_once(f"--validation-split {fraction} has no effect: the data has a validation split.")
         return splits
     rows = splits["train"]
     if len(rows) < 2:
-        raise DataError(f"--validation-split {share}: the data has one row, and two are needed.")
-    count = min(max(round(share * len(rows)), 1), len(rows) - 1)
+        raise DataError(f"--validation-split {fraction}: the data has one row, and two are needed.")
+    count = min(max(round(fraction * len(rows)), 1), len(rows) - 1)
     held = sorted(random.Random(seed).sample(range(len(rows)), count))
     chosen = set(held)
     rest = [number for number in range(len(rows)) if number not in chosen]

@@ -26,7 +26,7 @@ from rapidformer.dist.regions import (
     take_slice,
     sum_over,
     wait,
-    get_share,
+    get_slice_bounds,
 )
 
 Group = dist.ProcessGroup
@@ -58,7 +58,7 @@ class ContextRegion:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def can_share(self, length: int) -> bool:
+    def can_split(self, length: int) -> bool:
         """Whether every rank gets at least two of this many tokens: a single token looks to a model
         like a generation step, which is not causal.
         """
@@ -69,13 +69,13 @@ class ContextRegion:
         """This rank's tokens."""
         return _Slice.apply(whole, self, 1.0, 1.0 / self.size)  # type: ignore[no-any-return,no-untyped-call]
 
-    def leave(self, share: Tensor, length: int) -> Tensor:
+    def leave(self, part: Tensor, length: int) -> Tensor:
         """All tokens, joined."""
-        return _Gather.apply(share, length, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
+        return _Gather.apply(part, length, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
 
-    def grow(self, share: Tensor) -> Tensor:
+    def grow(self, part: Tensor) -> Tensor:
         """The same, if the following code computes one loss jointly from slices of the tokens."""
-        return _Scale.apply(share, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
+        return _Scale.apply(part, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks of what each computed from its own tokens."""
@@ -114,10 +114,10 @@ class _Slice(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, share: Tensor, length: int, region: ContextRegion, factor: float, back: float
+        ctx: Any, part: Tensor, length: int, region: ContextRegion, factor: float, back: float
     ) -> Tensor:
         ctx.region, ctx.factors = region, (back, factor)
-        return _scale(gather_slices(share, TOKENS, length, region.group), factor)
+        return _scale(gather_slices(part, TOKENS, length, region.group), factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -126,9 +126,9 @@ class _Gather(torch.autograd.Function):
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, factor: float, back: float) -> Tensor:
+    def forward(ctx: Any, part: Tensor, factor: float, back: float) -> Tensor:
         ctx.factors = back, factor
-        return share.view_as(share) if factor == 1 else share * factor
+        return part.view_as(part) if factor == 1 else part * factor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -189,9 +189,9 @@ def _scale(tensor: Tensor, factor: float) -> Tensor:
 
 def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:
     world_size = dist.get_world_size(group)
-    share = -(-length // world_size)
+    longest = -(-length // world_size)
     # [ranks, batch, own heads, own tokens, size]: what goes to each rank comes first.
-    sent = pad_to(heads, 2, share).unflatten(1, (world_size, -1)).movedim(1, 0)
+    sent = pad_to(heads, 2, longest).unflatten(1, (world_size, -1)).movedim(1, 0)
     received = _exchange(sent, group)
     # Now ordered by source rank, that is, by slices of tokens.
     return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
@@ -199,10 +199,10 @@ def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:
 
 def _join_heads(attended: Tensor, group: Group) -> Tensor:
     world_size, length = dist.get_world_size(group), attended.shape[2]
-    share = -(-length // world_size)
-    padded = pad_to(attended, 2, share * world_size)
-    received = _exchange(padded.unflatten(2, (world_size, share)).movedim(2, 0), group)
-    start, end = get_share(length, group)
+    longest = -(-length // world_size)
+    padded = pad_to(attended, 2, longest * world_size)
+    received = _exchange(padded.unflatten(2, (world_size, longest)).movedim(2, 0), group)
+    start, end = get_slice_bounds(length, group)
     return received.movedim(0, 1).flatten(1, 2)[:, :, : end - start].contiguous()
 
 

@@ -32,7 +32,7 @@ from rapidformer.compat.torch_collectives import operations
 Group = dist.ProcessGroup
 
 
-def get_share(length: int, group: Group) -> tuple[int, int]:
+def get_slice_bounds(length: int, group: Group) -> tuple[int, int]:
     """Where this rank's slice of a dimension starts and ends."""
     size = -(-length // dist.get_world_size(group))
     start = min(dist.get_rank(group) * size, length)
@@ -170,7 +170,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def take_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    start, end = get_share(tensor.shape[dim], group)
+    start, end = get_slice_bounds(tensor.shape[dim], group)
     # A copy: a view would keep the whole tensor alive.
     return tensor.narrow(dim, start, end - start).clone(memory_format=torch.contiguous_format)
 
@@ -189,7 +189,7 @@ def _sum_and_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:
     size = -(-length // world_size)
     rows = pad_to(tensor, dim, size * world_size).movedim(dim, 0).contiguous()
     summed = wait(operations.reduce_scatter_tensor(rows, "sum", world_size, group.group_name))
-    start, end = get_share(length, group)
+    start, end = get_slice_bounds(length, group)
     return summed[: end - start].movedim(0, dim).contiguous()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rapidformer.compat.torch_tensors import check_later
-from rapidformer.dist.regions import Group, get_share
+from rapidformer.dist.regions import Group, get_slice_bounds
 from rapidformer.errors import TrainingError
 
 _IGNORED = -100
@@ -38,7 +38,7 @@ def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IG
     assert isinstance(logits, DTensor)
     group = logits.device_mesh.get_group()
     check_ids(labels, logits.shape[-1], "a label", ignore_index)
-    first, _ = get_share(logits.shape[-1], group)
+    first, _ = get_slice_bounds(logits.shape[-1], group)
     rows = logits.to_local().float().flatten(0, -2)
     losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)  # type: ignore[no-untyped-call]
     return losses.view_as(labels)  # type: ignore[no-any-return]
@@ -76,8 +76,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 "pass through the loss over the split vocabulary. Call the model without labels "
                 "and compute the loss from outputs.logits: that is exact."
             )
-        shares, index, is_mine, is_kept = ctx.saved_tensors
-        result = shares.clone()
+        probabilities, index, is_mine, is_kept = ctx.saved_tensors
+        result = probabilities.clone()
         if result.shape[-1]:
             result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
         # Not multiplied by zero: the gradient of a mean over no labels is NaN.

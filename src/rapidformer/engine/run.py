@@ -124,7 +124,7 @@ class Run:
         counts_ahead: bool = False,
         order: Sequence[int] | None = None,
     ) -> DistributedLoader:
-        """A loader for this process's share of the data, with batches on the device.
+        """A loader for this rank's part of the data, with batches on the device.
 
         The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
@@ -207,13 +207,13 @@ class Run:
         total = self.args.global_batch_size
         if not self.args.is_given("global_batch_size") or total is None:
             return
-        share = batch_size * self.args.data_parallel_size
-        if total % share:
+        unit = batch_size * self.args.data_parallel_size
+        if total % unit:
             raise ConfigurationError(
                 f"--global-batch-size {total} is not a multiple of the DataLoader's batch_size "
-                f"{batch_size} x {self.args.data_parallel_size} data-parallel ranks = {share}."
+                f"{batch_size} x {self.args.data_parallel_size} data-parallel ranks = {unit}."
             )
-        self.clock.rounds_per_update = total // share
+        self.clock.rounds_per_update = total // unit
 
     def get_train_iters(self) -> int | None:
         """Updates of the whole run, from the flags and the training data's length."""

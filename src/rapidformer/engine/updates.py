@@ -48,7 +48,7 @@ class _StartedMicroBatch:
     has_run: bool = False
     """Whether the step has run a backward pass itself."""
     is_last: bool = False
-    share: float | torch.Tensor = 0.0
+    fraction: float | torch.Tensor = 0.0
 
 
 class UpdatingRun(ComposedRun):
@@ -82,8 +82,8 @@ class UpdatingRun(ComposedRun):
     def _back_propagate(
         self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
     ) -> None:
-        is_last, share = self._count_micro_batch(result, micro_batch, ends_update=ends_update)
-        self._run_backward(result.loss, share, is_last=is_last)
+        is_last, fraction = self._count_micro_batch(result, micro_batch, ends_update=ends_update)
+        self._run_backward(result.loss, fraction, is_last=is_last)
         if is_last:
             beat("update")
             self._finish_gradients()
@@ -99,7 +99,7 @@ class UpdatingRun(ComposedRun):
         return is_last, self.clock.add_weight(weight, shared_unit=self._get_shared_unit(weight))
 
     def _run_backward(
-        self, loss: torch.Tensor, share: float | torch.Tensor, *, is_last: bool
+        self, loss: torch.Tensor, fraction: float | torch.Tensor, *, is_last: bool
     ) -> None:
         loss = join_loss(loss)
         if isinstance(loss, DTensor):
@@ -112,7 +112,7 @@ class UpdatingRun(ComposedRun):
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
-        self.parallelized.backward(scale_loss(loss, share, scale))
+        self.parallelized.backward(scale_loss(loss, fraction, scale))
         synchronizer.after_backward()
 
     def backward_within(self, loss: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class UpdatingRun(ComposedRun):
             micro_batch = started.micro_batch
             weight = 0.0 if micro_batch.is_filler else self._count_labels(micro_batch)
             result = MicroBatchResult(loss=loss, weight=weight, is_weight_given=False)
-            started.is_last, started.share = self._count_micro_batch(
+            started.is_last, started.fraction = self._count_micro_batch(
                 result, micro_batch, ends_update=False
             )
             started.has_run = True
@@ -141,7 +141,7 @@ class UpdatingRun(ComposedRun):
                     "DeepSpeed file."
                 )
             earlier = take_gradients(self._parameters)
-        self._run_backward(loss, started.share, is_last=started.is_last)
+        self._run_backward(loss, started.fraction, is_last=started.is_last)
         if earlier:
             add_gradients(self._parameters, earlier)
 
@@ -219,7 +219,7 @@ class UpdatingRun(ComposedRun):
             synchronizer=self.parallelized.synchronizer,
         )
         beat("update")
-        results = pipeline.share_results(count)
+        results = pipeline.broadcast_results(count)
         for each, result in zip(update, results, strict=True):
             # Only the last stage knows who gave the weight.
             get_observer().see_loss(result.loss, result.weight, each.info, is_given=True)
@@ -257,7 +257,8 @@ class UpdatingRun(ComposedRun):
             warn_once(
                 f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "
                 "hold them, so they are not updated. Pass compose() an optimizer over all "
-                "parameters, frozen ones included: torch.optim.AdamW(model.parameters(), ...)."
+                "parameters, frozen ones included: torch.optim.AdamW(model.parameters(), ...).",
+                is_local=True,
             )
         return True
 

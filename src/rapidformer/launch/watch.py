@@ -106,7 +106,7 @@ class Watch(threading.Thread):
         own = self._read_beats(pids)
         if self._store is not None:
             self._rounds.say_alive(self._store, beat)
-            self._share(own, number)
+            self._publish(own, number)
             self._answer(pids)
         if self._rounds.plan.node_rank != 0 or not self._stall_seconds or not own:
             return
@@ -129,7 +129,7 @@ class Watch(threading.Thread):
 
     # ---- between nodes -------------------------------------------------------------------------
 
-    def _share(self, own: list[Beat], number: int) -> None:
+    def _publish(self, own: list[Beat], number: int) -> None:
         assert self._store is not None
         text = json.dumps([asdict(beat) for beat in own])
         self._store.set(f"beats/{number}/{self._rounds.plan.node_rank}", text)

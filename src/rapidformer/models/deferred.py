@@ -53,12 +53,12 @@ def splits_weights(args: Any) -> bool:
     """Whether the settings leave each rank only a part of the weights."""
     if args.world_size == 1 or args.deepspeed is not None:
         return False
-    shares = (
+    sizes = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.expert_model_parallel_size,
     )
-    return bool(args.zero_stage) or max(shares) > 1
+    return bool(args.zero_stage) or max(sizes) > 1
 
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:

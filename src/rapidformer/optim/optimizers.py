@@ -119,14 +119,14 @@ class CombinedOptimizer(Optimizer):
         self._is_complete = False
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._is_complete = True
-        self._share()
+        self._link_parts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_complete:
             raise ConfigurationError("--optimizer muon takes no further parameter groups.")
         super().add_param_group(param_group)
 
-    def _share(self) -> None:
+    def _link_parts(self) -> None:
         """Let each part see its own slice of the joint groups, and the joint state."""
         start = 0
         for part in self._parts:
@@ -146,4 +146,4 @@ class CombinedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share()
+        self._link_parts()

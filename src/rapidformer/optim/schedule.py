@@ -42,8 +42,8 @@ class LearningRateCurve:
             return self.floor
         span = self.decay_samples - self.warmup_samples
         done = (samples - self.warmup_samples) / span if span > 0 else 1.0
-        share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-        return self.floor + share * (1.0 - self.floor)
+        fraction = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+        return self.floor + fraction * (1.0 - self.floor)
 
 
 def build_curve(

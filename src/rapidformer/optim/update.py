@@ -128,9 +128,9 @@ class UpdateClock:
         if self._rounds == 1:
             own_unit = float(weight) if _is_positive_number(weight) else 1.0
             self._unit = own_unit if shared_unit is None else shared_unit
-        share = weight / self._unit
-        self._weight = self._weight + share
-        return share
+        fraction = weight / self._unit
+        self._weight = self._weight + fraction
+        return fraction
 
     def set_weight(self, total: torch.Tensor, unit: float) -> None:
         """Set the weight of all micro-batches at once, if they were not added one by one."""
@@ -255,14 +255,14 @@ def add_gradients(
             parameter.grad.add_(gradient)
 
 
-def scale_loss(loss: torch.Tensor, share: float | torch.Tensor, scale: float) -> torch.Tensor:
+def scale_loss(loss: torch.Tensor, fraction: float | torch.Tensor, scale: float) -> torch.Tensor:
     """The loss times its fraction of the update; a fraction of 0 has no gradient at all."""
-    if isinstance(share, torch.Tensor):
-        return torch.where(share == 0, torch.zeros_like(loss), loss) * (share * scale)
-    if share == 0.0:
+    if isinstance(fraction, torch.Tensor):
+        return torch.where(fraction == 0, torch.zeros_like(loss), loss) * (fraction * scale)
+    if fraction == 0.0:
         # A mean over no labels is NaN; its gradient must still be zero.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-    factor = share * scale
+    factor = fraction * scale
     return loss if factor == 1.0 else loss * factor
 
 

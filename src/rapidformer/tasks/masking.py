@@ -15,8 +15,8 @@ import torch
 from rapidformer.tasks.text import build_text_collator
 
 IGNORED_LABEL = -100
-_HIDDEN_SHARE = 0.8
-_REPLACED_SHARE = 0.1
+_HIDDEN_FRACTION = 0.8
+_REPLACED_FRACTION = 0.1
 
 
 def mask_tokens(
@@ -29,8 +29,8 @@ def mask_tokens(
     smallest = order == order.min(axis=-1, keepdims=True)
     chosen = ((order < fraction) | smallest) & ~special
     labels = np.where(chosen, ids, IGNORED_LABEL)
-    hidden = chosen & (draws[1] < _HIDDEN_SHARE)
-    replaced = chosen & ~hidden & (draws[1] < _HIDDEN_SHARE + _REPLACED_SHARE)
+    hidden = chosen & (draws[1] < _HIDDEN_FRACTION)
+    replaced = chosen & ~hidden & (draws[1] < _HIDDEN_FRACTION + _REPLACED_FRACTION)
     masked = np.where(hidden, tokenizer.mask_token_id, ids)
     return np.where(replaced, (draws[2] * len(tokenizer)).astype(ids.dtype), masked), labels
 

@@ -70,8 +70,10 @@ def count_processes(args: Settings) -> int:
     if args.zero_stage or args.cpu_offload or args.deepspeed is not None:
         copies = 2 * (args.hybrid_sharding_size or 0)
         replicas = lcm(replicas, copies) if copies > 0 else max(replicas, 2)
-    share = max(args.tensor_model_parallel_size, 1) * max(args.pipeline_model_parallel_size, 1)
-    return replicas * share
+    ranks_per_model = max(args.tensor_model_parallel_size, 1) * max(
+        args.pipeline_model_parallel_size, 1
+    )
+    return replicas * ranks_per_model
 
 
 def has_own_count(args: Settings) -> bool:
@@ -89,9 +91,11 @@ def list_switches(args: Settings, processes: int) -> list[str]:
     ]
     if _count_accumulation(args, processes) > 1:
         found.append("gradient accumulation")
-    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if processes // (share * args.context_parallel_size) > 1:
-        found.append(f"data parallelism over {processes // (share * args.context_parallel_size)}")
+    ranks_per_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if processes // (ranks_per_model * args.context_parallel_size) > 1:
+        found.append(
+            f"data parallelism over {processes // (ranks_per_model * args.context_parallel_size)}"
+        )
     return found
 
 
@@ -236,8 +240,8 @@ def _reduce_batches(args: Settings, job: Job) -> Settings:
 
 
 def _count_replicas(args: Settings, processes: int) -> int:
-    share = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    return max(processes // (share * args.context_parallel_size), 1)
+    ranks_per_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    return max(processes // (ranks_per_model * args.context_parallel_size), 1)
 
 
 def _count_accumulation(args: Settings, processes: int) -> int:

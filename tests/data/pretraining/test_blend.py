@@ -14,7 +14,7 @@ from rapidformer.data.pretraining import blend
 from rapidformer.data.pretraining.blend import (
     BlendedDataset,
     build_blend_index,
-    count_for_share,
+    count_for_weight,
     parse_data_prefix,
 )
 from rapidformer.errors import ConfigurationError, DataError
@@ -103,7 +103,7 @@ def test_no_data_set_of_a_blend_runs_out(given_weights: list[float], size: int) 
     weights = [weight / sum(given_weights) for weight in given_weights]
     counts = np.bincount(build_blend_index(weights, size)["dataset"], minlength=len(weights))
     assert all(
-        count <= count_for_share(size, weight)
+        count <= count_for_weight(size, weight)
         for count, weight in zip(counts, weights, strict=True)
     )
 

@@ -29,15 +29,15 @@ def test_golden_splits(text: str, size: int, bounds: list[int]) -> None:
 
 
 @given(
-    shares=st.lists(st.integers(0, 1000) | st.floats(0, 10), min_size=1, max_size=3).filter(
-        lambda shares: sum(shares) > 1e-6
+    weights=st.lists(st.integers(0, 1000) | st.floats(0, 10), min_size=1, max_size=3).filter(
+        lambda weights: sum(weights) > 1e-6
     ),
     size=st.integers(0, 10**9),
     separator=st.sampled_from([",", "/", " , ", "/ "]),
 )
-def test_splits_are_those_of_a_plain_walk(shares: list[float], size: int, separator: str) -> None:
-    bounds = split_bounds(separator.join(map(repr, shares)), size)
-    expected = split_slowly([float(share) for share in shares], size)
+def test_splits_are_those_of_a_plain_walk(weights: list[float], size: int, separator: str) -> None:
+    bounds = split_bounds(separator.join(map(repr, weights)), size)
+    expected = split_slowly([float(weight) for weight in weights], size)
     assert bounds == [max(bound, 0) for bound in expected]
     assert bounds == sorted(bounds)
     assert bounds[0] == 0
@@ -58,7 +58,7 @@ def test_ranges_carry_the_names() -> None:
     ("text", "reason"),
     [
         ("90,-5", "-5 is negative"),
-        ("0,0,0", "all the shares are zero"),
+        ("0,0,0", "all the weights are zero"),
         ("most", "'most' is no number"),
         ("90,ten,x", "'ten' is no number, 'x' is no number"),
         ("90,", "'' is no number"),

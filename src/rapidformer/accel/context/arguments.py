@@ -17,7 +17,7 @@ from rapidformer.dist.context_region import TOKENS, ContextRegion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class ArgumentSplit:
     """How the arguments of a block are split."""
 
     region: ContextRegion
@@ -37,18 +37,17 @@ def find_argument_names(block: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def share_arguments(
-    sharing: Sharing, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+def slice_arguments(
+    split: ArgumentSplit, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """This rank's slice of the per-token arguments; hidden states unchanged."""
-    names = (*sharing.names, *[""] * len(args))
-    shared = [
-        _share(sharing, name, value, length)
-        for name, value in zip(names[1:], args[1:], strict=False)
+    names = (*split.names, *[""] * len(args))
+    sliced = [
+        _slice(split, name, value, length) for name, value in zip(names[1:], args[1:], strict=False)
     ]
     first = () if args else ("hidden_states",)
-    return (*args[:1], *shared), {
-        name: value if name in first else _share(sharing, name, value, length)
+    return (*args[:1], *sliced), {
+        name: value if name in first else _slice(split, name, value, length)
         for name, value in kwargs.items()
     }
 
@@ -59,17 +58,17 @@ def is_cache(value: Any) -> bool:
     return any(cls.__name__ == "Cache" for cls in type(value).__mro__)
 
 
-def _share(sharing: Sharing, name: str, value: Any, length: int) -> Any:
+def _slice(split: ArgumentSplit, name: str, value: Any, length: int) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_share(sharing, name, part, length) for part in value)
+        return type(value)(_slice(split, name, part, length) for part in value)
     if isinstance(value, dict):
-        return {key: _share(sharing, name, part, length) for key, part in value.items()}
+        return {key: _slice(split, name, part, length) for key, part in value.items()}
     if not isinstance(value, Tensor):
         return None if is_cache(value) else value
-    dim = sharing.token_dims.get(name)
+    dim = split.token_dims.get(name)
     if dim is None:
         is_per_token = value.dim() in (2, 3) and value.shape[TOKENS] == length
         if not is_per_token or "mask" in name:
             return value
         dim = TOKENS
-    return sharing.region.slice(value, dim)
+    return split.region.slice(value, dim)

@@ -147,7 +147,7 @@ _OTHER_MEETINGS = {
 }
 
 
-class SharedTorchAttention(TorchFunctionMode):
+class SplitTorchAttention(TorchFunctionMode):
     """While a block runs: torch's attention sees all tokens of this rank's heads."""
 
     def __init__(self, region: ContextRegion) -> None:

@@ -20,23 +20,23 @@ from torch.distributed.tensor import DTensor, Shard
 from rapidformer.accel.known_loss import build_split_loss, find_known_loss
 from rapidformer.accel.tensor.styles import extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
-from rapidformer.dist.shared_losses import is_split_over_tokens, sum_shared_losses
+from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens
 from rapidformer.models.plan import ModelPlan
 
 
 @dataclass(kw_only=True, eq=False)
-class SharedHeadPlace:
+class SplitHeadPlace:
     """What the output layer knows."""
 
     region: ContextRegion
     mesh: DeviceMesh
-    keeps_share: bool = False
+    keeps_slice: bool = False
     """True while the model computes its own loss, in training."""
 
 
-def apply_shared_loss(
+def apply_split_loss(
     model: Any, plan: ModelPlan, region: ContextRegion, mesh: DeviceMesh
-) -> SharedHeadPlace | None:
+) -> SplitHeadPlace | None:
     """Let the head work on a slice of the tokens if the model's loss allows it."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
@@ -49,22 +49,22 @@ def apply_shared_loss(
             model.loss_function,
             shifts=shifts,
             is_split=is_split_over_tokens,
-            sum_losses=sum_shared_losses,
+            sum_losses=sum_losses_by_tokens,
         )
-    place = SharedHeadPlace(region=region, mesh=mesh)
-    extend_module(head, SharedHead, place)
+    place = SplitHeadPlace(region=region, mesh=mesh)
+    extend_module(head, SplitHead, place)
     return place
 
 
-class SharedHead:
+class SplitHead:
     """The output layer: takes all tokens, and in training keeps this rank's."""
 
-    rapidformer_place: SharedHeadPlace
+    rapidformer_place: SplitHeadPlace
 
     def forward(self, hidden: Tensor) -> Tensor:
         place = self.rapidformer_place
         region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
-        if not (place.keeps_share and length and region.can_share(length)):
+        if not (place.keeps_slice and length and region.can_split(length)):
             whole: Tensor = super().forward(hidden)  # type: ignore[misc]
             return whole
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.context.arguments import (
-    Sharing,
+    ArgumentSplit,
     find_argument_names,
     is_cache,
-    share_arguments,
+    slice_arguments,
 )
 from rapidformer.accel.context.attention import (
     KNOWN,
-    SharedTorchAttention,
+    SplitTorchAttention,
     apply_context_attention,
     find_configs,
 )
 from rapidformer.accel.context.draws import OwnDraws
-from rapidformer.accel.context.loss import SharedHeadPlace, apply_shared_loss
+from rapidformer.accel.context.loss import SplitHeadPlace, apply_split_loss
 from rapidformer.accel.context.proof import prove_context
 from rapidformer.accel.double_gradients import refuse_double_gradients
 from rapidformer.accel.dropout import has_dropout
@@ -69,7 +69,7 @@ class _Place:
     draws: OwnDraws
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
-    sharing: Sharing
+    arguments: ArgumentSplit
 
 
 def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> ContextRegion:
@@ -90,17 +90,17 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
             is_last=number == len(blocks) - 1,
             draws=draws,
             uses_torch=plan.has_split_attention,
-            sharing=Sharing(
+            arguments=ArgumentSplit(
                 region=region, token_dims=plan.token_dims, names=find_argument_names(block)
             ),
         )
-        extend_module(block, SharedBlock, place)
+        extend_module(block, SplitBlock, place)
         for module in block.modules():
             if hasattr(module, "context_region"):
                 module.context_region = region  # type: ignore[assignment]
-    head = None if _get_tensor_size(model) > 1 else apply_shared_loss(model, plan, region, mesh)
+    head = None if _get_tensor_size(model) > 1 else apply_split_loss(model, plan, region, mesh)
     inner = list_inner_modules(model, plan.blocks)
-    extend_module(model, SharedModel, _WholeModel(region=region, head=head, inner=inner))
+    extend_module(model, SplitModel, _WholeModel(region=region, head=head, inner=inner))
     prove_context(model, region)
     refuse_double_gradients(model, _FLAG)
     return region
@@ -122,7 +122,7 @@ def _find_problems(model: nn.Module, plan: ModelPlan, size: int) -> Iterator[str
         if heads % size:
             yield (
                 f"{_FLAG} {size} does not divide the {heads} attention heads"
-                f"{_get_tensor_share(model)} of {name}: use {list_choices(heads)}."
+                f"{_describe_tensor_split(model)} of {name}: use {list_choices(heads)}."
             )
 
 
@@ -173,7 +173,7 @@ def _get_tensor_size(model: nn.Module) -> int:
     return 1 if split is None else int(split.mesh.size())
 
 
-def _get_tensor_share(model: nn.Module) -> str:
+def _describe_tensor_split(model: nn.Module) -> str:
     return " per tensor-parallel rank" if _get_tensor_size(model) > 1 else ""
 
 
@@ -185,7 +185,7 @@ class _WholeModel:
     """What the whole model knows."""
 
     region: ContextRegion
-    head: SharedHeadPlace | None
+    head: SplitHeadPlace | None
     """The output layer's state, if the model's own loss takes a slice of the tokens."""
     inner: dict[str, nn.Module]
     """The blocks and their modules."""
@@ -199,7 +199,7 @@ class _WholeModel:
         return f"a hook on {describe_watched(watched)} asks" if watched else None
 
 
-class SharedModel:
+class SplitModel:
     """The whole model: decides when sequences stay whole, and avoids useless caches."""
 
     rapidformer_place: _WholeModel
@@ -223,13 +223,13 @@ class SharedModel:
             # A cache holds whole sequences, and would be built only to be discarded.
             kwargs.setdefault("use_cache", False)
         if head is not None:
-            head.keeps_share = self.training and has_labels(self, args, kwargs)
+            head.keeps_slice = self.training and has_labels(self, args, kwargs)
         try:
             return hand_out(super().forward(*args, **kwargs))  # type: ignore[misc]
         finally:
             region.is_off = was_off
             if head is not None:
-                head.keeps_share = False
+                head.keeps_slice = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Step by step there is no sequence to split: every rank generates the same."""
@@ -246,11 +246,11 @@ def _takes_cache(cls: Any) -> bool:
     return any(
         "use_cache" in inspect.signature(inspect.unwrap(base.forward)).parameters
         for base in cls.__mro__
-        if "forward" in vars(base) and base is not SharedModel
+        if "forward" in vars(base) and base is not SplitModel
     )
 
 
-class SharedBlock:
+class SplitBlock:
     """A block that works on this rank's tokens."""
 
     rapidformer_place: _Place
@@ -262,14 +262,14 @@ class SharedBlock:
         hidden = _get_hidden(args, kwargs)
         length = hidden.shape[TOKENS] if place.is_first else region.incoming
         if place.is_first:
-            is_shared = hidden.dim() == 3 and region.can_share(length)
+            is_split = hidden.dim() == 3 and region.can_split(length)
             for cache in filter(is_cache, (*args, *kwargs.values())):
                 # Useless in training; elsewhere something may continue from it.
-                is_shared &= self.training and not cache.get_seq_length()
-            region.incoming = length = length if is_shared else 0
+                is_split &= self.training and not cache.get_seq_length()
+            region.incoming = length = length if is_split else 0
         if not length:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = share_arguments(place.sharing, args, kwargs, length)
+        args, kwargs = slice_arguments(place.arguments, args, kwargs, length)
         if place.is_first:
             place.draws.start(hidden.device, is_needed=self.training)
             args, kwargs = replace_first(args, kwargs, region.enter)
@@ -290,7 +290,7 @@ class SharedBlock:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         region.has_attended = False
         try:
-            with SharedTorchAttention(region) if place.uses_torch else nullcontext():
+            with SplitTorchAttention(region) if place.uses_torch else nullcontext():
                 output = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             region.length = 0

@@ -67,7 +67,7 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 4096
     length = min(4 * region.size - 1, limit - 2)  # RoBERTa counts positions from 2
-    if not region.can_share(length):
+    if not region.can_split(length):
         return None
     dice = torch.Generator().manual_seed(0)
     own = getattr(embedding, "base_layer", embedding)  # inside an adapter

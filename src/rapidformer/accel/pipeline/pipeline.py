@@ -207,7 +207,7 @@ class Pipeline:
 
     # ---- after it ------------------------------------------------------------------------------
 
-    def share_results(self, count: int) -> list[MicroBatchResult]:
+    def broadcast_results(self, count: int) -> list[MicroBatchResult]:
         """The last stage's losses and weights, on every rank, in one small message."""
         source = self.layout.stages[-1].owner
         if self._names is None:
@@ -229,7 +229,8 @@ class Pipeline:
         if unknown:
             warn_once(
                 f"the forward step returns {', '.join(unknown)} in some micro-batches only: with "
-                f"{FLAG} only the names of the first one are reported."
+                f"{FLAG} only the names of the first one are reported.",
+                is_local=True,
             )
         nothing = (torch.zeros(()), 0.0)
         pairs = [(result.loss, result.weight)]

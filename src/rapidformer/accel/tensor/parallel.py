@@ -35,7 +35,7 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.compat.torch_mesh import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
-from rapidformer.dist.regions import copy_in, get_share
+from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
 from rapidformer.models.plan import ModelPlan
@@ -321,7 +321,7 @@ def _cut_fused(
 
     def read_rows(whole: Tensor) -> Tensor:
         rows = copy_in(whole, group).view(parts, -1, *whole.shape[1:])
-        start, end = get_share(rows.shape[1], group)
+        start, end = get_slice_bounds(rows.shape[1], group)
         return rows[:, start:end].flatten(0, 1)
 
     sliced = _Cut(placement=Replicate(), reading=read_rows)
@@ -394,6 +394,6 @@ def _extend(
 def _localize_padding(module: nn.Embedding, split: Split) -> None:
     """The padding row, which gets no gradient, is in one rank's slice only."""
     if module.padding_idx is not None:
-        start, end = get_share(split.length, split.group)
+        start, end = get_slice_bounds(split.length, split.group)
         is_mine = start <= module.padding_idx < end
         module.padding_idx = module.padding_idx - start if is_mine else None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from rapidformer.compat.torch_mesh import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
-from rapidformer.dist.regions import get_share
+from rapidformer.dist.regions import get_slice_bounds
 from rapidformer.dist.whole import join_whole
 
 
@@ -88,7 +88,7 @@ def _cut(whole: Tensor, slice_: Slice) -> Tensor:
     dim = placement.dim
     parts = getattr(placement, "split_factor", 1)
     pieces = whole.chunk(parts, dim)
-    start, end = get_share(pieces[0].shape[dim], slice_.mesh.get_group())
+    start, end = get_slice_bounds(pieces[0].shape[dim], slice_.mesh.get_group())
     return torch.cat([piece.narrow(dim, start, end - start) for piece in pieces], dim)
 
 

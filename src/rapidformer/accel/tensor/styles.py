@@ -31,7 +31,7 @@ from rapidformer.dist.regions import (
     copy_in,
     gather_in,
     gather_out,
-    get_share,
+    get_slice_bounds,
     scatter_out,
     slice_in,
     sum_out,
@@ -75,7 +75,7 @@ class SequenceRegion:
         return scatter_out(part, _SEQUENCE_DIM, self.group)
 
     def _check(self, hidden: Tensor) -> None:
-        start, end = get_share(self.length, self.group)
+        start, end = get_slice_bounds(self.length, self.group)
         if hidden.shape[_SEQUENCE_DIM] != end - start:
             # Recompute runs blocks again after another forward pass has changed the length.
             raise TrainingError(
@@ -308,7 +308,7 @@ class VocabularyEmbedding(Style):
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.rapidformer_split
-        first, end = get_share(split.length, split.group)
+        first, end = get_slice_bounds(split.length, split.group)
         # An id that no rank has would become zeros; a whole embedding refuses it.
         check_ids(ids, split.length, "an id in the batch")
         is_foreign = (ids < first) | (ids >= end)

@@ -17,7 +17,7 @@ class Progress:
     def __init__(self, total: int, done: int, *, log_interval: int, show_bar: bool | None) -> None:
         self._total, self._begun_at, self._position = total, done, done
         self._read = done
-        self._shares: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         self._log_interval = log_interval
         self._next_line = log_interval
         self._start = time.monotonic()
@@ -27,18 +27,18 @@ class Progress:
 
     def announce(self, number: int, end: int) -> None:
         """A part was cut: the input has been read up to here."""
-        self._shares[number] = end - self._read
+        self._sizes[number] = end - self._read
         self._read = end
 
     def skip(self, number: int) -> None:
         """A part already exists: it counts neither as done nor as remaining."""
-        share = self._shares.pop(number, 0)
-        self._position += share
-        self._begun_at += share
+        size = self._sizes.pop(number, 0)
+        self._position += size
+        self._begun_at += size
 
     def add(self, report: PartReport) -> None:
         """One more part is done."""
-        self._position += self._shares.pop(report.number, 0)
+        self._position += self._sizes.pop(report.number, 0)
         self._documents += report.counts[0].documents
         self._tokens += sum(counts.tokens for counts in report.counts)
         self._text_bytes += report.text_bytes

@@ -15,7 +15,7 @@ from rapidformer.data.pretraining.blend import (
     BlendedDataset,
     WeightedPrefix,
     build_blend_index,
-    count_for_share,
+    count_for_weight,
     parse_data_prefix,
 )
 from rapidformer.data.pretraining.layout import Layout
@@ -118,9 +118,12 @@ def _check_settings(
         problems.append(f"--seq-length {seq_length} is not a valid length: use 1 or more.")
     if not 0 <= seed < 2**32:
         problems.append(f"--seed {seed} is out of range for sample orders: use 0 to {2**32 - 1}.")
-    for flag, share in (("--mask-prob", masked_lm_prob), ("--short-seq-prob", short_seq_prob)):
-        if not 0 <= share <= 1:
-            problems.append(f"{flag} {share} is not a probability: use 0 to 1.")
+    for flag, probability in (
+        ("--mask-prob", masked_lm_prob),
+        ("--short-seq-prob", short_seq_prob),
+    ):
+        if not 0 <= probability <= 1:
+            problems.append(f"{flag} {probability} is not a probability: use 0 to 1.")
     if problems:
         raise ConfigurationError(problems)
 
@@ -218,7 +221,7 @@ class _Builder:
         weights = [part.weight / total for part, _ in used]
         datasets = [
             self._recipe.build_dataset(
-                self._open(part.prefix), split, count_for_share(num_samples, weight)
+                self._open(part.prefix), split, count_for_weight(num_samples, weight)
             )
             for (part, split), weight in zip(used, weights, strict=True)
         ]

@@ -65,7 +65,7 @@ def parse_data_prefix(
     ]
 
 
-def count_for_share(num_samples: int, weight: float) -> int:
+def count_for_weight(num_samples: int, weight: float) -> int:
     """How many samples a data set must have to contribute its fraction of so many."""
     return math.ceil(num_samples * weight * _SURPLUS)
 
@@ -141,11 +141,11 @@ def choose_datasets(weights: np.ndarray, size: int) -> np.ndarray:
 def _choose_one_by_one(
     weights: np.ndarray, first: int, count: int, taken: np.ndarray
 ) -> np.ndarray:
-    shares, counts = weights.tolist(), taken.tolist()
+    quotas, counts = weights.tolist(), taken.tolist()
     chosen = np.empty(count, dtype=np.int16)
     for step in range(first, first + count):
         position = float(max(step, 1))
-        behind = [share * position - had for share, had in zip(shares, counts, strict=True)]
+        behind = [quota * position - had for quota, had in zip(quotas, counts, strict=True)]
         best = behind.index(max(behind))
         chosen[step - first] = best
         counts[best] += 1.0
@@ -155,10 +155,10 @@ def _choose_one_by_one(
 def _guess_taken(weights: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """What each data set has given before each of these steps; nearly always right."""
     earlier = np.maximum(steps - _WARM_UP, 0)
-    shares = weights[:, None] * earlier
-    taken = np.floor(shares)
+    quotas = weights[:, None] * earlier
+    taken = np.floor(quotas)
     missing = earlier - taken.sum(axis=0)
-    ranks = (taken - shares).argsort(axis=0).argsort(axis=0)
+    ranks = (taken - quotas).argsort(axis=0).argsort(axis=0)
     taken += ranks < missing
     _, taken = _run(weights, earlier, taken, _WARM_UP)
     taken[:, 0] = 0.0  # nothing precedes the first stretch: it alone is known, not guessed

@@ -16,7 +16,7 @@ from rapidformer.errors import DataError
 
 # The last epoch is shuffled separately if less than this fraction of it is needed; otherwise
 # samples of a partly used epoch would be spread over the whole run.
-_WHOLE_EPOCH_SHARE = 0.80
+_WHOLE_EPOCH_FRACTION = 0.80
 _CHUNK = 1 << 20
 
 
@@ -80,7 +80,7 @@ def _count_epochs(tokens: int, seq_length: int, num_samples: int | None) -> _Epo
         return _Epochs(count, total, total)
     before = ((count - 1) * tokens - 1) // seq_length
     in_one = (tokens - 1) // seq_length
-    is_apart = num_samples - before < int(_WHOLE_EPOCH_SHARE * in_one)
+    is_apart = num_samples - before < int(_WHOLE_EPOCH_FRACTION * in_one)
     return _Epochs(count, total, before if is_apart else total)
 
 

@@ -105,7 +105,7 @@ def _describe_unusable(counts: np.ndarray, has_long: np.ndarray, min_sentences: 
             "Make the data with --split-sentences, or train without the sentence-order head "
             "(binary_head=False)."
         )
-    return text + "Make the data with --split-sentences, or take a larger share in --split."
+    return text + "Make the data with --split-sentences, or take a larger fraction in --split."
 
 
 def _cut_for_full_length(

@@ -32,19 +32,19 @@ def parse_split(text: str) -> tuple[float, float, float]:
         f"{word!r} is no number" for word, number in zip(words, numbers, strict=True)
         if number is None
     ]  # fmt: skip
-    shares = [number for number in numbers if number is not None]
-    problems += [f"{share:g} is negative" for share in shares if share < 0]
+    weights = [number for number in numbers if number is not None]
+    problems += [f"{weight:g} is negative" for weight in weights if weight < 0]
     if len(words) > 3:
         problems.append(f"there are {len(words)} numbers")
-    if not problems and sum(shares) == 0:
-        problems.append("all the shares are zero")
+    if not problems and sum(weights) == 0:
+        problems.append("all the weights are zero")
     if problems:
         raise ConfigurationError(
-            f"--split {text!r}: {', '.join(problems)}. It takes up to three shares, for training, "
+            f"--split {text!r}: {', '.join(problems)}. It takes up to three weights, for training, "
             "validation and test, such as 969,30,1."
         )
-    total = sum(shares)
-    train, valid, test = [share / total for share in [*shares, 0.0, 0.0][:3]]
+    total = sum(weights)
+    train, valid, test = [weight / total for weight in [*weights, 0.0, 0.0][:3]]
     return train, valid, test
 
 
@@ -57,8 +57,8 @@ def split_ranges(text: str, size: int) -> list[SplitRange]:
 def split_bounds(text: str, size: int) -> list[int]:
     """0, where validation starts, where the test set starts, and ``size``."""
     bounds = [0]
-    for share in parse_split(text):
-        bounds.append(bounds[-1] + round(share * float(size)))
+    for weight in parse_split(text):
+        bounds.append(bounds[-1] + round(weight * float(size)))
     surplus = bounds[-1] - size
     # An empty first part would start before the first item if it gave one up too.
     return [0, *(max(bound - surplus, 0) for bound in bounds[1:])]

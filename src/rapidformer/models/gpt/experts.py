@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.top_k = config.moe_router_topk
         # Both losses leave as one number, which is later multiplied by the first coefficient.
-        self.z_loss_share = config.moe_z_loss_coeff / (config.moe_loss_coeff or 1.0)
+        self.z_loss_ratio = config.moe_z_loss_coeff / (config.moe_loss_coeff or 1.0)
         self.router = nn.Linear(config.hidden_size, num_experts, bias=False)
         self.experts = Experts(config, num_experts)
 
@@ -61,15 +61,15 @@ class MixtureOfExperts(nn.Module):
         region = self.context_region
         if region is None or not region.length:
             loss = compute_balance_loss(probabilities, ends)
-            if self.z_loss_share:
-                loss = loss + self.z_loss_share * logits.logsumexp(dim=-1).square().mean()
+            if self.z_loss_ratio:
+                loss = loss + self.z_loss_ratio * logits.logsumexp(dim=-1).square().mean()
             return loss
         squares = logits.logsumexp(dim=-1).square().sum()
         # The sum over all tokens, with its gradient; and the counts, which have none.
         sums = region.sum(torch.cat([probabilities.sum(dim=0), squares[None]]))
         all_ends = region.sum(ends.to(sums.dtype))
         means = sums * (self.top_k / all_ends[-1])
-        return compute_balance_loss(means[None, :-1], all_ends) + self.z_loss_share * means[-1]
+        return compute_balance_loss(means[None, :-1], all_ends) + self.z_loss_ratio * means[-1]
 
     def _route(self, tokens: Tensor) -> Tensor:
         """Scores in fp32 whatever the precision: rounding here would send tokens elsewhere."""
@@ -99,8 +99,8 @@ class Experts(nn.Module):
 def compute_balance_loss(probabilities: Tensor, ends: Tensor) -> Tensor:
     """experts x sum(fraction of choices x mean probability): 1 if all are equally loaded."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    shares = counts / ends[-1]
-    return len(ends) * (shares * probabilities.mean(dim=0)).sum()
+    fractions = counts / ends[-1]
+    return len(ends) * (fractions * probabilities.mean(dim=0)).sum()
 
 
 def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
-from rapidformer.dist.shared_losses import compute_shared_losses, is_split_over_tokens
+from rapidformer.dist.token_losses import compute_losses_by_tokens, is_split_over_tokens
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
 from rapidformer.models.gpt.attention import ResidualLinear, Rotation, SelfAttention
 from rapidformer.models.gpt.configuration import GPTConfig
@@ -77,7 +77,7 @@ def compute_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     if is_split_over_vocabulary(logits):
         return compute_split_losses(logits, labels)
     if is_split_over_tokens(logits):
-        return compute_shared_losses(logits, labels)
+        return compute_losses_by_tokens(logits, labels)
     losses = functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
     )

@@ -184,7 +184,7 @@ class FlagAITrainer(Trainer):
     # ---- data ----------------------------------------------------------------------------------
 
     def get_dataloader(self, dataset: Any, collate_fn: Any = None, shuffle: bool = False) -> Any:
-        """A loader for this process's share of the data; a ready ``DataLoader`` stays as it is."""
+        """A loader for this rank's part of the data; a ready ``DataLoader`` stays as it is."""
         if isinstance(dataset, (DataLoader, DistributedLoader)):
             return dataset
         return self.engine.build_data_loader(

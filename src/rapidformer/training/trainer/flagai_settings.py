@@ -29,7 +29,7 @@ _DEFAULT = "derived: FlagAI's default"
 _BY_FILE = "derived: a DeepSpeed file may say otherwise"
 _NEVER = 2**31 - 1
 # FlagAI's cosine ends at a tenth of the rate.
-_LAST_SHARE = 0.1
+_LAST_FRACTION = 0.1
 
 
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _translate(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "epochs": values["epochs"],
         "lr_decay_style": "cosine",
-        "min_lr": _LAST_SHARE * float(values["lr"]),
+        "min_lr": _LAST_FRACTION * float(values["lr"]),
         "eval_interval": values["eval_interval"] or _NEVER,
         "log_first_step": False,
         "save": values["save_dir"] or "none",

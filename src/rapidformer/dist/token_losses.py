@@ -16,7 +16,7 @@ def is_split_over_tokens(logits: Tensor) -> bool:
     return isinstance(logits, DTensor) and logits.dim() == 3 and logits.placements == (Shard(1),)
 
 
-def compute_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+def compute_losses_by_tokens(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
     """Cross entropy of every token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "none")
@@ -24,7 +24,7 @@ def compute_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _I
     return gather_out(own.unflatten(0, (len(labels), -1)), 1, labels.shape[1], group)
 
 
-def sum_shared_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+def sum_losses_by_tokens(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
     """The sum over all tokens."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "sum")
