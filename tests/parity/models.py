@@ -127,7 +127,9 @@ def _adapt(model: nn.Module, *targets: str, **more: Any) -> nn.Module:
     config = LoraConfig(
         r=4, lora_alpha=2, target_modules=list(targets), init_lora_weights=False, **more
     )
-    return apply_adapters(model, config)
+    adapted = apply_adapters(model, config)
+    config.base_model_name_or_path = "base"  # it can be built again, so no checkpoint holds it
+    return adapted
 
 
 TARGETS = {

@@ -33,7 +33,8 @@ def continue_run(
     if load is not None:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(1.0)  # nothing may be right by luck
+                if parameter.requires_grad:
+                    parameter.add_(1.0)  # nothing may be right by luck
         engine.load_checkpoint(load)
     loaded = collect_weights(model)
     trace = train(engine, model, loader)

@@ -10,9 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
+from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.models.adapter_folder import replace_adapter
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import PIPELINE, TENSOR, Case, check, make_adamw, run_one, under, zero
+from tests.parity.harness import (
+    PIPELINE,
+    TENSOR,
+    Case,
+    Training,
+    check,
+    make_adamw,
+    run_one,
+    under,
+    zero,
+)
+from tests.parity.models import build_model
+from tests.parity.resuming import check_route
 from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
 from tests.parity.under_deepspeed import build_case
 
@@ -90,6 +105,23 @@ def test_adapters_under_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     case = build_case("gpt2-lora", {"zero_optimization": {"stage": 2}}, tmp_path)
     check_adapters(2, [case], DEEPSPEED_LIMITS)
+
+
+class Adapted:
+    """Reads the folder that was exported into a model that is built again."""
+
+    @staticmethod
+    def from_pretrained(folder: str) -> nn.Module:
+        model = build_model("gpt2-lora")
+        replace_adapter(model, folder)
+        return model
+
+
+def test_an_adapter_resumes_on_any_layout(tmp_path: Path) -> None:
+    route = [(2, {TENSOR: 2}), (2, zero(3)), (2, {PIPELINE: 2})]
+    check_route(Training("gpt2-lora", rows=8), route, Adapted, tmp_path)
+    names = read_shapes(tmp_path / "0" / "iter_0000001" / "state")
+    assert names and all("lora" in name for name in names), "the frozen weights are left out"
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rapidformer import Trainer, TrainingArguments
 from rapidformer.config.rank_variables import adopt_rank_variables
 from rapidformer.errors import CheckpointError, ConfigurationError
-from tests.processes import PATIENCE, find_free_port
+from tests.processes import PATIENCE, find_free_port, run_in_processes
 from tests.trainer.small import collate, make_classifier, make_rows
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -119,6 +120,51 @@ def test_distribute_task_by_our_command(
     check_trained(place)
 
 
+def read_losses(place: Path) -> list[float]:
+    lines = (place / "output" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+
+
+def run_script(words: list[str]) -> None:
+    """The distributed script, in one of the processes of a run that has been started."""
+    torch.set_num_threads(1)
+    sys.argv = ["distribute_task.py", *words]
+    runpy.run_path(str(SCRIPTS / "distribute_task.py"), run_name="__main__")
+
+
+def test_lora_on_model_2_x_pipeline_2_has_the_losses_of_one_process(place: Path) -> None:
+    config = json.loads((place / "gpt2" / "config.json").read_text())
+    rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    (place / "gpt2" / "config.json").write_text(json.dumps({**config, **rates}))
+    words = [
+        "--task", "text_generation", "--model_type", "gpt2", "--train_dataset", "./train",
+        "--run_mode", "finetune", "--pet_method", "lora",
+    ]  # fmt: skip
+    split = ["--data_parallel", "1", "--model_parallel", "2", "--pipeline_parallel", "2"]
+    run_in_processes(run_script, 4, [*words, *split, "--micro_size", "2"])
+    losses = read_losses(place)
+    adapter = load_file(place / "output" / "last" / "adapter_model.safetensors")
+    shutil.rmtree(place / "output")
+    # One process has no stages to fill: it takes the two micro-batches of an update as one batch.
+    arguments = TrainingArguments(
+        num_train_epochs=1, batch_size=4, learning_rate=0.001, warmup_steps=100, sink_size=2
+    )
+    trainer = Trainer(
+        task="text_generation", model="gpt2", pet_method="lora", args=arguments,
+        train_dataset="./train",
+    )  # fmt: skip
+    trainer.finetune()
+    assert len(losses) > 1
+    assert losses == pytest.approx(read_losses(place), rel=1e-5)
+    alone = load_file(place / "output" / "last" / "adapter_model.safetensors")
+    assert alone.keys() == adapter.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=1e-4, atol=1e-6)
+    # Asked afterwards, it is the adapter that answers.
+    assert trainer.predict(input_data="hello!")[0]["text_generation_text"]
+    assert trainer._trained == Path("output", "last")
+
+
 def check_trained(place: Path) -> None:
     lines = (place / "output" / "metrics.jsonl").read_text().splitlines()
     assert any('"loss"' in line for line in lines)
@@ -205,9 +251,10 @@ def test_micro_batch_num_counts_with_a_pipeline_only(place: Path) -> None:
 
 def test_what_is_refused_is_told_at_once(place: Path) -> None:
     with pytest.raises(ConfigurationError) as error:
-        Trainer(args="run.yaml", task="segment_anything", model="sam_vit_b", pet_method="lora")
+        Trainer(args="run.yaml", task="segment_anything", model="sam_vit_b", pet_method="adalora")
     text = str(error.value)
-    assert "YAML" in text and "segment_anything" in text and "pet_method='lora'" in text
+    assert "YAML" in text and "segment_anything" in text
+    assert "pet_method='adalora' must be one of lora, ptuning2" in text
 
 
 def test_one_batch_size_under_two_names() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rapidformer.config.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 _SHARDS = "a checkpoint resumes on any number of ranks"
@@ -66,7 +68,7 @@ TRAINER: dict[str, ForeignName] = {
     "eval_dataset": honoured("a path or a data set", "valid_data"),
     "tokenizer": honoured("replaces the one in the model's folder"),
     "image_processor": honoured("replaces the one in the model's folder"),
-    "pet_method": refused("adapters (lora, ptuning2) are not supported yet; remove it"),
+    "pet_method": honoured("lora: rank 8, alpha 16, no dropout; ptuning2: prefix tuning"),
     "audio_processor": refused("there are no audio tasks"),
     "wrapper": refused("override training_step() in a subclass"),
     "eval_callbacks": refused("give them in callbacks"),
@@ -76,6 +78,13 @@ TRAINER: dict[str, ForeignName] = {
     "data_collator": honoured("with a model instance"),
     "save_config": ignored("every run writes its arguments.yaml"),
     "reset_model": ignored("the model is rebuilt whenever the parallel settings change"),
+}
+
+# What each adapter stands for. MindFormers' dropout of 0.01 is left out: a run that splits layers
+# could not use one process's masks.
+PET_METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"lora_rank": 8, "lora_alpha": 16.0},
+    "ptuning2": {"peft_config": '{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 128}'},
 }
 
 TASKS = {

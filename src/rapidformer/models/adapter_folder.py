@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ModelError
-from rapidformer.models.adapters import CONFIG_FILE, PREFIX, WEIGHTS_FILE, Adapter, get_inner
+from rapidformer.models.adapters import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    Adapter,
+    find_adapter,
+    get_inner,
+)
 from rapidformer.overlay import get_own_class
 
 if TYPE_CHECKING:
@@ -89,6 +96,27 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     if missing:
         raise ModelError(f"The adapter {folder} is incomplete: {missing[0][:300]}")
     return get_inner(adapted)
+
+
+def replace_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Give the adapter of a model the weights of a folder; one without an adapter gets one."""
+    inner = get_inner(model)
+    adapter = find_adapter(inner)
+    if adapter is None:
+        load_adapter(inner, folder)
+        return
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(folder) / WEIGHTS_FILE)
+    if not adapter.is_prompt:
+        weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    try:
+        result: Any = set_peft_model_state_dict(inner, weights, adapter.name)
+    except RuntimeError as reason:
+        raise ModelError(f"The adapter {folder} does not fit: {reason}") from None
+    if result is not None and result.unexpected_keys:
+        raise ModelError(f"The adapter {folder} does not fit: {result.unexpected_keys[0]}")
 
 
 def list_weights(folder: str | Path) -> set[str]:

@@ -23,6 +23,7 @@ from rapidformer.config.foreign_names import ForeignName
 from rapidformer.config.mindformers_names import (
     MODELS,
     PARALLEL_CONFIG,
+    PET_METHODS,
     RECOMPUTE_CONFIG,
     TASKS,
     TRAINER,
@@ -33,6 +34,7 @@ from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import warn_once
+from rapidformer.models.adapters import build_config
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
@@ -67,6 +69,7 @@ class MindFormersTrainer(Trainer):
         _check_arguments(args, task, named)
         self.args = args if args is not None else MindFormersArguments()
         self.task_name = task
+        self._adapters = PET_METHODS.get(str(named.get("pet_method") or ""), {})
         self._given_parallel: dict[str, Any] = {}
         self._given_recompute: dict[str, Any] = {}
         self._trained: Path | None = None
@@ -99,6 +102,7 @@ class MindFormersTrainer(Trainer):
             compute_metrics=named.get("compute_metrics"),
             callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
             optimizers=pair,
+            peft_config=build_config(Settings(**self._adapters)),
         )
 
     def _choose_location(self, model: Any) -> str:
@@ -290,7 +294,7 @@ class MindFormersTrainer(Trainer):
             # The earlier run of this folder is set aside before the weights are read.
             moved = given.parent / PREVIOUS / given.name
             values["pretrained_model_name_or_path"] = str(moved)
-        settings = self._build_task_settings(**values)
+        settings = self._build_task_settings(**values, **self._adapters)
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
             engine.hold_folder(Path(settings.save))
@@ -396,6 +400,8 @@ def _check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
         row = TRAINER.get(name)
         if row is None:
             problems.append(f"Trainer has no argument {name!r}.")
+        elif name == "pet_method" and value and value not in PET_METHODS:
+            problems.append(f"pet_method={value!r} must be one of {', '.join(PET_METHODS)}, or ''.")
         elif row.outcome == "refused" and value:
             problems.append(f"Trainer({name}={value!r}) is not supported: {row.note}.")
     for name in TRAINING_ARGUMENTS if isinstance(args, MindFormersArguments) else ():

@@ -10,6 +10,7 @@ dialect's class (``dialects.py``).
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from rapidformer.config import Settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
 from rapidformer.training.loop import evaluate_model
 from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
@@ -92,6 +94,7 @@ class Trainer(FamiliarNames, RunRecords):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *,
         tokenizer: Any = None,
+        peft_config: Any = None,
     ) -> None:
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigurationError("tokenizer= and processing_class= are two names of one thing.")
@@ -105,7 +108,10 @@ class Trainer(FamiliarNames, RunRecords):
             )
         seed_everything(self.args.seed, deterministic=self.args.full_determinism)
         self.model_init = model_init
-        self.model: nn.Module = model if model is not None else self.call_model_init()
+        self._peft_config = peft_config
+        self.model: nn.Module = (
+            self.call_model_init() if model is None else self._add_adapters(model)
+        )
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
@@ -120,7 +126,7 @@ class Trainer(FamiliarNames, RunRecords):
     def _start_records(self, callbacks: list[Callback]) -> None:
         """What a trainer keeps beside its arguments, before it has an engine."""
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        self.label_names = self.args.label_names or find_label_names(self.model)
+        self.label_names = self.args.label_names or find_label_names(get_inner(self.model))
         self.train_dataloader: Any = None
         self._engine: RapidformerEngine | None = None
         self._is_training = self._has_trained = False
@@ -170,7 +176,13 @@ class Trainer(FamiliarNames, RunRecords):
         model = self.model_init(trial) if needs_trial else self.model_init()
         if model is None:
             raise RapidformerError("model_init must return a model, it returned None.")
-        return model
+        return self._add_adapters(model)
+
+    def _add_adapters(self, model: nn.Module) -> nn.Module:
+        """At once: an optimizer may be built before there is an engine."""
+        if self._peft_config is None or find_adapter(model) is not None:
+            return model
+        return apply_adapters(model, copy.deepcopy(self._peft_config))
 
     # ---- training ------------------------------------------------------------------------------
 

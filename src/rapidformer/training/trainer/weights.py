@@ -10,6 +10,7 @@ from torch import nn
 
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
+from rapidformer.models.adapter_folder import is_adapter_folder, replace_adapter
 from rapidformer.training.run_folder import BEST, LAST
 
 _FILE = "model.safetensors"
@@ -18,6 +19,11 @@ _FILE = "model.safetensors"
 def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
     """Load every weight by its name; one that is missing or of another shape is an error."""
     choices = [folder / (BEST if best else LAST), folder]
+    adapted = next((path for path in choices if is_adapter_folder(path)), None)
+    if adapted is not None:
+        replace_adapter(model, adapted)
+        get_logger().info(f"adapter loaded from {adapted}")
+        return
     source = next((path / _FILE for path in choices if (path / _FILE).is_file()), None)
     if source is None:
         raise CheckpointError(
