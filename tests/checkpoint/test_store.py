@@ -384,7 +384,7 @@ def test_checkpoint_of_an_unknown_format_is_refused(
 ) -> None:
     """A later version may write what this one would misread."""
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_FORMAT", 9)
+        patch.setattr(store, "FORMAT", 9)
         CheckpointStore(tmp_path).save(Run().state, {})
     with pytest.raises(CheckpointError, match="format 9"):
         load(tmp_path)

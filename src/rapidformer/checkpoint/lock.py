@@ -17,6 +17,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import CheckpointError
 
 LOCK_FILE = ".lock"
@@ -135,8 +136,8 @@ class FolderLock:
 
     def _read(self) -> _Holder | None:
         try:
-            return _Holder(**json.loads(self._path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return _Holder(**read_json(self._path))
+        except (CheckpointError, TypeError):
             return None
 
     def _get_beat(self) -> int:

@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rapidformer.errors import CheckpointError
 
@@ -68,18 +70,23 @@ def remove_leftovers(folder: Path) -> None:
         path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-def check_manifest(folder: Path) -> None:
-    """Refuse a folder that lacks a file, or has one of a different size than was written."""
+def check_manifest(folder: Path, required: Iterable[str] = ()) -> None:
+    """Refuse a folder that lacks a file, or has one of a different content than was written."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_json(folder / MANIFEST)["files"]
         expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, KeyError, TypeError, AttributeError):
         raise CheckpointError(
             f"{folder} is not a whole checkpoint: its {MANIFEST} is missing or unreadable."
         ) from None
+    for name in required:
+        if name not in expected:
+            raise CheckpointError(f"{folder} is damaged: its {MANIFEST} does not list {name}.")
     for name, (size, digest) in expected.items():
         path = folder / name
-        if not path.is_file():
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"{folder} is damaged: {name} leads out of the folder.")
+        if not path.is_file():  # a named pipe is not: reading it would never end
             raise CheckpointError(f"{folder} is damaged: {name} is missing.")
         if path.stat().st_size != size:
             raise CheckpointError(
@@ -87,6 +94,17 @@ def check_manifest(folder: Path) -> None:
             )
         if _hash(path) != digest:
             raise CheckpointError(f"{folder} is damaged: {name} is not what was written.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a regular file: reading a named pipe would never end."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is missing or unreadable.")
+    return content
 
 
 def _hash(path: Path) -> str:

@@ -67,7 +67,8 @@ def _get_launch_name() -> str | None:
 
 
 def _read_owner(folder: Path) -> str | None:
+    path = folder / OWNER_FILE
     try:
-        return (folder / OWNER_FILE).read_text(encoding="utf-8").strip()
-    except OSError:
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    except (OSError, ValueError):
         return None

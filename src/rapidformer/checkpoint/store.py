@@ -39,6 +39,7 @@ from rapidformer.checkpoint.publish import (
     check_manifest,
     get_staging,
     publish,
+    read_json,
     replace_text,
     start_staging,
 )
@@ -47,6 +48,7 @@ from rapidformer.checkpoint.random_states import (
     get_random_states,
     set_random_states,
 )
+from rapidformer.checkpoint.run_file import FORMAT, RUN, blaming, read_run
 from rapidformer.checkpoint.tensors import save_tensors
 from rapidformer.checkpoint.ties import drop_tied, load_named, read_saved_shapes
 from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
@@ -61,7 +63,6 @@ from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_FORMAT = 1
 
 
 class Stateful(Protocol):
@@ -155,7 +156,7 @@ class CheckpointStore:
             run = _describe_run(state, groups, extra) | {"tied": ties}
             if checksums is not None:
                 run["base"] = {"name": state.base, "checksums": checksums}
-            _write_json(staging / "run.json", run)
+            _write_json(staging / RUN, run)
         wait_for_all()
         if _get_rank() == 0:
             publish(target)
@@ -182,11 +183,7 @@ class CheckpointStore:
     ) -> dict[str, Any]:
         """Restore the state in place from a checkpoint, or the newest complete one of a run."""
         folder = state.loaded_from = _choose_whole(source)
-        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        if run["format"] != _FORMAT:
-            raise CheckpointError(
-                f"{folder} has format {run['format']}, this version reads format {_FORMAT}."
-            )
+        run = read_run(folder)
         state.saved_facts = run.get("facts", {})
         if with_optimizer and run["param_groups"] is None:
             with_optimizer = False
@@ -197,28 +194,38 @@ class CheckpointStore:
                 )
         _check_base(state, run.get("base"))
         _load_tensors(folder, state, with_optimizer=with_optimizer)
-        if with_position:
-            state.step = run["step"]
-            if state.loader is not None and run["loader"] is not None:
-                state.loader.load_state_dict(run["loader"])
-            if state.scaler is not None and run["scaler"] is not None:
-                state.scaler.load_state_dict(run["scaler"])
-            _restore_schedule(state, run)
-        if with_random_states:
-            _load_random_states(folder, run, state)
+        with blaming(folder):
+            if with_position:
+                _restore_position(state, run)
+            if with_random_states:
+                _load_random_states(folder, run, state)
         extra: dict[str, Any] = run["extra"] if with_position else {}
         return extra
 
 
+def _restore_position(state: TrainingState, run: dict[str, Any]) -> None:
+    state.step = run["step"]
+    if state.loader is not None and run["loader"] is not None:
+        state.loader.load_state_dict(run["loader"])
+    if state.scaler is not None and run["scaler"] is not None:
+        state.scaler.load_state_dict(run["scaler"])
+    _restore_schedule(state, run)
+
+
 def is_without_base(folder: Path) -> bool:
     """Whether a checkpoint holds adapters only, and no weights of the model under them."""
-    return "base" in json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return "base" in read_run(folder)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, oldest first."""
-    found = (p for p in folder.glob("iter_*") if p.is_dir() and p.name[5:].isdigit())
+    found = (p for p in folder.glob("iter_*") if p.is_dir() and _is_number(p.name[5:]))
     return sorted(found, key=get_step)
+
+
+def _is_number(text: str) -> bool:
+    """Whether the text is a step; Python converts neither `²` nor thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) < 20
 
 
 def get_step(checkpoint: Path) -> int:
@@ -228,17 +235,24 @@ def get_step(checkpoint: Path) -> int:
 
 def find_checkpoint(source: Path) -> Path | None:
     """A checkpoint's own folder, or the newest of a run's; None if there is none."""
-    if (source / "run.json").is_file() and (source / "state").is_dir():
+    if (source / RUN).is_file() and (source / "state").is_dir():
         return source
     tracker = source / TRACKER
     if tracker.is_file():
         # Megatron may have written `release` there, and a crash anything.
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        named = source / f"iter_{int(text) if text.isdecimal() else 0:07d}"
+        named = source / f"iter_{int(text) if _is_number(text) else 0:07d}"
         if named.is_dir():
             return named
     found = find_checkpoints(source)
     return found[-1] if found else None
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint that is incomplete, modified, or not one that a run writes."""
+    check_manifest(folder, required=(RUN, "state/.metadata"))
+    read_run(folder)
+    read_saved_shapes(folder)
 
 
 def _choose_whole(source: Path) -> Path:
@@ -253,7 +267,7 @@ def _choose_whole(source: Path) -> Path:
         older = [] if newest in (None, source) else find_checkpoints(source)[::-1]
         for folder in dict.fromkeys([newest, *older] if newest else []):
             try:
-                check_manifest(folder)
+                check_checkpoint(folder)
             except CheckpointError as reason:
                 problem = str(reason)
                 get_logger().warning("%s", reason)
@@ -401,7 +415,7 @@ def _describe_run(
     state: TrainingState, groups: list[dict[str, Any]] | None, extra: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": state.step,
         "layout": state.topology.describe(),
         "facts": state.facts,
@@ -451,7 +465,7 @@ def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState)
     # layer the same ones.
     is_same = run.get("layout") == state.topology.describe()
     path = folder / _get_random_file(_get_rank()) if is_same else first
-    states = json.loads(path.read_text(encoding="utf-8"))
+    states = read_json(path)
     if is_same:
         set_random_states(states, state.device)
         return

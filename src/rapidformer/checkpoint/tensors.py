@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from rapidformer.checkpoint.index import check_index
 from rapidformer.checkpoint.strided import split_strided
 from rapidformer.compat.torch_checkpoint import PRIVATE_INDEX_NAMES
 from rapidformer.dist.topology import Topology
@@ -77,26 +78,26 @@ def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, topology: Topol
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a folder's tensors."""
     metadata = _Reader(folder).read_metadata()
-    try:
-        return {
-            name: tuple(entry.size)
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-    except (AttributeError, TypeError):
-        raise CheckpointError(f"{folder / '.metadata'} is not the index of a checkpoint.") from None
+    return {
+        name: tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
+            if not path.is_file():
+                raise FileNotFoundError("no such file")
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
         except Exception as reason:  # damaged bytes can make the unpickler fail in any way
             raise CheckpointError(f"{path} cannot be read: {reason}") from None
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not the index of a checkpoint.")
+        check_index(metadata, Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from rapidformer.checkpoint.run_file import blaming, read_run
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes
 from rapidformer.dist.topology import Topology
 
@@ -31,7 +31,8 @@ def drop_tied(tensors: dict[str, torch.Tensor], model: nn.Module) -> Ties:
 def read_saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by every name that a checkpoint answers to."""
     shapes = read_shapes(folder / "state")
-    return shapes | {name: shapes[first] for name, first in read_ties(folder).items()}
+    with blaming(folder):
+        return shapes | {name: shapes[first] for name, first in read_ties(folder).items()}
 
 
 def load_named(tensors: dict[str, torch.Tensor], folder: Path, topology: Topology) -> None:
@@ -47,6 +48,5 @@ def load_named(tensors: dict[str, torch.Tensor], folder: Path, topology: Topolog
 
 def read_ties(folder: Path) -> Ties:
     """The ties of a checkpoint; older ones have none, and store such weights under each name."""
-    run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    ties: Ties = run.get("tied", {})
+    ties: Ties = read_run(folder).get("tied", {})
     return ties

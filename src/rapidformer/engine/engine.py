@@ -24,6 +24,7 @@ from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
+from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.store import (
     CheckpointStore,
     TrainingState,
@@ -145,7 +146,9 @@ class RapidformerEngine(PredictingRun):
         self.resumed_from = state.loaded_from
         self._has_gone_back = only_weights
         if not only_weights:
-            self._follow_samples(state.saved_facts, extra.get("attempts", state.step))
+            assert state.loaded_from is not None
+            with blaming(state.loaded_from):
+                self._follow_samples(state.saved_facts, int(extra.get("attempts", state.step)))
             self._report_differences(state.saved_facts, current)
         return extra
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rapidformer.checkpoint.run_file import blaming
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import broadcast_object
@@ -375,7 +376,10 @@ class TrainingLoop:
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""
-        self.progress = Progress(**extra.get("progress", {}))
+        assert self.engine.resumed_from is not None
+        with blaming(self.engine.resumed_from):
+            self.progress = Progress(**extra.get("progress", {}))
+            self._attempts = int(extra.get("attempts", self.step))
         save = self.args.save
         best_step = self.progress.best_step
         if save is not None and not broadcast_object(
@@ -383,7 +387,6 @@ class TrainingLoop:
         ):
             # Another run's folder, or its best model is from a step that will be repeated.
             self.progress.best_value = self.progress.best_step = None
-        self._attempts = extra.get("attempts", self.step)
         self._step_before = self._saved_at = self.step
         self._saved_progress = copy.deepcopy(self.progress)
 

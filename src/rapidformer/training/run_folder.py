@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.abandoned import ABANDONED, abandon
-from rapidformer.checkpoint.publish import MANIFEST, replace_text
+from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
 from rapidformer.checkpoint.store import TRACKER, find_checkpoints
 from rapidformer.dist.collectives import broadcast_object
@@ -164,10 +164,9 @@ def _read_names(folder: Path) -> list[str]:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / RUN_FILE)
+    except CheckpointError:
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _find_foreign(folder: Path) -> list[Path]:
@@ -178,7 +177,12 @@ def _find_foreign(folder: Path) -> list[Path]:
 
 
 def _keep_filled(paths: list[Path]) -> list[Path]:
-    return [path for path in paths if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+    """The paths at which something is that could be lost; an empty folder is nothing."""
+    return [path for path in paths if path.exists() and not (path.is_dir() and _is_empty(path))]
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
 
 
 def _refuse_foreign(folder: Path, foreign: list[Path]) -> None:

@@ -1,0 +1,64 @@
+"""``run.json``: what a checkpoint holds besides tensors. Nothing in it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rapidformer.checkpoint.publish import read_json
+from rapidformer.errors import CheckpointError
+
+RUN = "run.json"
+FORMAT = 1
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "scheduler": (dict,),
+    "scaler": (dict, _NONE),
+    "loader": (dict, _NONE),
+    "param_groups": (list, _NONE),
+    "extra": (dict,),
+}
+_OPTIONAL: dict[str, tuple[type, ...]] = {"tied": (dict,), "facts": (dict,), "base": (dict,)}
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's ``run.json``, with entries of the right kinds."""
+    run = read_json(folder / RUN)
+    if run.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {run.get('format')}, this version reads format {FORMAT}."
+        )
+    wrong = [name for name, kinds in _KINDS.items() if not isinstance(run.get(name, ...), kinds)]
+    wrong += [n for n, kinds in _OPTIONAL.items() if n in run and not isinstance(run[n], kinds)]
+    if not wrong and (isinstance(run["step"], bool) or run["step"] < 0):
+        wrong = ["step"]
+    if not wrong and not all(isinstance(name, str) for name in run.get("tied", {}).values()):
+        wrong = ["tied"]
+    if not wrong and not _is_position(run["loader"]):
+        wrong = ["loader"]
+    if wrong:
+        raise _build_error(folder, f"{', '.join(wrong)} is missing or malformed")
+    return run
+
+
+@contextmanager
+def blaming(folder: Path) -> Iterator[None]:
+    """Report what cannot be restored from a ``run.json`` as the file's fault."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
+        raise _build_error(folder, f"{type(reason).__name__}: {reason}") from None
+
+
+def _is_position(loader: dict[str, Any] | None) -> bool:
+    if loader is None:
+        return True
+    numbers = [loader.get("epoch"), loader.get("consumed_samples"), *loader.values()]
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+
+
+def _build_error(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder / RUN} is not what a run writes: {reason}.")

@@ -1,0 +1,244 @@
+"""Checkpoints that somebody has tampered with: one sentence each, and never a hang.
+
+Every forgery here has a manifest whose hashes are right: its files are what the forger wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.checkpoint.publish import publish, start_staging
+from rapidformer.checkpoint.store import CheckpointStore
+from rapidformer.errors import CheckpointError
+
+from .run import Run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 and 2."""
+    folder, run = tmp_path_factory.mktemp("original"), Run()
+    for _ in range(2):
+        run.train(1)
+        CheckpointStore(folder).save(run.state, {})
+    return folder
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def forge(run: Path, change: Callable[[Path], None]) -> Path:
+    """The newest checkpoint of a run, changed and given a new manifest."""
+    folder = run / "iter_0000002"
+    staging = start_staging(folder)
+    staging.rmdir()
+    folder.rename(staging)
+    (staging / "manifest.json").unlink()
+    change(staging)
+    publish(folder)
+    return folder
+
+
+def check_refused(folder: Path, message: str) -> None:
+    """Refused by name; the run resumes from the checkpoint before."""
+    run = Run(seed=9)
+    before = run.weights()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        CheckpointStore.load(folder, run.state)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
+    state = Run().state
+    CheckpointStore.load(folder.parent, state)
+    assert state.loaded_from == folder.parent / "iter_0000001"
+
+
+# ---- the manifest ------------------------------------------------------------------------------
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content["files"])
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["run.json", "state/.metadata"])
+def test_a_manifest_must_list_what_every_checkpoint_has(name: str, saved: Path) -> None:
+    folder = saved / "iter_0000002"
+    change_manifest(folder, lambda files: files.pop(name))
+    check_refused(folder, f"its manifest.json does not list {name}")
+
+
+@pytest.mark.parametrize("name", ["../iter_0000001/run.json", "/etc/passwd", "link"])
+def test_a_manifest_stays_in_its_folder(name: str, saved: Path) -> None:
+    folder = saved / "iter_0000002"
+    (folder / "link").symlink_to("/etc/passwd")
+    change_manifest(folder, lambda files: files.update({name: {"size": 1, "sha256": ""}}))
+    check_refused(folder, f"{name} leads out of the folder")
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "run.json", "random-00000.json", "state/.metadata"]
+)
+def test_a_named_pipe_is_not_read(name: str, saved: Path) -> None:
+    folder = saved / "iter_0000002"
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    check_refused(folder, "is missing|holds no checkpoint")
+
+
+# ---- the index of the tensors ------------------------------------------------------------------
+
+
+def change_index(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "state" / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+WEIGHT = "model.first.weight"
+
+
+def shorten_chunk(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
+    metadata.state_dict_metadata[WEIGHT].chunks[0] = replace(chunk, sizes=torch.Size([3, 3]))
+
+
+def shift_chunk(metadata: Any) -> None:
+    chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
+    metadata.state_dict_metadata[WEIGHT].chunks[0] = replace(chunk, offsets=torch.Size([1, 0]))
+
+
+def drop_chunks(metadata: Any) -> None:
+    metadata.state_dict_metadata[WEIGHT].chunks.clear()
+
+
+def drop_place(metadata: Any) -> None:
+    index = next(index for index in metadata.storage_data if index.fqn == WEIGHT)
+    del metadata.storage_data[index]
+
+
+def redirect(name: str) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for index, place in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(place, relative_path=name)
+
+    return change
+
+
+def overreach(metadata: Any) -> None:
+    for index, place in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(place, length=10**9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shorten_chunk, f"its parts do not make up the whole of {WEIGHT}"),
+        (shift_chunk, f"its parts do not make up the whole of {WEIGHT}"),
+        (drop_chunks, f"its parts do not make up the whole of {WEIGHT}"),
+        (drop_place, f"a part of {WEIGHT} is nowhere"),
+        (redirect("../../iter_0000001/run.json"), "which is not a file of this folder"),
+        (redirect("/dev/zero"), "refers to /dev/zero, which is not a file of this folder"),
+        (redirect(".."), "which is not a file of this folder"),
+        (overreach, "refers to bytes that .* does not have"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", 3), "it is malformed"),
+        (lambda metadata: setattr(metadata, "storage_data", [1]), "it is malformed|is nowhere"),
+    ],
+)
+def test_an_index_that_lies_is_refused(
+    change: Callable[[Any], None], message: str, saved: Path
+) -> None:
+    check_refused(forge(saved, change_index(change)), message)
+
+
+def test_a_named_pipe_in_place_of_tensors_is_not_read(saved: Path) -> None:
+    folder = forge(saved, change_index(redirect("pipe")))
+    os.mkfifo(folder / "state" / "pipe")
+    check_refused(folder, "refers to pipe, which is not a file of this folder")
+
+
+# ---- run.json ----------------------------------------------------------------------------------
+
+
+def change_run(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / "run.json").read_text())
+        for name, value in changes.items():
+            content.pop(name)
+            if value is not ...:
+                content[name] = value
+        (folder / "run.json").write_text(json.dumps(content))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": ...}, "step is missing or malformed"),
+        ({"step": "seven"}, "step is missing or malformed"),
+        ({"step": -1}, "step is missing or malformed"),
+        ({"step": True}, "step is missing or malformed"),
+        ({"format": ...}, "has format None, this version reads format 1"),
+        ({"format": 2}, "has format 2, this version reads format 1"),
+        ({"scheduler": [], "extra": 1}, "scheduler, extra is missing or malformed"),
+        ({"loader": {"epoch": 0}}, "loader is missing or malformed"),
+        ({"loader": {"epoch": -1, "consumed_samples": 4}}, "loader is missing or malformed"),
+        ({"tied": {"model.a": 3}}, "tied is missing or malformed"),
+        ({"tied": {"model.a": "model.nowhere"}}, "not what a run writes: KeyError"),
+    ],
+)
+def test_a_forged_run_file_is_refused(changes: dict[str, Any], message: str, saved: Path) -> None:
+    check_refused(forge(saved, change_run(**changes)), message)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\xff"])
+def test_a_run_file_that_is_not_an_object_is_refused(text: str, saved: Path) -> None:
+    def change(folder: Path) -> None:
+        (folder / "run.json").write_bytes(text.encode("latin-1"))
+
+    check_refused(forge(saved, change), r"run\.json is missing or unreadable")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_run(scheduler={}),
+        change_run(scheduler={"last_epoch": "x"}),
+        change_run(scaler={}),
+        lambda folder: (folder / "random-00000.json").write_text("{}"),
+        lambda folder: (folder / "random-00000.json").write_text('{"python": 3}'),
+    ],
+)
+def test_a_state_that_cannot_be_restored_is_the_files_fault(
+    change: Callable[[Path], None], saved: Path
+) -> None:
+    folder = forge(saved, change)
+    with pytest.raises(CheckpointError, match=r"run\.json is not what a run writes: \w+Error"):
+        CheckpointStore.load(folder, Run().state)
+
+
+@pytest.mark.parametrize("name", ["iter_²", "iter_", "iter_-1", "iter_" + "9" * 60])
+def test_folders_with_odd_names_are_not_checkpoints(name: str, saved: Path) -> None:
+    (saved / name).mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("9" * 5000)
+    state = Run().state
+    CheckpointStore.load(saved, state)
+    assert state.step == 2
