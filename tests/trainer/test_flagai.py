@@ -329,6 +329,26 @@ def test_save_best_decides(tmp_path: Path) -> None:
     assert saved["extra"]["progress"]["best_step"] == 4
 
 
+def test_a_resumed_run_knows_its_best_score(tmp_path: Path) -> None:
+    """Its count of best evaluations continues, so a later one can still be the best."""
+    data = {"train_dataset": make_rows(), "valid_dataset": make_rows(8, 1), "collate_fn": collate}
+    best: list[Any] = []
+
+    def keep(score: Any, metrics: dict[str, float]) -> Any:
+        best.append(score)
+        return min(score, 1.0) if len(best) < 4 else 0.5
+
+    given = {"eval_interval": 5, "save_interval": 5, "save_optim": True, "save_best": keep}
+    make_trainer(tmp_path, **given).train(make_classifier(), **data)
+    assert best == [float("inf"), 1.0]
+    trainer = make_trainer(
+        tmp_path, epochs=2, load_dir=str(tmp_path / "run"), load_optim=True, **given
+    )
+    trainer.train(make_classifier(), **data)
+    assert best[2:] == [1.0, 1.0] and trainer._best.times == 2
+    assert trainer.state.best_global_step == 20
+
+
 def test_save_best_may_maximize_a_metric(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, eval_interval=10, save_best=lambda best, metrics: max(best, metrics["acc"])
@@ -340,7 +360,7 @@ def test_save_best_may_maximize_a_metric(tmp_path: Path) -> None:
         )  # fmt: skip
         saved = json.loads((tmp_path / "run" / "iter_0000010" / "run.json").read_text())
         assert saved["extra"]["progress"]["best_step"] == 10
-        assert trainer._times_best == 1
+        assert trainer._best.times == 1
 
 
 class Sized(list[Any]):

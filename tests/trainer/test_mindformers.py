@@ -15,7 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 from rapidformer import Trainer, TrainingArguments
 from rapidformer.config.rank_variables import adopt_rank_variables
@@ -251,10 +256,112 @@ def test_micro_batch_num_counts_with_a_pipeline_only(place: Path) -> None:
 
 def test_what_is_refused_is_told_at_once(place: Path) -> None:
     with pytest.raises(ConfigurationError) as error:
-        Trainer(args="run.yaml", task="segment_anything", model="sam_vit_b", pet_method="adalora")
+        Trainer(
+            task="segment_anything", model="sam_vit_b", wrapper=1, data_collatr=collate,
+            pet_method="adalora",
+        )  # fmt: skip
     text = str(error.value)
-    assert "YAML" in text and "segment_anything" in text
+    assert "segment_anything" in text and "wrapper=1" in text and "'data_collatr'" in text
     assert "pet_method='adalora' must be one of lora, ptuning2" in text
+    trainer: Any = Trainer(task="text_generation", model="gpt2", train_dataset="train")
+    with pytest.raises(ConfigurationError) as error:
+        trainer.predict(input_data="hello", colour="red", temperature="hot")
+    assert "predict(colour='red') is not supported" in str(error.value)
+
+
+FILE = """
+seed: 7
+run_mode: 'train'
+output_dir: './from_file'
+load_checkpoint: ''
+use_parallel: False
+trainer: {type: CausalLanguageModelingTrainer, model_name: 'gpt2'}
+runner_config: {epochs: 1, batch_size: 4, sink_mode: True, sink_size: 2}
+optimizer: {type: FP32StateAdamWeightDecay, betas: [0.9, 0.95], eps: 1.0e-6, weight_decay: 0.2}
+lr_schedule: {type: CosineWithWarmUpLR, learning_rate: 0.001, lr_end: 1.0e-5, warmup_steps: 1,
+              total_steps: -1}
+train_dataset: {batch_size: 4, data_loader: {type: MindDataset, dataset_dir: "train"}}
+parallel_config: {data_parallel: 8, model_parallel: 2, vocab_emb_dp: True}
+recompute_config: {recompute: True, select_recompute: False}
+callbacks:
+  - type: MFLossMonitor
+  - {type: CheckpointMointor, save_checkpoint_steps: 2, keep_checkpoint_max: 3}
+runner_wrapper: {type: MFTrainOneStepCell, use_clip_grad: True}
+context: {mode: 0, device_target: "Ascend"}
+"""
+
+
+def test_a_file_of_mindformers(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "run.yaml").write_text(FILE)
+    trainer: Any = Trainer("run.yaml")
+    settings = trainer.build_settings()
+    wanted = {
+        "seed": 7, "save": "from_file", "micro_batch_size": 4, "lr": 1e-3, "min_lr": 1e-5,
+        "lr_warmup_iters": 1, "weight_decay": 0.2, "adam_beta2": 0.95, "adam_eps": 1e-6,
+        "log_interval": 2, "save_interval": 2, "save_total_limit": 3, "epochs": 1.0,
+        "lr_decay_style": "cosine", "checkpoint_activations": True,
+        "tensor_model_parallel_size": 1,
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    trainer.train()
+    assert (place / "from_file" / "last" / "config.json").is_file()
+    said = capfd.readouterr().err
+    assert "run.yaml: not used here: context.mode, runner_wrapper.type" in said
+    (place / "run.yaml").write_text(FILE.replace("type: CosineWithWarmUpLR", "type: Own")
+                                    .replace("{batch_size: 4,", "{batch_size: 8,"))  # fmt: skip
+    with pytest.raises(ConfigurationError) as error:
+        Trainer("run.yaml")
+    assert "lr_schedule.type Own" in str(error.value) and "are one value" in str(error.value)
+    with pytest.raises(ConfigurationError, match=r"'none\.yaml' cannot be read"):
+        Trainer("none.yaml")
+
+
+def test_callbacks_and_metrics_with_a_models_name(place: Path) -> None:
+    events: list[str] = []
+
+    class Sees(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            assert details["model"] is not None and details["optimizer"] is not None
+            assert {"eval_loss", "eval_right"} <= details["metrics"].keys()
+            events.append(f"evaluated at {state.global_step}")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    def count_right(prediction: Any) -> dict[str, float]:
+        guesses = prediction.predictions.argmax(-1)[:, :-1]
+        return {"right": float((guesses == prediction.label_ids[:, 1:]).mean())}
+
+    arguments = TrainingArguments(
+        num_train_epochs=1, batch_size=2, learning_rate=0.01, metric_for_best_model="right"
+    )
+    trainer = Trainer(
+        arguments, "text_generation", "gpt2", None, "train", "eval", callbacks=[Sees()],
+        compute_metrics=count_right,
+    )  # fmt: skip
+    metrics = trainer.train(do_eval=True)
+    assert events == ["evaluated at 2"]
+    assert metrics["right"] == pytest.approx(trainer.evaluate()["right"], abs=1e-6)
+
+
+def test_sampling_in_predict(place: Path) -> None:
+    trainer: Any = Trainer(task="text_generation", model="gpt2")
+    several = {"do_sample": True, "temperature": 2.0, "top_k": 9, "num_return_sequences": 3}
+    given = {"input_data": ["hello w1", "w3"], "max_new_tokens": 6, **several}
+    first, again = (trainer.predict(**given, seed=1) for _ in range(2))
+    assert first == again != trainer.predict(**given, seed=2)
+    assert [len(each["text_generation_text"]) for each in first] == [3, 3]
+
+
+def test_an_instance_predicts_in_batches_of_any_size(place: Path) -> None:
+    trainer, sizes = make_instance_trainer(), []
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+    )
+    whole = trainer.predict(input_data=make_rows(8), batch_size=8).predictions
+    assert sizes == [8]
+    assert trainer.predict(input_data=make_rows(8)).predictions == pytest.approx(whole, abs=1e-6)
+    assert sizes == [8, 4, 4]
 
 
 def test_one_batch_size_under_two_names() -> None:

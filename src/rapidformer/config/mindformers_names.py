@@ -53,12 +53,14 @@ DEFAULTS: dict[str, object] = {
 }
 
 OPTIMIZERS = {
-    "AdamWeightDecay": "adamw_torch", "adamw": "adamw_torch", "adam": "adamw_torch",
+    "AdamWeightDecay": "adamw_torch", "FP32StateAdamWeightDecay": "adamw_torch",
+    "FusedAdamWeightDecay": "adamw_torch_fused", "AdamW": "adamw_torch",
+    "adamw": "adamw_torch", "adam": "adamw_torch",
     "fused_adamw": "adamw_torch_fused", "fp32_adamw": "adamw_torch",
 }  # fmt: skip
 
 TRAINER: dict[str, ForeignName] = {
-    "args": honoured("a TrainingArguments; a YAML file is refused"),
+    "args": honoured("a TrainingArguments, or the path of a YAML file of MindFormers"),
     "task": honoured("its names for our tasks", "task"),
     "model": honoured(
         "a name, a folder, a Hub name or an instance", "pretrained_model_name_or_path"
@@ -73,8 +75,8 @@ TRAINER: dict[str, ForeignName] = {
     "wrapper": refused("override training_step() in a subclass"),
     "eval_callbacks": refused("give them in callbacks"),
     "optimizers": honoured("with a model instance"),
-    "callbacks": honoured("with a model instance"),
-    "compute_metrics": honoured("with a model instance"),
+    "callbacks": honoured("transformers' callbacks"),
+    "compute_metrics": honoured("its metrics come in addition to the task's"),
     "data_collator": honoured("with a model instance"),
     "save_config": ignored("every run writes its arguments.yaml"),
     "reset_model": ignored("the model is rebuilt whenever the parallel settings change"),

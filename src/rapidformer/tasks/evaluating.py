@@ -77,8 +77,15 @@ def measure(
     return tally
 
 
-def evaluate_task(engine: RapidformerEngine, data: Any = None) -> EvaluationReport:
-    """The metrics of a model on ``--eval-split`` of its data, or of the given data."""
+def evaluate_task(
+    engine: RapidformerEngine,
+    data: Any = None,
+    measure_more: Callable[[Any, DistributedLoader], Mapping[str, float]] | None = None,
+) -> EvaluationReport:
+    """The metrics of a model on ``--eval-split`` of its data, or of the given data.
+
+    ``measure_more(model, loader)`` returns further ones.
+    """
     args = engine.args
     task, split = get_task(args.task or ""), args.eval_split
     rows = take_first(_choose_rows(args, split, data), args.max_eval_samples)
@@ -99,10 +106,10 @@ def evaluate_task(engine: RapidformerEngine, data: Any = None) -> EvaluationRepo
         with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
             found = measure(task, model, loader, prepared, name, engine.topology, advance)
         tallies.append(found)
-        return {}
+        return dict(measure_more(model, loader)) if measure_more is not None else {}
 
-    evaluate_model(engine, run)
-    metrics, tables = tallies[0].compute(), tallies[0].tables()
+    more = evaluate_model(engine, run)
+    metrics, tables = tallies[0].compute() | more, tallies[0].tables()
     seconds = time.perf_counter() - started
     get_logger().info(
         "evaluated %s examples of %s in %.1f s (%.0f/s)",

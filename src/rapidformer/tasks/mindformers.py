@@ -12,14 +12,17 @@ before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rapidformer.config import Settings
+from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.config.foreign_names import ForeignName
+from rapidformer.config.mindformers_file import load_mindformers_file
 from rapidformer.config.mindformers_names import (
     MODELS,
     PARALLEL_CONFIG,
@@ -29,18 +32,17 @@ from rapidformer.config.mindformers_names import (
     TRAINER,
     TRAINING_ARGUMENTS,
 )
-from rapidformer.data.sources import load_splits
+from rapidformer.config.sections import GenerationArguments
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import warn_once
+from rapidformer.log import configure_logging, say_once, warn_once
 from rapidformer.models.adapters import build_config
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
+from rapidformer.tasks.mindformers_run import GivenTask, is_path, measure_own
 from rapidformer.tasks.predicting import predict_task
-from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.run_folder import BEST, LAST, PREVIOUS, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
 from rapidformer.training.trainer.mindformers_context import get_context
@@ -49,7 +51,7 @@ from rapidformer.training.trainer.trainer import Trainer
 from rapidformer.training.trainer.weights import load_weights
 
 _SOURCE = "Trainer"
-_NEEDS_INSTANCE = ("optimizers", "callbacks", "compute_metrics", "data_collator")
+_NEEDS_INSTANCE = ("optimizers", "data_collator")
 Checkpoint = str | bool | None
 
 
@@ -66,6 +68,12 @@ class MindFormersTrainer(Trainer):
         **named: Any,
     ) -> None:
         named = _name_by_type(others) | named
+        self._checkpoint: str | None = None
+        if isinstance(args, (str, Path)):
+            args, told = self._read_file(args)
+            task = told.pop("task", task) if task == "general" else task
+            model_name = model_name or told.pop("model_name", None)
+            named = {name: value for name, value in told.items() if name != "task"} | named
         _check_arguments(args, task, named)
         self.args = args if args is not None else MindFormersArguments()
         self.task_name = task
@@ -75,7 +83,7 @@ class MindFormersTrainer(Trainer):
         self._trained: Path | None = None
         self._named = named
         data = (named.get("train_dataset"), named.get("eval_dataset"))
-        self._is_instance = isinstance(model, nn.Module) and not any(map(_is_path, data))
+        self._is_instance = isinstance(model, nn.Module) and not any(map(is_path, data))
         if self._is_instance:
             self._set_up_instance(model, named)
             return
@@ -87,11 +95,37 @@ class MindFormersTrainer(Trainer):
             )
         self._location = self._choose_location(model if model is not None else model_name)
         self.train_dataset, self.eval_dataset = data
+        self.compute_metrics = named.get("compute_metrics")
+
+    def _read_file(self, path: str | Path) -> tuple[MindFormersArguments, dict[str, Any]]:
+        """The arguments in MindFormers' YAML file, and what it says about the trainer."""
+        file = load_mindformers_file(path)
+        if file.unused:
+            configure_logging()
+            say_once(f"{path}: not used here: {', '.join(file.unused)}.")
+        self._checkpoint = file.checkpoint
+        return MindFormersArguments(**file.arguments), file.trainer
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether callbacks or metrics of the user's take part in a task."""
+        return bool(self._named.get("callbacks") or self.compute_metrics)
+
+    def adopt_task(self, engine: RapidformerEngine, model: nn.Module, processor: Any) -> None:
+        """Show the callbacks and metrics what a task trains."""
+        self.model, self.processing_class = model, processor
+        self.compute_loss_func = self.preprocess_logits_for_metrics = self.model_init = None
+        self._given_optimizers, self._optimizer_class = (None, None), None
+        self._start_records(_list(self._named.get("callbacks")))
+        self._engine = engine
+
+    def measure_more(self, loader: Any) -> dict[str, float]:
+        """What ``compute_metrics`` says of the data."""
+        return {} if self.compute_metrics is None else measure_own(self, loader)
 
     def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
         optimizers = named.get("optimizers")
         pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
-        callbacks = named.get("callbacks") or []
         super()._set_up(
             model,
             self.args,
@@ -100,7 +134,7 @@ class MindFormersTrainer(Trainer):
             named.get("eval_dataset"),
             named.get("tokenizer") or named.get("image_processor"),
             compute_metrics=named.get("compute_metrics"),
-            callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
+            callbacks=_list(named.get("callbacks")),
             optimizers=pair,
             peft_config=build_config(Settings(**self._adapters)),
         )
@@ -204,13 +238,15 @@ class MindFormersTrainer(Trainer):
                 ("train_data", self.train_dataset),
                 ("valid_data", self.eval_dataset),
             )
-            if _is_path(data)
+            if is_path(data)
         }
         known = {"task": TASKS[self.task_name], "pretrained_model_name_or_path": self._location}
         return self.build_settings().replace(_SOURCE, **{**known, **paths, **values})
 
     def _find_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """True: the newest of this output folder; a text: a path or a model's name."""
+        if not checkpoint:
+            checkpoint = self._checkpoint
         if checkpoint is True:
             folder = self._trained or _find_model(self._output)
             if folder is None:
@@ -299,8 +335,7 @@ class MindFormersTrainer(Trainer):
         if not resumes and not settings.overwrite and settings.save is not None:
             engine.hold_folder(Path(settings.save))
             set_aside(Path(settings.save), is_main=engine.is_main)
-        finetuner = _GivenData(engine, settings, self.train_dataset, self.eval_dataset)
-        metrics = finetuner.train()
+        metrics = GivenTask(engine, settings, self).train()
         self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None
         return metrics
 
@@ -318,11 +353,18 @@ class MindFormersTrainer(Trainer):
             return super().evaluate(eval_dataset, **options)
         if eval_dataset is not None:
             self.eval_dataset = eval_dataset
-        if not _is_path(self.eval_dataset):
-            raise DataError("Trainer.evaluate() needs eval_dataset: the path of a file or folder.")
+        if self.eval_dataset is None:
+            raise DataError("Trainer.evaluate() needs eval_dataset: a path, or a data set.")
         values = self._find_weights(eval_checkpoint or self._trained is not None)
         settings = self._build_task_settings(**values, allow_untrained=True)
-        report = evaluate_task(RapidformerEngine(args=settings))
+        engine = RapidformerEngine(args=settings)
+        given = None if is_path(self.eval_dataset) else self.eval_dataset
+
+        def measure_more(model: nn.Module, loader: Any) -> dict[str, float]:
+            self.adopt_task(engine, model, None)
+            return self.measure_more(loader)
+
+        report = evaluate_task(engine, given, measure_more if self.compute_metrics else None)
         metrics: dict[str, Any] = report.get_numbers()
         if "perplexity" in metrics:
             metrics["PPL"] = metrics["perplexity"]
@@ -339,7 +381,8 @@ class MindFormersTrainer(Trainer):
         """Answers to a text, a list of texts, a file with a text per line, or a data set."""
         if self._is_instance:
             self._load_into_instance(predict_checkpoint)
-            return super().predict(input_data, **options)
+            with self._predicting_in(batch_size):
+                return super().predict(input_data, **options)
         if input_data is None:
             input_data = self.eval_dataset
         rows = read_prompts(input_data)
@@ -351,26 +394,17 @@ class MindFormersTrainer(Trainer):
         answers = predict_task(RapidformerEngine(args=settings), rows)
         return rename_answers(self.task_name, rows, answers)
 
-
-class _GivenData(TaskFinetuner):
-    """A task whose splits may be data sets instead of paths."""
-
-    def __init__(
-        self, engine: RapidformerEngine, settings: Settings, train: Any, validation: Any
-    ) -> None:
-        super().__init__(engine, get_task(settings.task or ""))
-        self._given = {
-            name: data
-            for name, data in (("train", train), ("validation", validation))
-            if data is not None and not _is_path(data)
-        }
-
-    def prepare_data(self) -> Any:
-        if not self._given:
-            return super().prepare_data()
-        has_paths = bool(self.args.train_data or self.args.valid_data)
-        read = load_splits(self.args) if has_paths else {}
-        return self.task.prepare(self.args, {**read, **self._given})
+    @contextmanager
+    def _predicting_in(self, batch_size: int | None) -> Iterator[None]:
+        """Predict in batches of this size; None: as evaluation does."""
+        engine = self.engine
+        before = engine.args
+        if batch_size is not None:
+            engine.args = before.replace("predict(batch_size)", eval_micro_batch_size=batch_size)
+        try:
+            yield
+        finally:
+            engine.args = before
 
 
 def _name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
@@ -392,8 +426,6 @@ def _name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
 
 def _check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
     problems = []
-    if isinstance(args, (str, Path)):
-        problems.append(f"args={str(args)!r}: YAML files are not read; pass TrainingArguments.")
     if task != "general" and task not in TASKS:
         problems.append(f"task={task!r} is not supported: use one of {', '.join(TASKS)}.")
     for name, value in named.items():
@@ -424,17 +456,30 @@ def _check_names(
     return given
 
 
+_GENERATION = {each.name for each in dataclasses.fields(GenerationArguments)}
+_FOR_COMMAND = {"stream", "chat"}
+_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+
+
 def _read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """How to generate, from the options of ``predict``; settings that it shares with ours."""
     values: dict[str, Any] = {}
+    unknown = []
     for name, value in options.items():
-        if name in ("max_new_tokens", "max_length"):
-            values["max_new_tokens"] = int(value)
-        elif value not in (None, False) and (name, value) != ("top_k", 1):
-            raise ConfigurationError(
-                f"predict({name}={value!r}) is not supported: texts are generated greedily; "
-                "max_new_tokens says how long."
-            )
-    return values
+        if name == "max_length":
+            values["max_new_tokens"] = value
+        elif name in _GENERATION - _FOR_COMMAND or name == "seed":
+            values[name] = value
+        elif value not in (None, False):
+            unknown.append(f"predict({name}={value!r}) is not supported.")
+    if unknown:
+        names = ", ".join(sorted(_GENERATION - _FOR_COMMAND))
+        raise ConfigurationError([*unknown, f"predict() takes max_length, seed, {names}."])
+    if not values.get("do_sample"):  # as in MindFormers, these say nothing without it
+        values = {name: value for name, value in values.items() if name not in _OF_SAMPLING}
+    given = {name: value for name, value in values.items() if value is not None}
+    checked = arguments_from_mapping(given, source="predict()")
+    return {name: getattr(checked, name) for name in given}
 
 
 def _find_model(folder: Path) -> Path | None:
@@ -444,8 +489,8 @@ def _find_model(folder: Path) -> Path | None:
     )
 
 
-def _is_path(data: Any) -> bool:
-    return isinstance(data, (str, Path))
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 def _get(arguments: Any, name: str) -> Any:

@@ -29,14 +29,20 @@ def rename_answers(task: str, rows: list[Row], answers: list[dict[str, Any]]) ->
     """What the task of ours says, under the keys of MindFormers' pipelines."""
     if task == "text_generation":
         return [
-            {"text_generation_text": [_get_prompt(row) + answer["generated"]]}
+            {"text_generation_text": [_get_prompt(row) + text for text in _list_texts(answer)]}
             for row, answer in zip(rows, answers, strict=True)
         ]
     if task == "translation":
-        return [{"translation_text": [answer["generated"]]} for answer in answers]
+        return [{"translation_text": _list_texts(answer)} for answer in answers]
     if task in ("text_classification", "image_classification"):
         return [[{"label": each["label"], "score": each["score"]}] for each in answers]
     return answers
+
+
+def _list_texts(answer: dict[str, Any]) -> list[str]:
+    """One text, or ``num_return_sequences`` of them."""
+    found = answer["generated"]
+    return found if isinstance(found, list) else [found]
 
 
 def _get_prompt(row: Row) -> str:

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rapidformer.config.flagai_names import FLAGAI
@@ -40,6 +41,7 @@ def _is_mindformers(positional: tuple[Any, ...], named: Mapping[str, Any]) -> bo
     is_second = len(positional) > 1 and isinstance(positional[1], str)
     arguments = named.get("args", positional[0] if positional else None)
     is_argument = type(arguments).__name__ == "MindFormersArguments"
+    is_argument |= isinstance(arguments, (str, Path))  # its YAML file
     return has_name or is_second or is_argument or any(name in named for name in own)
 
 

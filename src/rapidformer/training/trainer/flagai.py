@@ -13,6 +13,7 @@ Making the trainer starts the other processes (``self_launch.py``); the model an
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from rapidformer.checkpoint.store import find_checkpoint
@@ -41,6 +44,27 @@ from rapidformer.training.trainer.weights import load_weights
 # What FlagAI strips from a batch before the model sees it.
 _NOT_INPUTS = ("uid", "meta", "mode")
 _SAVED_BEST = "saved_best"
+
+
+class BestScore(TrainerCallback, ExportableState):
+    """The best score so far and how often there was a new one; checkpoints hold both."""
+
+    def __init__(self, worst: float) -> None:
+        self._worst = worst
+        self.score: Any = worst
+        self.times = 0
+
+    def state(self) -> dict[str, Any]:
+        attributes = {"times": self.times}
+        try:
+            json.dumps(self.score)
+            attributes["score"] = self.score
+        except TypeError:
+            warn_once(
+                f"save_best returns a {type(self.score).__name__}, which a checkpoint cannot hold: "
+                "a resumed run starts without a best score. Return a number."
+            )
+        return {"args": {"worst": self._worst}, "attributes": attributes}
 
 
 class FlagAITrainer(Trainer):
@@ -110,8 +134,7 @@ class FlagAITrainer(Trainer):
         self.train_dataset, self.eval_dataset = train, valid
         self.metric_methods = list(methods or [])
         # As in FlagAI: with metrics, `save_best` maximizes.
-        self._best_score: Any = float("-inf" if self.metric_methods else "inf")
-        self._times_best = 0
+        self._best = BestScore(float("-inf" if self.metric_methods else "inf"))
         self.args = TrainingArguments(
             str(values["save_dir"] or "."),
             seed=int(values["seed"]),
@@ -120,13 +143,14 @@ class FlagAITrainer(Trainer):
             remove_unused_columns=False,
             metric_for_best_model=_SAVED_BEST if values["save_best"] else "loss",
             eval_do_concat_batches=False,
+            restore_callback_states_from_checkpoint=True,
         )
         self.processing_class = values["tokenizer"]
         self.data_collator = collate
         self.compute_loss_func = self.compute_metrics = self.preprocess_logits_for_metrics = None
         self._given_optimizers = (None, None)
         self._optimizer_class = None
-        self._start_records([])
+        self._start_records([self._best])
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
@@ -236,10 +260,11 @@ class FlagAITrainer(Trainer):
         metrics = self.evaluate()
         if self.values["save_best"] is None:
             return metrics
-        score = self.values["save_best"](self._best_score, metrics)
-        self._times_best += score != self._best_score
-        self._best_score = score
-        return {**metrics, _SAVED_BEST: float(self._times_best)}
+        best = self._best
+        score = self.values["save_best"](best.score, metrics)
+        best.times += score != best.score
+        best.score = score
+        return {**metrics, _SAVED_BEST: float(best.times)}
 
     def prediction_step(
         self,
