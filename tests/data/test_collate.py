@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    BertTokenizerFast,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+)
 
 from rapidformer.data.collate import PadCollator
 from rapidformer.errors import DataError
@@ -22,6 +29,27 @@ def test_pads_to_the_longest_row() -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [1, 0] and batch["labels"].dtype == torch.int64
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_are_those_of_transformers_collators(side: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    tokenizer = BertTokenizerFast(str(tmp_path / "vocab.txt"), padding_side=side)
+    for collate, make_label in (
+        (DataCollatorWithPadding(tokenizer, pad_to_multiple_of=4), lambda count: count % 2),
+        (DataCollatorForTokenClassification(tokenizer), lambda count: [1] * count),
+        (DataCollatorForSeq2Seq(tokenizer), lambda count: [2] * (5 - count)),
+    ):
+        rows = [
+            {"input_ids": [4] * count, "token_type_ids": [1] * count, "attention_mask": [1] * count,
+             "labels": make_label(count)}
+            for count in (3, 1, 2)
+        ]  # fmt: skip
+        ours = PadCollator(pad_to_multiple_of=collate.pad_to_multiple_of, side=side)(rows)
+        theirs = collate([dict(row) for row in rows])
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            assert torch.equal(ours[name], values), (type(collate).__name__, name)
 
 
 def test_token_labels_left_side_and_multiples() -> None:

@@ -2,7 +2,7 @@
 
 The random numbers come from the caller, so that training (torch's generator) and evaluation (fixed
 by seed and row) use the same rule. Every row keeps at least one label: a batch without labels has
-no mean loss.
+no mean loss. transformers' ``DataCollatorForLanguageModeling`` promises neither.
 """
 
 from __future__ import annotations

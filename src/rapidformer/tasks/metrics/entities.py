@@ -2,7 +2,8 @@
 
 The rules are those of CoNLL's evaluation script, which seqeval's default mode follows: tags are
 accepted where a strict reading would forbid them (an I- after O begins an entity). IOB1, IOB2 and
-IOBES all work.
+IOBES all work. seqeval itself would need scikit-learn, and all sentences in memory at once; the
+tests compare with it.
 """
 
 from __future__ import annotations
