@@ -20,6 +20,7 @@ import torch
 from rapidformer.cli.inputs import name_input_files, read_input
 from rapidformer.cli.main import main
 from rapidformer.cli.output import PartialPredictions
+from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, ModelError
@@ -238,6 +239,52 @@ def test_contradictions_are_found_at_once(
     base = ["--task", "causal_lm", "--load", str(gpt_folder), "--input", "the cat"]
     assert main(["predict", *base, *words]) == 1
     assert message in capsys.readouterr().err
+
+
+# ---- where the model comes from ------------------------------------------------------------------
+
+
+def _save(folder: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    engine = RapidformerEngine(args={"tensor_model_parallel_size": 2, "lr": 0.1})
+    engine.compose(AutoModelForCausalLM.from_pretrained(folder))
+    engine.save_checkpoint(target, processor=AutoTokenizer.from_pretrained(folder))
+    engine.close()
+
+
+def test_a_checkpoint_of_any_layout_answers(chat_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    run_in_processes(_save, 2, chat_folder, tmp_path / "run")
+    words = ["--chat-template", "none", "--max-new-tokens", "6", "--input", "the sky"]
+    answers = []
+    for location in (chat_folder, tmp_path / "run", tmp_path / "run" / "iter_0000000"):
+        assert main(["predict", "--load", str(location), *words]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1] == answers[2]
+
+    run_file = tmp_path / "run" / "iter_0000000" / "run.json"
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), "base": {}}))
+    assert main(["predict", "--load", str(tmp_path / "run"), *words]) == 1
+    assert "holds an adapter's state without the model under it" in capsys.readouterr().err
+
+
+def test_load_may_name_a_model_on_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("gpt2", "org/model"):
+        args = choose_run_model(parse_arguments(["--load", name]), "predict")
+        assert (args.load, args.pretrained_model_name_or_path) == (None, name)
+    for name in ("./model", "runs/model", "a/b/c"):
+        args = choose_run_model(parse_arguments(["--load", name]), "predict")
+        assert args.load == name, "a folder that is not there"
+
+
+def test_the_task_follows_from_the_model(chat_folder: Path, tmp_path: Path) -> None:
+    assert guess_task(str(chat_folder)) == "causal_lm"
+    adapter = {"task_type": "SEQ_CLS", "base_model_name_or_path": "x"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    assert guess_task(str(tmp_path)) == "sequence_classification"
+    assert guess_task("org/model") is guess_task(None) is None
 
 
 # ---- a killed run --------------------------------------------------------------------------------

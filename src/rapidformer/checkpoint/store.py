@@ -1,8 +1,8 @@
 """The checkpoints of a run: ``iter_0000100/`` folders and the name of the newest.
 
 A checkpoint is the whole state: parameters and optimizer (``state/``, by tensor name), schedule,
-scaler and the global data position (``run.json``), and each rank's random states
-(``random-00000.json``).
+scaler and the global data position (``run.json``), each rank's random states
+(``random-00000.json``), and the model's configuration and tokenizer (``model/``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import (
     Checksums,
@@ -61,6 +62,7 @@ from rapidformer.dist.collectives import (
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
+from rapidformer.models.location import DESCRIPTION
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -135,6 +137,7 @@ class CheckpointStore:
         protected: Path | None = None,
         with_optimizer: bool = True,
         with_random_states: bool = True,
+        processor: Any = None,
     ) -> Path:
         """Write a checkpoint of the current step; it is published complete, its name last."""
         target = self.folder / f"iter_{state.step:07d}"
@@ -157,6 +160,7 @@ class CheckpointStore:
             if checksums is not None:
                 run["base"] = {"name": state.base, "checksums": checksums}
             _write_json(staging / RUN, run)
+            describe_model(state.model, processor, staging / DESCRIPTION)
         wait_for_all()
         if _get_rank() == 0:
             publish(target)

@@ -1,13 +1,18 @@
-"""``--load RUN`` in evaluate and predict: the run's best model, its task, how it read its data."""
+"""``--load`` in evaluate and predict: a run's best model, its task, how it read its data.
+
+It may also name a model folder, an adapter, a checkpoint, or a model on the Hub.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
-from rapidformer.models.location import is_model_folder
+from rapidformer.hub import looks_like_path
+from rapidformer.models.location import DESCRIPTION, get_model_location, is_model_folder
 
 _ARGUMENTS_FILE = "arguments.yaml"
 # How the model's training data was read: evaluation and prediction must read theirs the same way.
@@ -18,6 +23,19 @@ _READING = (
     "system_column", "source_prefix", "problem_type", "label_all_tokens", "doc_stride",
     "group_texts", "train_on_prompts",
 )  # fmt: skip
+# The end of a class name in config.json -> the task of such models.
+_ARCHITECTURES = {
+    "ForCausalLM": "causal_lm", "LMHeadModel": "causal_lm", "GPTModel": "causal_lm",
+    "ForMaskedLM": "masked_lm", "ForConditionalGeneration": "seq2seq_lm",
+    "ForSequenceClassification": "sequence_classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering", "ForMultipleChoice": "multiple_choice",
+    "ForImageClassification": "image_classification",
+}  # fmt: skip
+_ADAPTER_TASKS = {
+    "CAUSAL_LM": "causal_lm", "SEQ_2_SEQ_LM": "seq2seq_lm", "SEQ_CLS": "sequence_classification",
+    "TOKEN_CLS": "token_classification", "QUESTION_ANS": "question_answering",
+}  # fmt: skip
 _DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
 # Which rows were held out, which samples pre-training took: only with the run's own data.
 _SPLITTING = ("validation_split", "seed")
@@ -31,20 +49,81 @@ _PRETRAINING = (
 
 
 def choose_run_model(args: Settings, command: str) -> Settings:
-    """The settings with a model folder in ``load`` and the settings of its run, if given."""
-    if not args.is_given("load") or args.load is None:
-        return args
-    folder = Path(args.load).expanduser()
+    """The settings with a model folder in ``load``, the settings of its run and its task."""
+    if args.is_given("load") and args.load is not None:
+        args = _choose_model(args, Path(args.load).expanduser(), command)
+    if args.task is None and command in ("evaluate", "predict"):
+        task = guess_task(get_model_location(args))
+        args = args.replace("the model's architecture", task=task) if task else args
+    return args
+
+
+def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
     args = _inherit(args, folder, command)
-    if not folder.is_dir() or is_model_folder(folder):
+    if is_model_folder(folder):
         return args
+    if not folder.is_dir():
+        return args if _is_meant_as_path(folder, str(args.load)) else _name_hub_model(args)
     for name in ("best", "last"):
         if is_model_folder(folder / name):
             return args.replace(f"the {name} model of {folder}", load=str(folder / name))
-    raise ModelError(
-        f"--load {args.load} has no model (no config.json, best or last): give the folder of a "
-        "finished run, or one of its models."
-    )
+    checkpoint = _find_checkpoint(folder)
+    if checkpoint is None:
+        raise ModelError(
+            f"--load {args.load} has no model (no config.json, best, last or iter_… folder): give "
+            "the folder of a run, or one of its models or checkpoints."
+        )
+    _check_has_description(checkpoint, command)
+    return args.replace(f"the checkpoint {checkpoint}", load=str(checkpoint / DESCRIPTION))
+
+
+def _is_meant_as_path(folder: Path, text: str) -> bool:
+    """Whether a missing folder was meant, rather than a name on the Hub such as org/model."""
+    return looks_like_path(text) or text.count("/") > 1 or ("/" in text and folder.parent.is_dir())
+
+
+def _name_hub_model(args: Settings) -> Settings:
+    return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
+
+
+def _find_checkpoint(folder: Path) -> Path | None:
+    """The folder itself, or the newest checkpoint in it."""
+    if (folder / "run.json").is_file():
+        return folder
+    found = [path for path in folder.glob("iter_*") if (path / "run.json").is_file()]
+    return max(found, key=lambda path: path.name, default=None)
+
+
+def _check_has_description(checkpoint: Path, command: str) -> None:
+    """Refuse a checkpoint from which the model cannot be built."""
+    if command == "export":
+        problem = "export needs best or last, or a model folder"
+    elif "base" in json.loads((checkpoint / "run.json").read_text(encoding="utf-8")):
+        problem = "it holds an adapter's state without the model under it; give best or last"
+    elif not (checkpoint / DESCRIPTION / "config.json").is_file():
+        problem = "it does not describe its model, as checkpoints of a task's run do"
+    else:
+        return
+    raise ModelError(f"--load {checkpoint} is a checkpoint of a run in progress: {problem}.")
+
+
+def guess_task(location: str | None) -> str | None:
+    """The task that a local model was trained for, by the class it names; None if unknown."""
+    folder = Path(location or "")
+    adapter = _read_json(folder / "adapter_config.json") if location else {}
+    if adapter:
+        return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
+    config = _read_json(folder / "config.json") if location else {}
+    name = str(next(iter(config.get("architectures") or ()), ""))
+    return next((task for end, task in _ARCHITECTURES.items() if name.endswith(end)), None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _inherit(args: Settings, folder: Path, command: str) -> Settings:

@@ -14,8 +14,9 @@ import atexit
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
@@ -70,10 +71,12 @@ class RapidformerEngine(PredictingRun):
         extra: dict[str, Any] | None = None,
         *,
         protected: Path | None = None,
+        processor: Any = None,
     ) -> Path:
         """Save the whole state of training; returns the checkpoint's folder.
 
-        ``--save-total-limit`` never removes the checkpoint that is ``protected``.
+        ``--save-total-limit`` never removes the checkpoint that is ``protected``. With the
+        ``processor`` (the tokenizer), `rapidformer predict` can load the checkpoint by itself.
         """
         target = folder or self.args.save
         if target is None:
@@ -95,6 +98,7 @@ class RapidformerEngine(PredictingRun):
                 protected=protected,
                 with_optimizer=self.args.save_optim,
                 with_random_states=self.args.save_rng,
+                processor=processor,
             )
             if self.is_main:
                 drop_abandoned(Path(target))
@@ -183,10 +187,10 @@ class RapidformerEngine(PredictingRun):
             abandon_later(folder, self._first_update, results)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Load only the weights of a checkpoint."""
+        """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
         CheckpointStore.load(
             Path(folder),
-            self._get_state(),
+            self._get_state(needs_optimizer=False),
             with_optimizer=False,
             with_random_states=False,
             with_position=False,
@@ -248,12 +252,12 @@ class RapidformerEngine(PredictingRun):
             self._parallelized.deepspeed.close()
         stop_processes()
 
-    def _get_state(self) -> TrainingState:
+    def _get_state(self, *, needs_optimizer: bool = True) -> TrainingState:
         parallelized = self.parallelized
-        assert self.optimizer is not None and self.lr_scheduler is not None
+        assert self.optimizer is not None or not needs_optimizer
         return TrainingState(
             model=parallelized.model,
-            optimizer=self.optimizer,
+            optimizer=cast(Optimizer, self.optimizer),
             scheduler=self.lr_scheduler,
             scaler=self.scaler,
             loader=self._train_loader,

@@ -28,6 +28,7 @@ from rapidformer.models.location import (
     explain_failure,
     get_hub_options,
     get_model_location,
+    is_checkpoint_model,
     is_from_scratch,
     lacks_file,
     quiet_transformers,
@@ -62,7 +63,8 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     import transformers
 
     auto_class = getattr(transformers, auto_class_name)
-    if is_from_scratch(args):
+    if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
+        # Weights of a checkpoint are loaded later, into a model that is already split.
         with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):
             initialised = auto_class.from_config(
                 config, dtype=torch.float32, trust_remote_code=args.trust_remote_code

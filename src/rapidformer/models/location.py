@@ -21,6 +21,8 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+DESCRIPTION = "model"
+"""The folder in a checkpoint with its model's configuration and tokenizer."""
 # Every tokenizer has a file whose name contains one of these.
 _TOKENIZER_PARTS = (
     "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
@@ -48,6 +50,11 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() or is_adapter_folder(folder)
 
 
+def is_checkpoint_model(location: str | Path) -> bool:
+    """Whether a folder describes the model of a checkpoint, which has the weights next to it."""
+    return Path(location).name == DESCRIPTION and (Path(location).parent / "run.json").is_file()
+
+
 def is_from_scratch(args: Any) -> bool:
     """Whether weights are freshly initialised: requested, or only a model type was given."""
     return bool(args.from_scratch) or get_model_location(args) is None
@@ -73,6 +80,8 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
             f"The model folder {location} lacks {needed}: it holds {_list_folder(path)}. Choose "
             "another folder, or give --model-type and --from-scratch for fresh weights."
         )
+    if is_checkpoint_model(path):
+        return
     if needs_weights and not any((path / name).is_file() for name in _WEIGHT_FILES):
         raise ModelError(
             f"The model folder {location} lacks weights (model.safetensors or "

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.predicting import cut_into_groups
-from rapidformer.models.location import is_from_scratch
+from rapidformer.models.location import (
+    get_model_location,
+    is_checkpoint_model,
+    is_from_scratch,
+)
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
@@ -79,7 +84,11 @@ def compose_task_model(engine: RapidformerEngine, task: Task, prepared: Prepared
     """The task's model with its switches, ready for evaluation and prediction."""
     must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
     built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
-    return engine.compose_for_evaluation(built)
+    model = engine.compose_for_evaluation(built)
+    location = Path(get_model_location(engine.args) or "")
+    if is_checkpoint_model(location):
+        engine.load_weights(location.parent)
+    return model
 
 
 def _measure(features: Any) -> list[int] | None:

@@ -368,7 +368,9 @@ class TrainingLoop:
         paused_at = self.meter.pause()
         progress = dataclasses.asdict(self.progress)
         folder = self.engine.save_checkpoint(
-            extra={"progress": progress, "attempts": self._attempts}, protected=self._best_folder
+            extra={"progress": progress, "attempts": self._attempts},
+            protected=self._best_folder,
+            processor=self.processor,
         )
         self._saved_at, self._saved_progress = self.step, Progress(**progress)
         self._notify("on_save", folder)
