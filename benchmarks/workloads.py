@@ -9,9 +9,17 @@ from transformers import BertConfig
 
 
 def make_bert_config(size: str) -> BertConfig:
-    """``base`` is BERT-base; ``small`` is for CPUs."""
+    """``base`` is BERT-base; ``medium`` and ``small`` are for CPUs."""
     if size == "base":
         return BertConfig(num_labels=2)
+    if size == "medium":
+        return BertConfig(
+            hidden_size=384,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            intermediate_size=1536,
+            num_labels=2,
+        )
     return BertConfig(
         hidden_size=128,
         num_hidden_layers=4,

@@ -23,6 +23,7 @@ ORDER = {
     "loss": "leaves logits to the loss, which computes them chunk by chunk",
     "recompute": "computes a block again in the backward pass",
     "offload": "keeps what a block saves for its backward pass in host memory",
+    "unpad": "computes on real tokens only",
     "context": "holds this rank's tokens of each sequence",
     "experts": "generates in step with the ranks that hold the other experts",
     "sharding": "gathers sharded weights to generate",

@@ -268,6 +268,13 @@ SWITCHES: tuple[Switch, ...] = (
         module="activation_offload",
         exact="yes, dropout included",
     ),
+    Switch(
+        name="dynamic shape",
+        turned_on_by=("dynamic_shape",),
+        off={"dynamic_shape": "off"},
+        module="unpad.switch",
+        exact=f"to 1e-6{_NEW_DROPOUT}",
+    ),
     # Outside all of these: tokens are split before the first block and joined after the last.
     Switch(
         name="context parallelism",

@@ -1,0 +1,1 @@
+"""``--dynamic-shape``: blocks compute on real tokens only; padding is put back after the last."""

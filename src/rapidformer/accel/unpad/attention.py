@@ -1,0 +1,116 @@
+"""Attention within each row of an unpadded batch, through Hugging Face's attention interface.
+
+Two functions are registered under a name of ours. The one for masks gives a ``RowMask`` while a
+model runs unpadded; the one for attention attends row by row if it gets one. In every other case
+they do what ``sdpa`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.unpad.rows import RowMask, Rows
+
+_CURRENT: ContextVar[Rows | None] = ContextVar("rows", default=None)
+
+
+@contextmanager
+def use_rows(rows: Rows) -> Iterator[None]:
+    """Masks made in here are ``RowMask``s."""
+    token = _CURRENT.set(rows)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+@functools.cache
+def register() -> str:
+    """Add our functions to the interfaces; returns their name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    make_plain_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def make_mask(**given: Any) -> Any:
+        rows = _CURRENT.get()
+        if rows is not None and _is_about(rows, given):
+            return _make_row_mask(rows, given["mask_function"])
+        return make_plain_mask(**given)
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(attention_mask, RowMask):
+            return _attend_by_row(query, key, value, attention_mask, **options), None
+        found: tuple[Tensor, Tensor | None] = attend_plainly(
+            module, query, key, value, attention_mask, **options
+        )
+        return found
+
+    name = "rapidformer_by_row"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
+    return name
+
+
+def _is_about(rows: Rows, given: dict[str, Any]) -> bool:
+    """Whether a mask is for the batch itself: no cache, no other tokens, no custom function."""
+    size = (given["batch_size"], given["q_length"])
+    offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
+    is_whole = size == rows.shape and given["kv_length"] == rows.shape[1]
+    return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
+
+
+def _make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    return RowMask(
+        rows,
+        may_attend,
+        is_causal=may_attend is causal_mask_function,
+        is_full=may_attend is bidirectional_mask_function,
+    )
+
+
+def _attend_by_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: RowMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    if any(extra is not None for extra in (softcap, position_bias, s_aux)):
+        raise NotImplementedError("soft caps, biases and sinks of attention")
+    lengths = mask.rows.lengths
+    pieces: list[Any] = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
+    attended = [
+        functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask.get_mask(row), dropout_p=dropout, is_causal=mask.is_causal,
+            scale=scaling, enable_gqa=k.shape[1] != q.shape[1],
+        )
+        for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
+        if lengths[row]
+    ]  # fmt: skip
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()

@@ -1,0 +1,79 @@
+"""Whether a model gives the same results without padding: asked of the model itself.
+
+There is no list of model families. A small padded batch runs through the user's model twice, and
+logits and gradients must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.models.plan import ModelPlan
+
+_LENGTHS = (9, 4, 6)
+_LIMIT = 1e-4
+_LIMIT_16_BIT = 3e-2
+
+Forward = Callable[[dict[str, Any]], Any]
+
+
+def find_difference(
+    model: nn.Module, plan: ModelPlan, plain: Forward, unpadded: Forward
+) -> str | None:
+    """Why the two forwards of one model do not agree; None if they do."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            return _compare(model, plan, plain, unpadded)
+    except Exception as error:  # whatever a model's own code raises on tensors it does not expect
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        model.train(was_training)
+
+
+def _compare(model: nn.Module, plan: ModelPlan, plain: Forward, unpadded: Forward) -> str | None:
+    batch = _make_batch(model)
+    blocks = plan.get_blocks(model)
+    ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
+    weights = [p for block in ends for p in block.parameters() if p.requires_grad]
+    expected = _run(plain, batch, weights)
+    found = _run(unpadded, batch, weights)
+    limit = _LIMIT_16_BIT if expected[0].dtype in (torch.float16, torch.bfloat16) else _LIMIT
+    names = ["logits", *["gradients"] * len(weights)]
+    for name, mine, theirs in zip(names, found, expected, strict=True):
+        scale = theirs.abs().max().clamp(min=1e-3)
+        if not (mine - theirs).abs().max() <= limit * scale:
+            return f"{name} differ"
+    return None
+
+
+def _make_batch(model: Any) -> dict[str, Any]:
+    words = min(int(getattr(model.config, "vocab_size", 0)), 1000)
+    if words < 20:
+        raise NotImplementedError("the configuration names no vocabulary")
+    device = next(model.parameters()).device
+    ids = torch.randint(10, words, (len(_LENGTHS), max(_LENGTHS)))
+    mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
+    pad = getattr(model.config, "pad_token_id", None)
+    ids = ids.masked_fill(~mask, 0 if pad is None or pad < 0 else pad)
+    return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+
+
+def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
+    logits = forward(dict(batch)).logits
+    if logits.dim() == 3:
+        logits = logits[batch["attention_mask"].bool()]
+    direction = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
+    # The product of logits and a fixed direction: every logit counts, none cancels out.
+    gradients = (
+        torch.autograd.grad((logits.float() * direction).sum(), weights, allow_unused=True)
+        if weights
+        else ()
+    )
+    return [logits.detach(), *(g if g is not None else torch.zeros(()) for g in gradients)]

@@ -1,0 +1,180 @@
+"""Applies ``--dynamic-shape``: padding leaves before the first block and returns after the last.
+
+A batch is unpadded only if that cannot change its loss: the model must get its labels, and every
+label must belong to a real token. All other calls run padded, as without the switch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.context.attention import find_configs
+from rapidformer.accel.unpad.attention import register, use_rows
+from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.rows import RowMask, Rows
+from rapidformer.accel.watched import find_asked, find_watched, list_inner_modules
+from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import ModelPlan, shifts_labels
+from rapidformer.overlay import extend, remove
+
+_LEAST_PADDING = 0.05
+"""Below this fraction of padding, removing it costs more than it saves."""
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Run the blocks on real tokens, if the model allows it."""
+    is_asked = assembly.args.dynamic_shape == "on"
+    obstacle = _find_obstacle(assembly) or apply_unpadding(assembly.model, assembly.plan)
+    if obstacle is None:
+        return "blocks compute on real tokens only"
+    if is_asked:
+        raise ConfigurationError(f"--dynamic-shape on: {obstacle}. Leave the flag out.")
+    return None
+
+
+def _find_obstacle(assembly: Assembly) -> str | None:
+    topology = assembly.topology
+    if assembly.device.type != "cpu":
+        return "attention over rows of different lengths is implemented for CPUs so far"
+    if assembly.pipeline is not None or topology.tensor * topology.context > 1:
+        return "it does not combine with tensor, pipeline and context parallelism yet"
+    if topology.expert > 1 or assembly.uses_deepspeed:
+        return "it does not combine with expert parallelism and DeepSpeed yet"
+    if assembly.args.compile:
+        return "compiled blocks would be compiled again for every number of tokens"
+    if assembly.deferred is not None:
+        return "the model has no weights yet, so the two ways cannot be compared"
+    return None
+
+
+def apply_unpadding(model: nn.Module, plan: ModelPlan) -> str | None:
+    """Unpad the batches of a model; returns why not, in which case the model is unchanged."""
+    problem = _find_problem(model, plan)
+    if problem is not None:
+        return problem
+    configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
+    for config in configs:
+        set_attention(config, register())
+    for block, is_last in _list_blocks(model, plan):
+        extend(block, "unpad", _build_last if is_last else _build_block, is_shared=True)
+    plain = functools.partial(_call, model)
+    difference = find_difference(model, plan, plain, functools.partial(_call_unpadded, model))
+    if difference is not None:
+        for block, _ in _list_blocks(model, plan):
+            remove(block, "unpad")
+        for config in configs:
+            set_attention(config, "sdpa")
+        return f"{type(model).__name__} is not the same without padding ({difference})"
+    inside = list_inner_modules(model, plan.blocks)
+    extend(model, "unpad", functools.partial(_build_model, inside=inside))
+    return None
+
+
+def _find_problem(model: Any, plan: ModelPlan) -> str | None:
+    config = getattr(model, "config", None)
+    if config is None or not plan.blocks or not find_configs(model):
+        return f"{type(model).__name__} is not a model of transformers with repeated blocks"
+    if getattr(config, "is_encoder_decoder", False):
+        return "models with an encoder and a decoder are not supported yet"
+    if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
+        return f"its attention is {get_attention(config)}, not sdpa"
+    if any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
+        return "layerdrop skips blocks"
+    return None
+
+
+def _list_blocks(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, bool]]:
+    """Each block, and whether it is the last of its stack."""
+    stacks: dict[str, list[nn.Module]] = defaultdict(list)
+    for name, block in zip(plan.blocks, plan.get_blocks(model), strict=True):
+        stacks[name.rpartition(".")[0]].append(block)
+    return [(block, block is stack[-1]) for stack in stacks.values() for block in stack]
+
+
+def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
+    return model(**batch)
+
+
+def _call_unpadded(model: nn.Module, batch: dict[str, Any]) -> Any:
+    with use_rows(Rows.read(batch["attention_mask"].bool())):
+        return model(**batch)
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def _build_block(cls: Any) -> dict[str, Any]:
+    return {"__call__": functools.partialmethod(_run_block, cls, False)}
+
+
+def _build_last(cls: Any) -> dict[str, Any]:
+    return {"__call__": functools.partialmethod(_run_block, cls, True)}
+
+
+def _run_block(self: nn.Module, cls: Any, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+    mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
+    if mask is None:
+        return cls.__call__(self, *args, **kwargs)
+    rows = mask.rows
+    given = [rows.pack_beside(value) for value in args]
+    named = {name: rows.pack_beside(value) for name, value in kwargs.items()}
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if rows.is_padded(hidden):
+        # Not through pack_beside, which would hold it for the whole pass.
+        packed = rows.pack(hidden)
+        if args:
+            given[0] = packed
+        else:
+            named["hidden_states"] = packed
+    output = cls.__call__(self, *given, **named)
+    if not is_last:
+        return output
+    if isinstance(output, tuple):
+        return (rows.unpack(output[0]), *output[1:])
+    return rows.unpack(output)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _build_model(cls: Any, inside: dict[str, nn.Module]) -> dict[str, Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A user's hook on a block must see what it would see without the switch.
+        rows = None if find_watched(inside) else find_rows(self, kwargs)
+        if rows is None:
+            return cls.forward(self, *args, **kwargs)
+        with use_rows(rows):
+            return cls.forward(self, *args, **kwargs)
+
+    # The signature is read to choose a batch's columns.
+    functools.update_wrapper(forward, cls.forward)
+    return {"forward": forward}
+
+
+def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
+    """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(labels, Tensor):
+        return None
+    if find_asked(model, given) or given.get("past_key_values") is not None:
+        return None
+    is_real = mask.bool()
+    if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
+        return None
+    if labels.shape == mask.shape and not _are_labels_real(labels, is_real, shifts_labels(model)):
+        return None
+    return Rows.read(is_real)
+
+
+def _are_labels_real(labels: Tensor, is_real: Tensor, is_shifted: bool) -> bool:
+    """Whether every label is predicted from a real token."""
+    is_trained = labels != -100
+    if is_shifted:
+        is_trained, is_real = is_trained[:, 1:], is_real[:, :-1]
+    return not bool((is_trained & ~is_real).any())

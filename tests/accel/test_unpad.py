@@ -1,0 +1,201 @@
+"""Blocks on real tokens only: the same losses and gradients as with padding."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from rapidformer.accel.unpad import switch
+from rapidformer.accel.unpad.switch import apply_unpadding, find_rows
+from rapidformer.models.plan import find_plan, shifts_labels
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64, "head_dim": 8, "n_embd": 16,
+    "num_key_value_heads": 1, "n_layer": 3, "n_head": 2, "n_positions": 64, "ffn_dim": 32,
+    "word_embed_proj_dim": 16, "dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 32,
+    "pad_token_id": 0, "embedding_size": 16, "sliding_window": 4, "use_sliding_window": True,
+    "global_attn_every_n_layers": 2, "decoder_start_token_id": 0, "local_attention": 4,
+}  # fmt: skip
+LANGUAGE = ["gpt2", "gpt_neox", "opt", "llama", "qwen3", "mistral", "phi3", "olmo2", "granite"]
+MASKED = ["bert", "roberta", "electra", "distilbert", "modernbert", "xlm-roberta"]
+
+
+def build(make: Any, kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = make.from_config(AutoConfig.for_model(kind, **{**SMALL, **more}))
+    return model.eval()  # without dropout, whose draws the two runs would not share
+
+
+def make_batch(model: Any, labels: str = "tokens") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(11) < torch.tensor([11, 3, 6, 1])[:, None]
+    ids = torch.randint(5, 60, (4, 11), generator=generator).masked_fill(~mask, 0)
+    wanted = {
+        "tokens": ids.masked_fill(~mask, -100),
+        "kinds": (ids % 2).masked_fill(~mask, -100),
+        "rows": torch.tensor([0, 1, 1, 0]),
+    }
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": wanted[labels]}
+
+
+def run(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = outputs.logits
+    if logits.dim() == 3:
+        logits = logits[batch["attention_mask"].bool()]
+    return {**found, "loss": outputs.loss.detach(), "logits": logits.detach()}
+
+
+def check(model: Any, labels: str = "tokens") -> None:
+    batch = make_batch(model, labels)
+    expected = run(model, batch)
+    assert apply_unpadding(model, find_plan(model)) is None
+    shapes = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(note := Note(shapes))
+    found = run(model, batch)
+    assert note.only_looks and shapes == [(1, 21)], "21 real tokens of 44"
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Note:
+    """A hook that only looks: what the blocks compute on."""
+
+    only_looks = True
+
+    def __init__(self, shapes: list[Any]) -> None:
+        self.shapes = shapes
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.shapes.append(tuple(hidden.shape[:2]))
+
+
+@pytest.mark.parametrize("kind", LANGUAGE)
+def test_causal_models(kind: str) -> None:
+    check(build(AutoModelForCausalLM, kind))
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masked_models(kind: str) -> None:
+    check(build(AutoModelForMaskedLM, kind))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_classifiers(kind: str) -> None:
+    check(build(AutoModelForSequenceClassification, kind), "rows")
+
+
+def test_token_classifiers() -> None:
+    check(build(AutoModelForTokenClassification, "bert"), "kinds")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "reason"),
+    [
+        (AutoModelForSeq2SeqLM, "t5", "an encoder and a decoder"),
+        (AutoModelForMaskedLM, "deberta-v2", "eager, not sdpa|not a model of transformers"),
+        (AutoModelForCausalLM, "bloom", "eager, not sdpa|not the same without padding"),
+        (AutoModelForMaskedLM, "albert", "not the same without padding|repeated blocks"),
+    ],
+)
+def test_what_cannot_be_unpadded_is_left_as_it_is(make: Any, kind: str, reason: str) -> None:
+    model = build(make, kind)
+    batch = make_batch(model)
+    expected = run(model, batch)
+    assert re.search(reason, apply_unpadding(model, find_plan(model)) or "none")
+    for name, value in run(model, batch).items():
+        assert torch.equal(value, expected[name])
+
+
+def test_recomputed_blocks_have_their_rows_too() -> None:
+    from rapidformer.accel.recompute import apply_recompute
+
+    model = build(AutoModelForCausalLM, "llama")
+    expected = run(model, make_batch(model))
+    apply_recompute(model, find_plan(model))
+    assert apply_unpadding(model, find_plan(model)) is None
+    model.train()
+    for name, value in run(model, make_batch(model)).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_batch_whose_loss_would_change_stays_padded() -> None:
+    model = build(AutoModelForCausalLM, "llama")
+    assert shifts_labels(model)
+    batch = make_batch(model)
+    assert find_rows(model, batch) is not None
+    assert find_rows(model, {**batch, "labels": batch["input_ids"]}) is None, "padding is trained"
+    left = {name: value.flip(1) for name, value in batch.items()}
+    assert find_rows(model, left) is None, "the first token is predicted from padding"
+    without = {name: value for name, value in batch.items() if name != "labels"}
+    assert find_rows(model, without) is None, "what the loss will read is not known"
+    assert find_rows(model, {**batch, "output_hidden_states": True}) is None
+    full = {name: value[:1] for name, value in batch.items()}
+    assert find_rows(model, full) is None, "there is nothing to remove"
+
+
+def test_a_hook_of_the_user_sees_padded_states() -> None:
+    model = build(AutoModelForCausalLM, "llama")
+    assert apply_unpadding(model, find_plan(model)) is None
+    seen = []
+    model.model.layers[1].register_forward_hook(lambda *a: seen.append(a[2]))
+    model(**make_batch(model))
+    shape = (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).shape
+    assert shape[:2] == (4, 11)
+
+
+def test_generating_is_unchanged() -> None:
+    model = build(AutoModelForCausalLM, "llama")
+    ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
+    given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 4}
+    expected = model.generate(**given, do_sample=False)
+    assert apply_unpadding(model, find_plan(model)) is None
+    assert torch.equal(model.generate(**given, do_sample=False), expected)
+
+
+def test_dropout_of_attention_is_kept() -> None:
+    model = build(AutoModelForMaskedLM, "bert", attention_probs_dropout_prob=0.5)
+    assert apply_unpadding(model, find_plan(model)) is None
+    model.train()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "attention.self" not in name:
+            module.p = 0.0
+    batch = make_batch(model)
+    torch.manual_seed(1)
+    losses = {model(**batch).loss.item() for _ in range(3)}
+    assert len(losses) == 3
+
+
+def test_it_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rapidformer import RapidformerEngine
+
+    used = []
+    monkeypatch.setattr(switch, "use_rows", lambda rows: used.append(rows) or _nothing())
+    model = build(AutoModelForMaskedLM, "bert").train()
+    RapidformerEngine(args={"lr": 0.1, "log_level": "error"}).compose(model)
+    used.clear()
+    model(**make_batch(model))
+    assert used[0].lengths == [11, 3, 6, 1]
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()

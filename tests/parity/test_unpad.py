@@ -1,0 +1,16 @@
+"""Without padding, under every layout that allows it: the result of one padded process."""
+
+from __future__ import annotations
+
+from tests.parity.harness import check, under, zero
+
+ON = {"dynamic_shape": "on"}
+
+
+def test_in_one_process() -> None:
+    check(1, under(ON, "bert", "bert-mlm", "gpt2", "llama"))
+
+
+def test_on_two_processes() -> None:
+    layouts = [{}, zero(1), zero(3), zero(3, checkpoint_activations=True)]
+    check(2, [case for layout in layouts for case in under({**ON, **layout}, "bert", "gpt2")])
