@@ -7,11 +7,13 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from rapidformer.cli.megatron_names import provide_megatron_names
+from tests.processes import PATIENCE, find_free_port
 
 
 def _list_aliases() -> list[str]:
@@ -75,6 +77,40 @@ def test_plain_python_needs_no_launcher_of_ours() -> None:
     code = "import rapidformer; from megatron import mpu; assert mpu is rapidformer.mpu"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+UNDER_TORCHRUN = """
+import torch
+import rapidformer
+from megatron import mpu
+from megatron.mpu import get_tensor_model_parallel_rank
+
+rapidformer.RapidformerEngine(args={"tensor_model_parallel_size": 2, "device": "cpu"})
+assert mpu is rapidformer.mpu
+assert get_tensor_model_parallel_rank is mpu.get_tensor_model_parallel_rank
+assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()) == (1, 0)
+assert mpu.get_tensor_model_parallel_world_size() == 2
+rank = mpu.get_tensor_model_parallel_rank()
+total = torch.tensor(float(rank + 1))
+torch.distributed.all_reduce(total, group=mpu.get_tensor_model_parallel_group())
+rows = {"text": torch.arange(4)} if rank == 0 else None
+sent = mpu.broadcast_data(["text"], rows, torch.int64)["text"].tolist()
+with open(f"rank{rank}", "w") as file:
+    file.write(f"{total.item()} {sent}")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_needs_no_launcher_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+             str(find_free_port()), "script.py"]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["3.0 [0, 1, 2, 3]"] * 2
 
 
 def test_preprocess_data_is_a_module() -> None:

@@ -103,6 +103,8 @@ def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Va
             "before it starts: use linear or cosine."
         )
     values: Values = {"lr_decay_style": _CURVES.get(kind, "linear")}
+    if (last := _find_last_rate(arguments)) is not None:
+        values |= {"lr_decay_style": "cosine", "min_lr": last}
     if kind == "constant":
         return values  # no warm-up, whatever is said
     if warmup < 0:
@@ -120,8 +122,22 @@ def has_own_curve(arguments: TrainingArguments) -> bool:
     transformers rounds a fractional warm-up up to whole updates; our curve does not.
     """
     kind = arguments.lr_scheduler_type
-    is_rounded = 0 < arguments.warmup_steps < 1 and kind != "constant"
-    return kind in _CURVES and not arguments.lr_scheduler_kwargs and not is_rounded
+    if 0 < arguments.warmup_steps < 1 and kind != "constant":
+        return False
+    is_known = kind in _CURVES and not arguments.lr_scheduler_kwargs
+    return is_known or _find_last_rate(arguments) is not None
+
+
+def _find_last_rate(arguments: TrainingArguments) -> float | None:
+    """Where transformers' cosine_with_min_lr ends; None for any other schedule."""
+    options = arguments.lr_scheduler_kwargs
+    if arguments.lr_scheduler_type != "cosine_with_min_lr" or not isinstance(options, Mapping):
+        return None
+    if set(options) == {"min_lr"}:
+        return float(options["min_lr"])
+    if set(options) == {"min_lr_rate"}:
+        return float(options["min_lr_rate"]) * arguments.learning_rate
+    return None
 
 
 def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> Values:
