@@ -56,7 +56,9 @@ def test_correlation() -> None:
 
 def test_entities_answers_and_texts() -> None:
     tags = [["B-PER", "I-PER", "O"]]
-    assert load_metric("seqeval").compute(predictions=tags, references=tags)["overall_f1"] == 1.0
+    entities = load_metric("seqeval").compute(predictions=tags, references=tags)
+    assert entities["overall_f1"] == 1.0
+    assert entities["PER"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "number": 1}
     squad = load_metric("squad").compute(
         predictions=[{"id": "1", "prediction_text": "the cat"}],
         references=[{"id": "1", "answers": {"text": ["cat"], "answer_start": [0]}}],
@@ -66,6 +68,40 @@ def test_entities_answers_and_texts() -> None:
     assert load_metric("rouge").compute(predictions=texts, references=texts)["rouge1"] == 1.0
     bleu = load_metric("sacrebleu").compute(predictions=texts, references=[texts])
     assert bleu["score"] == pytest.approx(100.0)
+
+
+def test_squad_v2_has_the_names_of_its_script() -> None:
+    found = load_metric("squad_v2").compute(
+        predictions=[
+            {"id": "1", "prediction_text": "the cat", "no_answer_probability": 0.0},
+            {"id": "2", "prediction_text": "a dog", "no_answer_probability": 0.0},
+        ],
+        references=[
+            {"id": "1", "answers": {"text": ["cat"], "answer_start": [0]}},
+            {"id": "2", "answers": {"text": [], "answer_start": []}},
+        ],
+    )
+    assert found == {
+        "exact": 50.0, "f1": 50.0, "total": 2, "HasAns_exact": 100.0, "HasAns_f1": 100.0,
+        "HasAns_total": 1, "NoAns_exact": 0.0, "NoAns_f1": 0.0, "NoAns_total": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("use_stemmer", [False, True])
+def test_rouge_equals_rouge_score(use_stemmer: bool) -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    texts = ["The cats sat.\nA dog was running.", "nothing\nalike", "one line of words"]
+    wanted = ["A dog ran.\nThe cat sits on the mats.", "x y", "some words of one line"]
+    keys = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    scorer = RougeScorer(keys, use_stemmer=use_stemmer)
+    found = load_metric("rouge").compute(
+        predictions=texts, references=wanted, use_stemmer=use_stemmer
+    )
+    for key in keys:
+        each = [scorer.score(w, t)[key].fmeasure for w, t in zip(wanted, texts, strict=True)]
+        assert found[key] == pytest.approx(sum(each) / 3, abs=1e-6), key
+    assert found["rougeLsum"] != found["rougeL"]
 
 
 def test_mistakes_are_reported() -> None:

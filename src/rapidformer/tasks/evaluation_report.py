@@ -31,7 +31,12 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as it is written to a file."""
-        result: dict[str, Any] = {"task": self.task, "split": self.split, **self.get_numbers()}
+        # JSON has no NaN and no infinity.
+        numbers = {
+            name: value if math.isfinite(value) else None
+            for name, value in self.get_numbers().items()
+        }
+        result: dict[str, Any] = {"task": self.task, "split": self.split, **numbers}
         return result | {table.key: table.to_json() for table in self.tables}
 
     def get_numbers(self) -> dict[str, float]:

@@ -77,12 +77,16 @@ class EntityScores:
         del scores["support"]
         return {**scores, "accuracy": self._hits / self._tags if self._tags else 0.0}
 
-    def tables(self) -> list[ReportTable]:
-        """The scores of each type of entity, as seqeval reports them."""
-        rows = {
+    def score_types(self) -> dict[str, dict[str, float]]:
+        """Precision, recall, F1 and support of every type of entity."""
+        return {
             kind: score_counts(self._right[kind], self._found[kind], self._wanted[kind])
             for kind in sorted(self._found.keys() | self._wanted.keys())
         }
+
+    def tables(self) -> list[ReportTable]:
+        """The scores of each type of entity, as seqeval reports them."""
+        rows = self.score_types()
         averages = {"micro avg": self._score_all(), **average_scores(rows.values())}
         return [ScoreTable(key="entities", title="by entity", rows=rows, averages=averages)]
 

@@ -11,13 +11,15 @@ kept in this process: in a distributed run, gather predictions first (``engine.g
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.compat.torchmetrics import compute_rouge_lsum
+from rapidformer.errors import ConfigurationError, DataError, MissingPackageError
 from rapidformer.tasks.metrics.classification import GLUE_METRICS, compute_single_label
-from rapidformer.tasks.metrics.entities import compute_entities
-from rapidformer.tasks.metrics.generation import Bleu, compute_generation
+from rapidformer.tasks.metrics.entities import EntityScores
+from rapidformer.tasks.metrics.generation import Bleu
 from rapidformer.tasks.metrics.regression import compute_regression
 from rapidformer.tasks.metrics.squad import compute_squad
 
@@ -129,8 +131,15 @@ def _correlate(predictions: list[int], references: list[int]) -> _Scores:
 def _score_entities(
     predictions: list[list[str]], references: list[list[str]], **settings: Any
 ) -> _Scores:
-    scores = compute_entities(predictions, references)
-    return {f"overall_{name}": value for name, value in scores.items()}
+    """A dictionary per type of entity, and the scores of all."""
+    scores = EntityScores()
+    for predicted, expected in zip(predictions, references, strict=True):
+        scores.add(predicted, expected)
+    by_type: _Scores = {}
+    for kind, row in scores.score_types().items():
+        number = row.pop("support")
+        by_type[kind] = {**row, "number": number}
+    return by_type | {f"overall_{name}": value for name, value in scores.score().items()}
 
 
 def _score_answers(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
@@ -143,10 +152,43 @@ def _score_answers(predictions: list[Any], references: list[Any], **settings: An
     return compute_squad([answers[name] for name in wanted], list(wanted.values()))
 
 
-def _score_rouge(predictions: list[str], references: list[str], **settings: Any) -> _Scores:
-    scores = compute_generation(predictions, references)
-    fractions = {name: value / 100 for name, value in scores.items() if name != "bleu"}
-    return fractions | {"rougeLsum": fractions["rougeL"]}
+def _score_answers_2(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
+    """The same in the words of SQuAD 2's script, without its best thresholds."""
+    scores = _score_answers(predictions, references)
+    counts = Counter("HasAns" if each["answers"]["text"] else "NoAns" for each in references)
+    renamed: _Scores = {
+        "exact": scores["exact_match"], "f1": scores["f1"], "total": len(references),
+    }  # fmt: skip
+    for ours, theirs in (("has_answer", "HasAns"), ("no_answer", "NoAns")):
+        if counts[theirs]:
+            # With questions of one kind alone, their scores are those of all.
+            renamed[f"{theirs}_exact"] = scores.get(f"{ours}_exact_match", scores["exact_match"])
+            renamed[f"{theirs}_f1"] = scores.get(f"{ours}_f1", scores["f1"])
+            renamed[f"{theirs}_total"] = counts[theirs]
+    return renamed
+
+
+def _score_rouge(
+    predictions: list[str], references: list[str], use_stemmer: bool = False, **settings: Any
+) -> _Scores:
+    """Means from 0 to 1; for rougeLsum, each line of a text is a sentence."""
+    from torchmetrics.functional.text import rouge_score
+
+    stemmer = _build_stemmer() if use_stemmer else None
+    keys = ("rouge1", "rouge2", "rougeL")
+    found = rouge_score(predictions, references, rouge_keys=keys, use_stemmer=use_stemmer)
+    scores = {key: float(found[f"{key}_fmeasure"]) for key in keys}
+    pairs = zip(predictions, references, strict=True)
+    total = sum(compute_rouge_lsum(text, wanted, stemmer) for text, wanted in pairs)
+    return scores | {"rougeLsum": total / len(references)}
+
+
+def _build_stemmer() -> Any:
+    try:
+        from nltk.stem.porter import PorterStemmer
+    except ImportError:
+        raise MissingPackageError("nltk", "use_stemmer=True") from None
+    return PorterStemmer()
 
 
 def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
@@ -173,7 +215,7 @@ _METRICS: Mapping[str, _Compute] = {
     "matthews_correlation": _correlate,
     "seqeval": _score_entities,
     "squad": _score_answers,
-    "squad_v2": _score_answers,
+    "squad_v2": _score_answers_2,
     "rouge": _score_rouge,
     "sacrebleu": _score_bleu,
     "mse": _score_error,
