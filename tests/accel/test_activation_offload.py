@@ -29,7 +29,7 @@ from tests.parity.harness import Training, run_cases
 from tests.parity.models import SAMPLES
 from tests.processes import run_in_processes
 
-from .models import MAKERS, get_gradients, get_loss, make, make_batch
+from .models import FAMILIES, get_gradients, get_loss, make, make_batch
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def switch_on(model: nn.Module, *others: str) -> None:
         apply_mixed_precision(model, Precision(dtype=torch.bfloat16, reason="bf16"), CPU)
 
 
-@pytest.mark.parametrize("family", list(MAKERS))
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_gradients_are_bit_equal(family: str) -> None:
     model = make(family, dropout=0.3)
     expected = get_gradients(model, family)

@@ -10,8 +10,9 @@ from torch import nn
 
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan, find_plan, shifts_labels
+from tests.parity.own_models import PlainModel
 
-from .models import Custom, make
+from .models import make
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from .models import Custom, make
         ("gpt2", [f"transformer.h.{i}" for i in range(3)]),
         (
             "t5",
-            [f"encoder.block.{i}" for i in range(2)] + [f"decoder.block.{i}" for i in range(3)],
+            [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(3)],
         ),
         ("llama", [f"model.layers.{i}" for i in range(3)]),
         ("custom", [f"layers.{i}" for i in range(3)]),
@@ -61,7 +62,7 @@ def test_tied_weights_of_t5() -> None:
     assert {"shared.weight", "encoder.embed_tokens.weight", "lm_head.weight"} <= set(group)
 
 
-class Planned(Custom):
+class Planned(PlainModel):
     answer: Any = None
 
     def rapidformer_plan(self) -> Any:
@@ -80,7 +81,7 @@ class Planned(Custom):
     ids=str,
 )
 def test_models_own_plan(answer: Any, names: list[str]) -> None:
-    model = Planned()
+    model = Planned(layers=3)
     model.answer = answer
     plan = find_plan(model)
     assert list(plan.blocks) == names
@@ -88,7 +89,7 @@ def test_models_own_plan(answer: Any, names: list[str]) -> None:
 
 
 def test_own_plan_with_a_name_that_is_not_there() -> None:
-    model = Planned()
+    model = Planned(layers=3)
     model.answer = {"blocks": ["layers", "block"]}
     with pytest.raises(ModelError, match=r"names modules that the model does not have: block\."):
         find_plan(model)
@@ -117,7 +118,7 @@ def test_model_without_blocks() -> None:
 
 
 def test_shared_parameter_of_a_users_model_is_found() -> None:
-    model = Custom()
+    model = PlainModel()
     model.head.weight = model.embedding.weight
     assert find_plan(model).tied == (("embedding.weight", "head.weight"),)
 

@@ -22,9 +22,9 @@ from rapidformer.accel.recompute import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 
-from .models import GENERATING, MAKERS, get_gradients, get_loss, make
+from .models import FAMILIES, GENERATING, get_gradients, get_loss, make
 
-FAMILIES = list(MAKERS)
+FAMILIES = list(FAMILIES)
 ROUNDING = 32 * torch.finfo(torch.float32).eps
 """Of a gradient's norm. Measured on Arm: 8 at most; another dropout mask: millions."""
 

@@ -243,7 +243,7 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     "small-llama": lambda p, n: LlamaForCausalLM(
         LlamaConfig(**_llama(n, num_key_value_heads=1, **SMALL))
     ),
-    "small-plain": lambda p, n: PlainModel(),
+    "small-plain": lambda p, n: PlainModel(p, n),
 }  # fmt: skip
 
 

@@ -13,20 +13,27 @@ VOCABULARY = 67
 class PlainModel(nn.Module):
     """A model of a user's own: no configuration, no marks, just a list of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, 16)
         self.layers = nn.ModuleList(
-            [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+            [
+                nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
+                for _ in range(layers)
+            ]
         )
         self.head = nn.Linear(16, 64)
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         hidden = self.embedding(input_ids)
+        padding = None if attention_mask is None else attention_mask == 0
         for layer in self.layers:
-            hidden = layer(hidden, src_key_padding_mask=attention_mask == 0)
+            hidden = layer(hidden, src_key_padding_mask=padding)
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
