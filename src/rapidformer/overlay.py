@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ORDER = {
+    "prompt": "returns no logits for the learned tokens before a row",
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "statistics": "normalises by the rows of all ranks",
     "loss": "leaves logits to the loss, which computes them chunk by chunk",

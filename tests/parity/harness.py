@@ -19,6 +19,7 @@ from torch import nn
 
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
+from rapidformer.models.adapters import find_adapter
 from rapidformer.models.plan import shifts_labels
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
@@ -198,6 +199,9 @@ def train(
 def make_forward(model: nn.Module) -> Callable[[Any], Any]:
     """The loss of a batch, and the labels it is a mean over."""
     is_shifted = shifts_labels(model) or "GPT" in type(model).__name__
+    adapter = find_adapter(model)
+    if adapter is not None and adapter.prepends_tokens:
+        is_shifted = False  # the last learned token predicts a row's first label
 
     def forward(batch: Any) -> tuple[torch.Tensor, float]:
         labels = batch["labels"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig, PeftConfig
 from torch import nn
 from transformers import (
     ApertusConfig,
@@ -132,6 +132,18 @@ def _adapt(model: nn.Module, *targets: str, **more: Any) -> nn.Module:
     return adapted
 
 
+def _prompt(model: nn.Module, kind: str) -> nn.Module:
+    """With learned tokens before every row, or before the keys and values of every block."""
+    config = PeftConfig.from_peft_type(peft_type=kind, num_virtual_tokens=3, task_type="CAUSAL_LM")
+    return apply_adapters(model, config)
+
+
+def _scale(model: nn.Module) -> nn.Module:
+    """With learned factors (IA³) on outputs and on inputs."""
+    config = IA3Config(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"])
+    return apply_adapters(model, config)
+
+
 TARGETS = {
     "llama": (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "lm_head",
@@ -225,6 +237,9 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     "experts-lora": lambda p, n: _adapt(
         MODELS["mixtral"](p, n), "q_proj", target_parameters=["experts.gate_up_proj"]
     ),
+    "gpt2-prompt": lambda p, n: _prompt(MODELS["gpt2"](p, n), "PROMPT_TUNING"),
+    "gpt2-prefix": lambda p, n: _prompt(MODELS["gpt2"](p, n), "PREFIX_TUNING"),
+    "gpt2-ia3": lambda p, n: _scale(MODELS["gpt2"](p, n)),
     "gpt2-dora": lambda p, n: _adapt(MODELS["gpt2"](p, n), "c_attn", "c_proj", use_dora=True),
     **{
         f"{name}-lora": functools.partial(_build_adapted, name, *targets)

@@ -32,6 +32,7 @@ from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
 from tests.parity.under_deepspeed import build_case
 
 BOTH = ("gpt2-lora", "llama-lora")
+ADAPTERS = ("lora", "ia3", "prompt_encoder", "modules_to_save")
 
 
 def check_adapters(world_size: int, cases: list[Case], *limits: object) -> None:
@@ -43,7 +44,7 @@ def check_adapters(world_size: int, cases: list[Case], *limits: object) -> None:
 def check_frozen(trace: Trace) -> None:
     """What has no gradient is bit by bit what it was; what has one, is an adapter and moved."""
     trained = set(trace.gradients[0])
-    assert trained and all("lora" in name or "modules_to_save" in name for name in trained)
+    assert trained and all(any(mark in name for mark in ADAPTERS) for name in trained)
     for name, weight in trace.weights.items():
         assert np.array_equal(weight, trace.start[name]) == (name not in trained), name
 
@@ -57,6 +58,8 @@ def test_adapters_of_replicas_and_of_sharded_models() -> None:
             *under(zero(2), "llama-lora", make_optimizer=make_adamw, rows=16),
             *under(zero(3, checkpoint_activations=True), *BOTH, "experts-lora", rows=16),
             *under(zero(3, cpu_offload=True), "gpt2-dora", rows=16),
+            *under({}, "gpt2-ia3", "gpt2-prompt", rows=16),
+            *under(zero(3), "gpt2-prefix", rows=16),
         ],
     )
 
@@ -130,6 +133,9 @@ def test_an_adapter_resumes_on_any_layout(tmp_path: Path) -> None:
         ("gpt2-dora", TENSOR, "cannot split the DoRA adapter of transformer.h.0.attn.c_attn"),
         ("mixtral-lora", TENSOR, "the adapter of model.layers.0.mlp.gate, which changes a param"),
         ("experts-lora", "expert_model_parallel_size", "adapter of model.layers.0.mlp.experts"),
+        ("gpt2-ia3", TENSOR, "cannot split the IA3 adapter of transformer.h.0.attn.c_attn"),
+        ("gpt2-prompt", PIPELINE, "cannot split a model with PROMPT_TUNING"),
+        ("gpt2-prefix", "context_parallel_size", "cannot split a model with PREFIX_TUNING"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(model: str, setting: str, text: str) -> None:

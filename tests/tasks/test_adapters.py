@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from .conftest import write_jsonl
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+QUANTIZED = "--zero-3-memory-optimization cannot be combined with --quantize-base 4bit"
 LORA = ("--lora-rank", 4, "--lora-target-modules", "c_attn", "c_proj", "--lora-dropout", 0.1)
 
 
@@ -138,14 +140,34 @@ def test_a_new_head_is_saved_with_the_adapter(
 def test_wrong_adapters_are_refused_in_a_sentence(
     command: Command, gpt_folder: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    words = describe_training(gpt_folder, prompts, tmp_path / "run", 1)
     (tmp_path / "broken.json").write_text('{"r": 3}')
-    for flags, text in (
+    cases = (
         (("--lora-rank", 0), "--lora-rank must be at least 1"),
         (("--lora-rank", 2, "--lora-target-modules", "q_proj"), "layers are wte, wpe, c_attn"),
         (("--peft-config", "nowhere.json"), "--peft-config nowhere.json is not a file"),
         (("--peft-config", tmp_path / "broken.json"), "lacks peft_type"),
         (("--quantize-base", "4bit"), "needs adapters"),
-    ):  # fmt: skip
+        (("--lora-rank", 2, "--quantize-base", "4bit", "--zero-3-memory-optimization"), QUANTIZED),
+    )  # fmt: skip
+    for number, (flags, text) in enumerate(cases):
+        words = describe_training(gpt_folder, prompts, tmp_path / f"run{number}", 1)
         done = command(*words, *flags)
         assert done.returncode in (1, 2) and text in done.stderr, (flags, done.stderr)
+    if find_spec("bitsandbytes") is None:
+        assert "needs the package bitsandbytes: pip install bitsandbytes" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING"])
+def test_learned_tokens_by_a_file_are_trained_evaluated_and_asked(
+    kind: str, command: Command, gpt_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"peft_type": kind, "num_virtual_tokens": 3}))
+    words = describe_training(gpt_folder, prompts, tmp_path / "run", 2)
+    run_all(command, *words, "--peft-config", tmp_path / "config.json")
+    trained = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    found = json.loads(run_all(command, "evaluate", "--load", tmp_path / "run" / "last").stdout)
+    assert found["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5)
+    question = ("--task", "causal_lm", "--input", "who runs ?", "--max-new-tokens", 3)
+    assert "who runs" in run_all(command, "predict", "--load", tmp_path / "run", *question).stdout
+    done = command("export", "--load", tmp_path / "run", "--save", tmp_path / "merged")
+    assert done.returncode == 1 and f"{kind} prepends learned tokens" in done.stderr

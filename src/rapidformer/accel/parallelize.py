@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rapidformer.accel.adapter_rules import check_adapter
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
@@ -97,6 +98,7 @@ def parallelize(
     is_filler: Callable[[], bool] = lambda: False,
 ) -> Parallelized:
     """Apply every switch that the settings turn on, in place."""
+    check_adapter(model, args)
     plan = find_plan(model, given_plan)
     uses_deepspeed = args.deepspeed is not None and for_training
     assembly = Assembly(

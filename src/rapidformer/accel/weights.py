@@ -41,6 +41,8 @@ def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
 
 def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
     """Move a whole model; if it lives in host memory, move only its buffers."""
+    if getattr(model, "is_quantized", False):
+        return  # it was created on its device
     if not offloads:
         model.to(device)
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from rapidformer.config.schema import get_settings
@@ -40,6 +42,11 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Ranks along these axes work on the same samples.
 _AXES_OF_A_SAMPLE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+)  # fmt: skip
+
+# Weights in 4 or 8 bits are packed: neither a slice nor a shard of them means anything.
+_NEED_WHOLE_WEIGHTS = (
+    "tensor parallelism", "pipeline", "expert parallelism", "ZeRO", "CPU offload", "DeepSpeed",
 )  # fmt: skip
 
 
@@ -364,14 +371,9 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
 def _check_adapters(args: Settings) -> Iterator[str]:
     if args.lora_rank is not None and args.peft_config is not None:
         yield "--lora-rank and --peft-config exclude each other: give only one of them."
-    if args.quantize_base is not None and not args.has_adapters:
-        yield (
-            f"--quantize-base {args.quantize_base} needs adapters, since quantized weights cannot "
-            "be trained: add --lora-rank 16."
-        )
-    file = args.peft_config
-    if file is not None and not file.lstrip().startswith("{") and not Path(file).is_file():
-        yield f"--peft-config {file} is not a file."
+    if args.quantize_base is not None:
+        yield from _check_quantized(args, f"--quantize-base {args.quantize_base}")
+    yield from _check_peft_config(args.peft_config)
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:
@@ -382,6 +384,44 @@ def _check_run_folder(args: Settings) -> Iterator[str]:
         yield "--resume auto needs --save: the folder tells which run to resume."
     if args.resume and args.overwrite and args.is_given("overwrite"):
         yield "--resume auto and --overwrite contradict each other: give only one of them."
+
+
+def _check_peft_config(given: str | None) -> Iterator[str]:
+    """The file must be a configuration at all; peft checks what is in it."""
+    if given is None or given.lstrip().startswith("{"):  # JSON itself, from Python
+        return
+    path = Path(given).expanduser()
+    if not path.is_file():
+        yield f"--peft-config {given} is not a file."
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as reason:
+        yield f"--peft-config {given} is not JSON: {reason}."
+        return
+    if not isinstance(content, dict) or "peft_type" not in content:
+        yield f"--peft-config {given} lacks peft_type, such as LORA, IA3 or PREFIX_TUNING."
+
+
+def _check_quantized(args: Settings, given: str) -> Iterator[str]:
+    if not args.has_adapters:
+        yield (
+            f"{given} needs adapters, since quantized weights cannot be trained: add "
+            "--lora-rank 16."
+        )
+    if find_spec("bitsandbytes") is None:
+        yield (
+            f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
+            "without it, on whole weights: leave the flag out."
+        )
+    if args.from_scratch:
+        yield f"{given} needs a pretrained model: leave out --from-scratch."
+    for switch in SWITCHES:
+        if switch.name in _NEED_WHOLE_WEIGHTS and switch.is_on(args):
+            yield (
+                f"{switch.describe(args)} cannot be combined with {given}: packed weights cannot "
+                "be split. Use data parallelism alone, or leave one of them out."
+            )
 
 
 def _check_files(args: Settings) -> Iterator[str]:

@@ -79,6 +79,11 @@ class ComposedRun(Run):
         self._is_by_row = False
         self._parallelized: Parallelized | None = None
 
+    @property
+    def has_learned_tokens(self) -> bool:
+        """Whether every row begins with tokens of an adapter (prompt tuning)."""
+        return self.adapter is not None and self.adapter.prepends_tokens
+
     def build_model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """``build()``, with the adapters of ``--lora-rank`` or ``--peft-config``, if given.
 
@@ -121,7 +126,7 @@ class ComposedRun(Run):
         ]
         has_optimizer = optimizer is not None
         get_observer().before_compose(model)
-        self.shifts_labels = shifts_labels(model)
+        self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
         if self.skips_cache:
             skip_cache_in_training(model)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -206,7 +211,7 @@ class ComposedRun(Run):
         """Apply what a model needs without training: no optimizer, no schedule."""
         inner = get_inner(model)
         self.adapter = find_adapter(inner)
-        self.shifts_labels = shifts_labels(inner)
+        self.shifts_labels = shifts_labels(inner) and not self.has_learned_tokens
         self._parallelized = self._switch_on(inner, plan, for_training=False)
         self.model = inner
         self._own_loop.is_composed = True

@@ -73,19 +73,25 @@ def save_adapter(model: Any, adapter: Adapter, weights: Mapping[str, Tensor], fo
     config.save_pretrained(str(folder))
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         described = copy.deepcopy(model.config)
-        described.architectures = [get_own_class(model).__name__]
+        inner = model.get_base_model() if adapter.is_prompt else model
+        described.architectures = [get_own_class(inner).__name__]
         described.save_pretrained(folder)
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """The model with an adapter from a folder, which can be trained on."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
+            config = PeftConfig.from_pretrained(str(folder))
             adapted = PeftModel.from_pretrained(
-                model, str(folder), is_trainable=True, torch_device="cpu"
+                model,
+                str(folder),
+                # peft cannot continue to train learned tokens.
+                is_trainable=not config.is_prompt_learning,
+                torch_device="cpu",
             )
         except (ValueError, RuntimeError, OSError, KeyError) as reason:
             text = " ".join(str(reason).split())[:300]

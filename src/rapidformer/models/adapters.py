@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn_once
+from rapidformer.overlay import extend
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +59,11 @@ class Adapter:
     def is_prompt(self) -> bool:
         """Whether it prepends learned tokens instead of changing layers."""
         return bool(self.config.is_prompt_learning)
+
+    @property
+    def prepends_tokens(self) -> bool:
+        """Whether rows get longer, so that a row's first label is predicted as well."""
+        return self.is_prompt and self.config.peft_type.value != "PREFIX_TUNING"
 
     def describe(self) -> str:
         """The method and where it is applied, for the start-up lines."""
@@ -172,6 +178,25 @@ def find_adapter(model: Any) -> Adapter | None:
     return Adapter(config=config, name=name, base=config.base_model_name_or_path or None)
 
 
+def hide_learned_tokens(model: nn.Module) -> nn.Module:
+    """Make a model with learned tokens before each row return logits for the row's own tokens."""
+    adapter = find_adapter(model)
+    if adapter is not None and adapter.prepends_tokens:
+        extend(model, "prompt", _build_row_logits)
+    return model
+
+
+def _build_row_logits(cls: Any) -> dict[str, Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = cls.forward(self, *args, **kwargs)
+        logits = getattr(output, "logits", None)
+        if logits is not None and logits.dim() == 3:
+            output.logits = logits[:, self.active_peft_config.num_virtual_tokens :]
+        return output
+
+    return {"forward": forward}
+
+
 def forget_base(model: nn.Module) -> None:
     """Note that the frozen weights are in no file: they were initialised in this run."""
     adapter = find_adapter(model)
@@ -207,8 +232,6 @@ def _read_config(source: str) -> Any:
         text, place = Path(source).expanduser().read_text(encoding="utf-8"), source
     try:
         values = json.loads(text)
-        if "peft_type" not in values:
-            raise ConfigurationError(f"{place} lacks peft_type, such as LORA or PREFIX_TUNING.")
         values.pop("peft_version", None)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -19,7 +19,7 @@ from rapidformer.models.adapter_folder import (
     load_adapter,
     read_base,
 )
-from rapidformer.models.adapters import add_adapters, forget_base
+from rapidformer.models.adapters import add_adapters, forget_base, hide_learned_tokens
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import (
     check_folder,
@@ -33,6 +33,7 @@ from rapidformer.models.location import (
     lacks_file,
     quiet_transformers,
 )
+from rapidformer.models.quantizing import get_quantization, prepare_quantized
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +70,7 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
             initialised = auto_class.from_config(
                 config, dtype=torch.float32, trust_remote_code=args.trust_remote_code
             )
-        adapted = add_adapters(initialised, args)
+        adapted = hide_learned_tokens(add_adapters(initialised, args))
         forget_base(adapted)
         return adapted
     location = str(get_model_location(args))
@@ -85,14 +86,16 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **get_hub_options(base, args),
+            **get_quantization(args),
         )
+    model = prepare_quantized(model, args)
     if base != location:
         model = load_adapter(model, location)
         report = _drop_known(report, list_weights(location))
     if must_be_trained:
         _refuse_fresh_weights(report, location)
     _tell_fresh_weights(report, location)
-    return add_adapters(model, args, fresh=_list_fresh(report))
+    return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
 
 
 def load_tokenizer(args: Any, **options: Any) -> Any:

@@ -253,7 +253,9 @@ class Template(ABC):
     def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
         """The user's forward step as a function of the batch only."""
         if self.has_shifted_labels is not None:
-            self.engine.shifts_labels = self.has_shifted_labels
+            self.engine.shifts_labels = (
+                self.has_shifted_labels and not self.engine.has_learned_tokens
+            )
         return lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model))
 
     def wrap_batch(self, batch: Any) -> Any:
