@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from .conftest import write_jsonl
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUANTIZED = "--zero-3-memory-optimization cannot be combined with --quantize-base 4bit"
 LORA = ("--lora-rank", 4, "--lora-target-modules", "c_attn", "c_proj", "--lora-dropout", 0.1)
 
@@ -76,7 +79,8 @@ def test_lora_by_flags_from_training_to_a_merged_model(
     )
     assert found["loss"] == pytest.approx(best, rel=1e-5) and "eval_loss" in trained
     merged = tmp_path / "merged"
-    run_all(command, "export", "--load", run / "last", "--save", merged)
+    done = run_all(command, "export", "--load", run / "last", "--save", merged)
+    assert "(base model and adapter merged)" in done.stderr
     ids = torch.arange(2, 12)[None]
     plain = AutoModelForCausalLM.from_pretrained(merged)
     assert not (merged / "adapter_config.json").exists()
@@ -171,3 +175,34 @@ def test_learned_tokens_by_a_file_are_trained_evaluated_and_asked(
     assert "who runs" in run_all(command, "predict", "--load", tmp_path / "run", *question).stdout
     done = command("export", "--load", tmp_path / "run", "--save", tmp_path / "merged")
     assert done.returncode == 1 and f"{kind} prepends learned tokens" in done.stderr
+
+
+def test_the_example_goes_from_chat_data_to_answers(
+    python: Path, gpt_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "lora.sh"), "--epochs", "1", "--seq-length", "48"],
+        env={
+            **os.environ, "MODEL": str(gpt_folder), "DATA": str(prompts), "QUESTION": "who runs ?",
+            "RUN": str(tmp_path / "run"), "PATH": f"{python.parent}:{os.environ['PATH']}",
+        },
+        capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "trainable" in done.stderr and "exported" in done.stderr
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["loss"] > 0
+    assert "who runs" in done.stdout.splitlines()[-1]
+
+
+def test_the_notebook_does_the_same_in_three_lines(
+    gpt_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("MODEL", gpt_folder), ("TRAIN", prompts), ("EVAL", prompts)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.argv", ["lora_notebook.py"])
+    runpy.run_path(str(EXAMPLES / "lora_notebook.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "perplexity" in printed and "who runs" in printed
+    assert (tmp_path / "run" / "last" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()

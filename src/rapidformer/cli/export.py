@@ -7,6 +7,7 @@ from pathlib import Path
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import configure_logging
 
 
 def run(argv: list[str]) -> None:
@@ -21,6 +22,7 @@ def run(argv: list[str]) -> None:
     target = Path(args.save or "").expanduser()
     if target.exists():
         raise ConfigurationError(f"--save {target} exists already: choose another folder.")
+    configure_logging(args.log_level)
     from rapidformer.checkpoint.merged_export import export_merged
 
     export_merged(args, target)
