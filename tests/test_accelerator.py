@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +362,44 @@ def test_several_trained_models_are_refused() -> None:
         RapidformerError, match=r"one optimizer: .* or make an Accelerator for each"
     ):
         accelerator.prepare(other)
+
+
+def test_processes_apart() -> None:
+    first, second = run_in_processes(_work_apart, 2)
+    assert first == ([0, 1, 2], [0, 1, 2], True, False, ["main", "local"])
+    assert second == ([3, 4, 4], [3, 4], True, False, ["local", "last", "one"])
+
+
+def _work_apart() -> Any:
+    accelerator = Accelerator(cpu=True)
+    with accelerator.split_between_processes(list(range(5)), apply_padding=True) as padded:
+        pass
+    with accelerator.split_between_processes({"x": torch.arange(5)}) as part:
+        pass
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    done = []
+    accelerator.on_main_process(done.append)("main")
+    accelerator.on_local_process(done.append, accelerator.process_index)("local")
+    accelerator.on_last_process(done.append)("last")
+    accelerator.on_process(process_index=1)(done.append)("one")
+    return (padded, part["x"].tolist(), accelerator.check_trigger(), accelerator.check_trigger(),
+            done)  # fmt: skip
+
+
+def test_memory_is_freed_for_the_next_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in range(2):
+        model, optimizer, loader = accelerator.prepare(*make_parts())
+        inputs, targets = next(iter(loader))
+        accelerator.backward(cross_entropy(model(inputs), targets))
+        accelerator.clip_grad_value_(model.parameters(), 2**-10)
+        assert max(float(p.grad.abs().max()) for p in model.parameters()) <= 2**-10
+        optimizer.step()
+        kept = weakref.ref(model)
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+        gc.collect()
+        assert kept() is None
 
 
 class OwnTracker:

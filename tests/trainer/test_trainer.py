@@ -568,12 +568,13 @@ def test_a_fractional_warm_up_is_rounded_up_to_whole_updates(tmp_path: Path) -> 
 
 
 def test_a_trainer_that_is_gone_frees_its_model(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
     call_with_count(partial(trainer.compute_loss), trainer.model, collate(make_rows(4)), count=None)
-    kept = weakref.ref(trainer)
+    kept, model = weakref.ref(trainer), weakref.ref(trainer.model)
     del trainer
     gc.collect()
-    assert kept() is None
+    assert kept() is None and model() is None
 
 
 def test_an_error_inside_model_init_is_not_hidden(tmp_path: Path) -> None:
@@ -606,6 +607,19 @@ def test_the_verbs_of_an_accelerator_in_a_subclass(tmp_path: Path) -> None:
             return super().prediction_step(model, inputs, *rest, **named)
 
     assert "eval_loss" in make_trainer(tmp_path, Gathers).evaluate()
+
+
+def test_small_questions_about_a_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1, learning_rate=1e-3, lr_scheduler_type="constant")
+    with pytest.raises(RapidformerError, match="no optimizer yet"):
+        trainer.get_learning_rates()
+    trainer.train()
+    assert trainer.get_learning_rates() == [1e-3, 1e-3]
+    bias = trainer.model.classifier.bias
+    assert trainer.get_optimizer_group(bias)["weight_decay"] == 0.0
+    assert trainer.get_total_train_batch_size() == 4
+    assert trainer.num_examples(trainer.get_eval_dataloader()) == 13
+    assert trainer.get_num_trainable_parameters() == trainer.model.num_parameters()
 
 
 class StubHub:

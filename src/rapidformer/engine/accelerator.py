@@ -16,10 +16,10 @@ moves one step per call.
 from __future__ import annotations
 
 import enum
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from rapidformer.checkpoint.random_states import get_random_states, set_random_s
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
 from rapidformer.dist.seeding import seed_everything
+from rapidformer.engine.accelerator_processes import ProcessVerbs
 from rapidformer.engine.accelerator_settings import (
     build_accelerator_settings,
     list_trackers,
@@ -77,7 +78,7 @@ class _UnchangedRates(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-class Accelerator:
+class Accelerator(ProcessVerbs):
     """A ``RapidformerEngine`` that answers Accelerate's verbs."""
 
     set_seed = staticmethod(set_seed)
@@ -104,9 +105,11 @@ class Accelerator:
         self._has_train_loader = False
         self._schedulers: list[LRScheduler] = []
         self._registered: list[Any] = []
-        self._splits_batches = splits_batches(arguments)
+        self._settings = settings
+        self.split_batches = splits_batches(arguments)
         names, trackers = list_trackers(arguments)
         project, logs = arguments.get("project_dir", ""), arguments.get("logging_dir", "")
+        self.project_dir, self.logging_dir = project or None, logs or project or None
         board = BoardTracker(project or logs, logs or project) if names else None
         self._trackers = Trackers(board, trackers, is_main=self.is_main_process)
 
@@ -122,30 +125,6 @@ class Accelerator:
         return self.engine.device
 
     @property
-    def num_processes(self) -> int:
-        return self.engine.args.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self.engine.args.rank
-
-    @property
-    def local_process_index(self) -> int:
-        return int(os.environ.get("LOCAL_RANK") or 0)
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
-
-    @property
     def distributed_type(self) -> DistributedType:
         if self.deepspeed_plugin is not None:
             return DistributedType.DEEPSPEED
@@ -159,10 +138,6 @@ class Accelerator:
     @property
     def mixed_precision(self) -> str:
         return self.engine.args.mixed_precision or "no"
-
-    @property
-    def use_distributed(self) -> bool:
-        return self.num_processes > 1
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -194,7 +169,7 @@ class Accelerator:
             if isinstance(each, LRScheduler):
                 self._schedulers.append(each)
                 # A script whose batches are split counts the steps of the split loader.
-                moves = 1 if self._splits_batches else self.engine.args.data_parallel_size
+                moves = 1 if self.split_batches else self.engine.args.data_parallel_size
                 take_over_scheduler(each, self.engine.clock, moves=moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -246,7 +221,7 @@ class Accelerator:
         return each
 
     def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
-        if not self._splits_batches or loader.batch_size is None:
+        if not self.split_batches or loader.batch_size is None:
             return None
         replicas = self.engine.args.data_parallel_size
         if loader.batch_size % replicas:
@@ -320,6 +295,37 @@ class Accelerator:
             raise RapidformerError(f"clip_grad_norm_(norm_type={norm_type}): only 2 is supported.")
         return self.engine.clip_grad_norm(max_norm)
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every number of the update's gradient; nothing while it is not complete."""
+        if self.engine.parallelized.deepspeed is not None:
+            raise RapidformerError(
+                "clip_grad_value_(): DeepSpeed keeps the gradients to itself. Use clip_grad_norm_, "
+                "or zero_stage without a DeepSpeed file."
+            )
+        if self.sync_gradients:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: a finished gradient is not scaled."""
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared; the script must drop its own references, as in Accelerate.
+
+        ``model, optimizer = accelerator.free_memory(model, optimizer)`` does both.
+        """
+        self._models, self._optimizer, self._has_train_loader = [], None, False
+        self._schedulers = []
+        states = get_random_states(torch.device("cpu"))
+        self.engine = RapidformerEngine(args=self._settings)
+        self.engine.warns_of_unused_settings = False
+        set_random_states(states, torch.device("cpu"))
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the run, for what is computed outside the model."""
         return self.engine.precision.autocast(self.device)
@@ -352,41 +358,6 @@ class Accelerator:
         missing[dim] = size - tensor.shape[dim]
         filler = tensor.new_full(missing, pad_index)
         return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
-
-    def wait_for_everyone(self) -> None:
-        self.engine.wait_for_all()
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """``print`` once per node."""
-        if self.is_local_main_process:
-            print(*values, **options)
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let the first process do something before the others, say fill a cache."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """The same for the first process of each node."""
-        if not self.is_local_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_local_main_process:
-            self.wait_for_everyone()
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that does nothing on the other processes."""
-
-        @wraps(function)
-        def run(*values: Any, **options: Any) -> Any:
-            return function(*values, **options) if self.is_main_process else None
-
-        return run
 
     # ---- saving --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +64,7 @@ class RapidformerEngine(PredictingRun):
         """The folder that this run writes to; rank 0 has its lock."""
         self._has_gone_back = True
         """Whether later checkpoints than the loaded one are out of the way."""
-        atexit.register(self.close)
+        atexit.register(_close, weakref.ref(self))
 
     def save_checkpoint(
         self,
@@ -279,3 +280,13 @@ def _find_problem(action: Callable[[FolderLock], None], lock: FolderLock | None)
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _close(reference: weakref.ref[RapidformerEngine]) -> None:
+    """Close an engine at exit. Until then, it and its model may be freed: notebooks build many."""
+    engine = reference()
+    if engine is not None:
+        engine.close()
+    else:
+        beat("end")
+        stop_processes()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -18,7 +17,27 @@ from rapidformer.config.schema import get_settings
 from rapidformer.config.switches import SWITCHES
 from rapidformer.errors import RapidformerError
 
-_SWITCHED: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], Parallelized]] = WeakKeyDictionary()
+_RECORD = "rapidformer_switched"
+
+
+class _Record:
+    """What was switched on in a model. A copy of the model starts without it.
+
+    It is kept in the model, not in a table: its hooks refer to the model, so a table would keep
+    every model alive.
+    """
+
+    def __init__(
+        self, asked: dict[str, Any] | None = None, parallelized: Parallelized | None = None
+    ) -> None:
+        self.asked = asked
+        self.parallelized = parallelized
+
+    def __deepcopy__(self, memo: Any) -> _Record:
+        return _Record()
+
+    def __reduce__(self) -> tuple[type[_Record], tuple[()]]:
+        return _Record, ()
 
 
 def switch_on_once(
@@ -26,7 +45,8 @@ def switch_on_once(
 ) -> Parallelized:
     """The result of ``switch_on``, or its earlier result for this model and settings."""
     asked = {name: getattr(args, name) for switch in SWITCHES for name in switch.settings}
-    before, parallelized = _SWITCHED.get(model, (None, None))
+    record: _Record = model.__dict__.get(_RECORD, _Record())
+    before, parallelized = record.asked, record.parallelized
     if before is not None and parallelized is not None:
         if parallelized.deepspeed is not None:
             raise RapidformerError(
@@ -43,5 +63,5 @@ def switch_on_once(
                 "be undone: load the model again."
             )
     parallelized = switch_on()
-    _SWITCHED[model] = asked, parallelized
+    model.__dict__[_RECORD] = _Record(asked, parallelized)
     return parallelized

@@ -5,6 +5,7 @@ The first loader that is built is the training data's, unless the caller says ot
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -95,9 +96,9 @@ class Run:
         self._train_loader: DistributedLoader | None = None
         self._extra_updates = 0
         """By how much a run is longer or shorter because it began with another batch size."""
-        set_context(
-            args=self.args, timers=self.timers, build_tokenizer=lambda: load_tokenizer(self.args)
-        )
+        # Not the engine itself: the context outlives it.
+        build_tokenizer = functools.partial(load_tokenizer, self.args)
+        set_context(args=self.args, timers=self.timers, build_tokenizer=build_tokenizer)
         _warn_about_settings_without_effect(self.args)
         seed_everything(self.args.seed, deterministic=self.args.deterministic)
 
