@@ -55,6 +55,8 @@ def test_first_failure(failures: list[Failure], first: int) -> None:
             "rank 1 was ended by signal SIGKILL (usually because memory ran out).",
             137,
         ),
+        (make(1, status=-7), "rank 1 was ended by signal SIGBUS (a file that it had mapped was cut "
+         "short, or shared memory or the disk is full).", 135),
         (make(1, status=-11, log="f"),
          "rank 1 was ended by signal SIGSEGV; its output is in f.", 139),
     ],

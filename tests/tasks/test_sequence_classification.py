@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rapidformer.errors import DataError
+from rapidformer.log import configure_logging
 from rapidformer.tasks.registry import get_task
 
 from .conftest import make_args, run_split, train_steps, write_jsonl
@@ -106,6 +107,27 @@ def test_regression(bert_folder: Path) -> None:
     assert metrics["spearmanr"] == pytest.approx(spearmanr(values, wanted)[0], abs=1e-6)
     assert TASK.get_best_metric(prepared) == ("pearson", True)
     assert "score" in TASK.predictions(records, prepared, "validation")[0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1] * 10 + [0.5], "train, row 21: the label 0.5 in the column label is a fraction, so"),
+        ([0.0, 1.0] * 10, "the labels of train in the column label are whole, but each is written"),
+        ([0.0, 0.5, 0.9, 1.0], None),
+    ],
+)
+def test_a_few_fractions_that_turn_classes_into_numbers_are_reported(
+    labels: list[float], message: str | None, bert_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("warning")
+    rows = [{"text": "good", "label": label} for label in labels]
+    for settings, is_said in (({}, bool(message)), ({"problem_type": "regression"}, False)):
+        prepared = TASK.prepare(_args(bert_folder, **settings), {"train": rows})
+        assert prepared.model_settings["num_labels"] == 1
+        text = capsys.readouterr().err
+        assert ("(regression)" in text) == is_said
+        assert not is_said or message in text
 
 
 def test_several_labels_a_row(bert_folder: Path) -> None:

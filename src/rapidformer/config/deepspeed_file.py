@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
+from rapidformer.config.reading import UnreadableError, read_settings_text
 from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
 
@@ -40,13 +40,12 @@ _NUMBERS = (
 def load_deepspeed_file(path: str) -> Section:
     """The file's content; anything that prevents reading it is a ConfigurationError."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
-        why = reason.strerror if isinstance(reason, OSError) else "it is not text"
-        raise ConfigurationError(f"--deepspeed {path} cannot be read: {why}.") from None
+        text = read_settings_text(path)
+    except UnreadableError as reason:
+        raise ConfigurationError(f"--deepspeed {path} cannot be read: {reason}.") from None
     try:
         content = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except ValueError as reason:
+    except (ValueError, RecursionError) as reason:
         raise ConfigurationError(f"--deepspeed {path} is not valid JSON: {reason}.") from None
     if not isinstance(content, dict):
         raise ConfigurationError(f"--deepspeed {path} must contain a JSON object.")

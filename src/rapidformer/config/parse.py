@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rapidformer.config.accelerate_file import is_accelerate_file, translate_file
 from rapidformer.config.dialects import ALIASES, BARE_BESIDE, REFUSED, VALUES, WITHOUT_EFFECT
+from rapidformer.config.reading import (
+    UnreadableError,
+    is_expanding,
+    read_settings_text,
+    split_words,
+)
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.user_defined import APPLICATIONS, take_user_defined
@@ -83,8 +87,8 @@ def parse_arguments(
     """Read a command line; a single ConfigurationError lists all of its problems."""
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
-    words = [*shlex.split(os.environ.get(FLAGS_VARIABLE, "")), *argv]
     problems: list[str] = []
+    words = [*split_words(os.environ.get(FLAGS_VARIABLE, ""), problems, FLAGS_VARIABLE), *argv]
     words, user_defined = take_user_defined(words, problems)
     words = _drop_bare_switches([_normalize(word, known) for word in words])
     words = _join_negative_numbers(words, known)
@@ -202,20 +206,21 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     return f"unknown flag {name}: {hint}"
 
 
-def _read_yaml(path: str | None, problems: list[str]) -> dict[str, Any]:
+def _read_yaml(path: Any, problems: list[str]) -> dict[str, Any]:
     if path is None:
         return {}
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except OSError as reason:
-        problems.append(f"--config {path} cannot be read: {reason.strerror}.")
+        content = yaml.safe_load(read_settings_text(str(path))) or {}
+    except UnreadableError as reason:
+        problems.append(f"--config {path} cannot be read: {reason}.")
         return {}
-    except yaml.YAMLError as reason:
+    # A number of thousands of digits is a ValueError, and a thousand brackets a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError) as reason:
         problems.append(f"--config {path} is not valid YAML: {' '.join(str(reason).split())}")
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or is_expanding(content):
         problems.append(f"--config {path} must contain `name: value` lines.")
         return {}
     if is_accelerate_file(content):

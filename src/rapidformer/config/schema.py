@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ from typing import Any, Literal
 from rapidformer.config import sections
 
 _TRUE = {"true", "yes", "on", "1"}
+_PATHS = frozenset({
+    "cache_dir", "config", "data_cache_path", "data_dir", "data_path", "deepspeed", "hostfile",
+    "load", "log_dir", "merge_file", "output", "peft_config", "pretrained_model_name_or_path",
+    "save", "tensorboard_dir", "test_data", "test_data_path", "tokenizer_model",
+    "tokenizer_name_or_path", "train_data", "train_data_path", "user_script", "valid_data",
+    "valid_data_path", "vocab_file",
+})  # fmt: skip
 _FALSE = {"false", "no", "off", "0"}
 
 
@@ -52,7 +60,8 @@ class Setting:
         if value is None:
             return None
         if self.is_one_or_many:
-            values = [str(item) for item in (value if isinstance(value, list) else [value])]
+            items = value if isinstance(value, list) else [value]
+            values = [self._to_text(item) for item in items]
             return values[0] if len(values) == 1 else values
         if self.is_list:
             return [self._convert_one(item) for item in _as_list(value)]
@@ -71,7 +80,19 @@ class Setting:
             return _to_number(value) if self.takes_fraction else _to_int(value)
         if self.kind is float:
             return _to_float(value)
-        return str(value)
+        return self._to_text(value)
+
+    def _to_text(self, value: Any) -> str:
+        text = _expand_home(str(value))
+        if "\0" in text:
+            raise ValueError("contains a zero byte")
+        longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
+        is_path = self.name in _PATHS and not text.lstrip().startswith("{")
+        if is_path and (longest > 255 or len(text) > 4095):
+            raise ValueError(
+                f"is too long for a file name: {text[:30]}... ({len(text)} characters)"
+            )
+        return text
 
     def _to_choice(self, value: Any) -> str | None:
         # A switch with a choice of values (`--mixed-precision`) can also be given as true or false.
@@ -82,6 +103,11 @@ class Setting:
             if text.lower().replace("_", "-") == choice.lower().replace("_", "-"):
                 return choice
         raise ValueError(f"must be one of {', '.join(self.choices)}, got {text!r}")
+
+
+def _expand_home(text: str) -> str:
+    """``~/runs`` as a shell would; a shell does not see YAML files and ``--save=~/runs``."""
+    return os.path.expanduser(text) if text.startswith("~") and "/" in text else text  # noqa: PTH111
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -6,10 +6,10 @@ key is the script's: ``get_args().key`` gives its text.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 from rapidformer.config.dialects import ALIASES
+from rapidformer.config.reading import split_words
 from rapidformer.config.schema import get_settings
 
 FLAG = "--user-defined-parameters"
@@ -36,7 +36,7 @@ def take_user_defined(
         return kept, {}
     settings, flags = get_settings(), []
     extras = {"user_defined_parameters": text}
-    for part in shlex.split(text):
+    for part in split_words(text, problems, FLAG):
         key, equals, value = part.partition("=")
         if not equals or not key:
             problems.append(f"{FLAG}: {part!r} must be key=value.")

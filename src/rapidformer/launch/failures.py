@@ -26,6 +26,11 @@ _LOST_CONNECTION = (
     "communicator was aborted", "Socket Timeout", "failed to recv", "DistNetworkError",
 )  # fmt: skip
 
+_CAUSES = {
+    "SIGKILL": "usually because memory ran out",
+    "SIGBUS": "a file that it had mapped was cut short, or shared memory or the disk is full",
+}
+
 
 class WorkerError(RapidformerError):
     """A process of the run has failed; carries its exit status."""
@@ -89,7 +94,7 @@ class Failure:
             where = where or "; see its own message above"
             return f"ended with status {self.status}{where}."
         name = signal.Signals(-self.status).name
-        hint = " (usually because memory ran out)" if name == "SIGKILL" else ""
+        hint = f" ({_CAUSES[name]})" if name in _CAUSES else ""
         return f"was ended by signal {name}{hint}{where}."
 
     def to_text(self) -> str:

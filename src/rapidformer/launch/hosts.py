@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rapidformer.config.reading import UnreadableError, read_settings_text, split_words
 from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import NODE_VARIABLE, LaunchPlan
@@ -58,11 +59,9 @@ class Host:
 def load_hostfile(path: str) -> list[Host]:
     """Read the hosts; report every bad line."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as reason:
-        raise ConfigurationError(f"--hostfile {path} cannot be read: {reason.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"--hostfile {path} is not a text file.") from None
+        text = read_settings_text(path)
+    except UnreadableError as reason:
+        raise ConfigurationError(f"--hostfile {path} cannot be read: {reason}.") from None
     return parse_hostfile(text, path)
 
 
@@ -137,7 +136,10 @@ def build_command(
     } | {NODE_VARIABLE: plan.to_text()}
     words = ["exec", "env", *(f"{name}={value}" for name, value in sorted(passed.items()))]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*words, *command])}"
-    ssh = shlex.split(settings.ssh_command)
+    problems: list[str] = []
+    ssh = split_words(settings.ssh_command, problems, "--ssh-command")
+    if problems:
+        raise ConfigurationError(problems)
     # Without a terminal nobody can answer: a password prompt or an unknown host is an error.
     ssh += ["-o", "BatchMode=yes"]
     if settings.ssh_port is not None:

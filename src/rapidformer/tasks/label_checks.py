@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rapidformer.errors import DataError
+from rapidformer.log import get_logger
 from rapidformer.tasks.label_space import LabelSpace, ModelClasses
 from rapidformer.tasks.rows import get_column, get_column_names
 
@@ -67,6 +68,24 @@ def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
                     f"{split}, row {number}: the label {value!r} in the column {column} is not a "
                     "number, which regression needs; for classes, omit --problem-type."
                 ) from None
+
+
+def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None:
+    """Say that a few labels, perhaps mistyped, make the task a regression instead of classes."""
+    fractions = [row for row, value in enumerate(values, start=1) if float(value) % 1]
+    if len(fractions) > len(values) / 10:
+        return
+    if fractions:
+        row = fractions[0]
+        why = f"{split}, row {row}: the label {values[row - 1]!r} in the column {column} is"
+        others = f" ({len(fractions)} of {len(values)} labels)" if len(fractions) > 1 else ""
+    else:
+        why = f"the labels of {split} in the column {column} are whole, but each is written as"
+        others = ""
+    get_logger().warning(
+        f"{why} a fraction{others}, so the model learns a number for each row (regression). Write "
+        "classes as whole numbers (0, 1, ...) or names; --problem-type regression confirms numbers."
+    )
 
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:

@@ -21,6 +21,7 @@ from rapidformer.tasks.label_checks import (
     check_numbers,
     collect_labels,
     count_classes,
+    warn_about_few_fractions,
 )
 from rapidformer.tasks.label_space import (
     MULTI,
@@ -41,9 +42,12 @@ def read_labels(
     """The checked labels of all splits, and which splits have labels."""
     values, labelled = collect_labels(splits, column)
     first = get_leading_split(values)
-    kind = _get_problem_type(values[first], args, _get_learned(values, model))
+    learned = _get_learned(values, model)
+    kind = _get_problem_type(values[first], args, learned)
     if kind == REGRESSION:
         check_numbers(values, column)
+        if args.problem_type is None and learned.problem_type is None and args.num_labels != 1:
+            warn_about_few_fractions(values[first], first, column)
         return LabelSpace(problem_type=kind), labelled
     names = get_class_names(get_feature(splits[first], column))
     read = _read_multi_label if kind == MULTI else read_classes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -107,6 +108,31 @@ def test_a_damaged_index_is_refused_with_its_reason(tmp_path: Path, name: str) -
 def test_a_bin_of_another_size_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(IndexedDataError, match=message):
         open_indexed(save(tmp_path / "golden", data, GOLDEN_IDX))
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_not_a_crash(
+    tmp_path: Path, ending: str
+) -> None:
+    """Reading a mapped file beyond its new end would kill the process (SIGBUS)."""
+    prefix = save(tmp_path / "golden", GOLDEN_BIN, GOLDEN_IDX)
+    data = open_indexed(prefix)
+    expected = data.get(0).copy()
+    data._look_again_at = 0.0
+    os.truncate(f"{prefix}.{ending}", 4)
+    with pytest.raises(IndexedDataError, match=rf"golden.{ending} has shrunk from \d+ to 4 bytes"):
+        data.get(0)
+    assert len(expected)
+
+
+def test_a_file_that_is_replaced_or_deleted_stays_readable(tmp_path: Path) -> None:
+    prefix = save(tmp_path / "golden", GOLDEN_BIN, GOLDEN_IDX)
+    data = open_indexed(prefix)
+    Path(f"{prefix}.bin").unlink()
+    expected = data.get(0).copy()
+    Path(f"{prefix}.bin").write_bytes(b"")
+    data._look_again_at = 0.0
+    assert np.array_equal(data.get(0), expected)
 
 
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:

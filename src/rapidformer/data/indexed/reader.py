@@ -6,6 +6,7 @@ Results are read-only views of the mapped file, valid as long as you hold them. 
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,6 +29,8 @@ from rapidformer.data.indexed.legacy import load_legacy_index
 
 IMPLEMENTATIONS = ("infer", "mmap", "lazy", "cached")
 _BLOCK = 8 * 1024 * 1024
+# Asking for a file's size costs more than reading a sample, so it is not done for each.
+_LOOK_SECONDS = 0.01
 
 
 class IndexedDataset:
@@ -55,6 +58,9 @@ class IndexedDataset:
         self._count = int(self._tokens.size)
         self._pointers = self._index.pointers
         self._steps = self.dtype.itemsize // self._index.pointer_bytes
+        paths = (get_data_path(self._location), get_index_path(self._location))
+        self._files = [(path, path.stat()) for path in paths]
+        self._look_again_at = 0.0
 
     @property
     def format(self) -> str:
@@ -96,6 +102,7 @@ class IndexedDataset:
         # file would silently be shorter.
         if offset < 0 or length < 0 or offset + length > size or start < 0 or stop > self._count:
             raise self._describe_range(index, offset, length)
+        self._notice_shrinking()
         return self._tokens[start:stop]
 
     @overload
@@ -123,7 +130,27 @@ class IndexedDataset:
             raise IndexError(
                 f"{length} tokens from {start} on of {self.prefix}, which has {self._count}"
             )
+        self._notice_shrinking()
         return self._tokens[start : start + length]
+
+    def _notice_shrinking(self) -> None:
+        """Say that a file was cut short: reading beyond its end would kill the process (SIGBUS)."""
+        now = time.monotonic()
+        if now < self._look_again_at:
+            return
+        self._look_again_at = now + _LOOK_SECONDS
+        for path, before in self._files:
+            try:
+                found = path.stat()
+            except OSError:
+                continue  # a deleted file keeps its content for those who have it open
+            is_same = (found.st_dev, found.st_ino) == (before.st_dev, before.st_ino)
+            if is_same and found.st_size < before.st_size:
+                raise IndexedDataError(
+                    f"{path.name} has shrunk from {before.st_size} to {found.st_size} bytes since "
+                    "it was opened: something writes to it. Write it again, and resume the run.",
+                    self.prefix,
+                )
 
     def check(self) -> None:
         """Check every entry of the index; raise if anything is wrong."""
