@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import rapidformer
 from rapidformer.cli.output import write_predictions
+from rapidformer.errors import DataError
 from tests.small import make_model_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,6 +53,11 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     assert found["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5), "the same rows"
     assert found["examples"] == 5 and found["seconds"] > 0
     assert "evaluated 5 examples of validation in" in done.stderr
+    assert "by class" in done.stderr and "confusion matrix (rows: true" in done.stderr
+    matrix = found["confusion_matrix"]
+    assert matrix["labels"] == ["no", "yes"] and sum(map(sum, matrix["counts"])) == 5
+    assert set(found["classes"]) >= {"macro avg", "weighted avg"}
+    assert json.loads((run / "evaluation_validation.json").read_text()) == found
 
     done = command("evaluate", "--load", run, "--eval-split", "train", "--max-eval-samples", "3")
     assert json.loads(done.stdout)["examples"] == 3
@@ -66,6 +73,24 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     done = command("predict", "--load", run, "--task", "token_classification", "--input", "a b")
     assert done.returncode == 1
     assert "was trained for another task" in done.stderr and "--allow-untrained" in done.stderr
+
+
+def test_evaluate_by_call_is_the_command(run: Path, rows: Path, tmp_path: Path) -> None:
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    report = rapidformer.evaluate(load=str(run), log_level="error")
+    assert report.task == "sequence_classification" and report.examples == 5
+    assert report.to_json()["loss"] == report.metrics["loss"]
+    assert str(report).startswith("sequence_classification on validation: 5 examples\nmetric")
+    # The same by rows and by splits.
+    whole = [
+        rapidformer.evaluate(data=data, load=str(run), log_level="error").metrics
+        for data in (written, {"validation": written})
+    ]
+    assert whole[0] == whole[1] and whole[0] != report.metrics
+    rapidformer.evaluate(data=written, load=str(run), output=str(tmp_path / "all.json"))
+    assert json.loads((tmp_path / "all.json").read_text())["examples"] == 20
+    with pytest.raises(DataError, match=r"the data has no split 'validation', only test"):
+        rapidformer.evaluate(data={"test": written}, load=str(run), log_level="error")
 
 
 def test_a_head_that_was_never_trained_is_refused_unless_asked_for(

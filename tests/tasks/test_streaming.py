@@ -70,20 +70,15 @@ def test_of_100_000_rows_only_some_records_are_held_at_a_time() -> None:
 
 
 def build_answer_tally(questions: int) -> AnswerTally:
-    """Two windows per question, read from the data when they are needed."""
-
-    class Windows:
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"example": index // 2, "starts": [0, 0, 4], "ends": [0, 3, 7]}
-
-    class Rows:
-        def __getitem__(self, index: int) -> dict[str, str]:
-            return {"context": "one two"}
-
+    """Two windows per question."""
+    windows = [
+        {"example": number // 2, "starts": [0, 0, 4], "ends": [0, 3, 7]}
+        for number in range(2 * questions)
+    ]
     extras = {
-        "rows": {"test": Rows()}, "windows": {"test": Windows()}, "columns": ("q", "context"),
-        "answers": {"test": [[("two", 4)]] * questions}, "can_abstain": False, "n_best": 2,
-        "max_answer_length": 5,
+        "rows": {"test": [{"context": "one two"}] * questions}, "windows": {"test": windows},
+        "columns": ("q", "context"), "answers": {"test": [[("two", 4)]] * questions},
+        "can_abstain": False, "n_best": 2, "max_answer_length": 5,
     }  # fmt: skip
     return AnswerTally(PreparedData(collate=None, processor=None, extras=extras), "test")  # type: ignore[arg-type]
 
@@ -112,7 +107,7 @@ def read_targets(first: int, count: int) -> tuple[list[str], list[str]]:
             {**LOSS, "generated": ()},
             ["_scores", "_by_pair"],
         ),
-        (build_answer_tally(8), WINDOW, ["_scores", "_open"]),
+        (build_answer_tally(8), WINDOW, ["_scores", "_open", "_contexts"]),
     ],
 )
 def test_a_tally_does_not_grow(tally: Any, record: Any, names: list[str]) -> None:
@@ -152,3 +147,18 @@ def test_spearman_keeps_two_numbers_per_row() -> None:
     assert tally.examples == ROWS
     held = [value for value in vars(tally).values() if hasattr(value, "itemsize")]
     assert sum(len(value) * value.itemsize for value in held) == 16 * ROWS
+
+
+def test_answers_scored_in_parts_are_those_scored_at_once() -> None:
+    """A gathering may end between two windows of a question."""
+    dice = np.random.default_rng(0)
+    windows = [
+        {**WINDOW, "first_score": dice.random(2), "last_score": dice.random(2)} for _ in range(12)
+    ]
+    at_once, in_parts = build_answer_tally(6), build_answer_tally(6)
+    at_once.update(windows)
+    for start in range(0, 12, 3):
+        in_parts.update(windows[start : start + 3])
+    found = in_parts.compute()
+    assert found == at_once.compute() and in_parts.examples == 6
+    assert 0 < found["exact_match"] < 100

@@ -10,6 +10,7 @@ from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.metrics.squad import AnswerScores
 from rapidformer.tasks.metrics.tables import ReportTable
 from rapidformer.tasks.metrics.tally import Record, Tally
+from rapidformer.tasks.rows import get_column, get_column_names, take_rows
 
 
 class AnswerTally(Tally):
@@ -26,12 +27,15 @@ class AnswerTally(Tally):
         self._next_window = 0
         self._scores = AnswerScores()
         self._question: int | None = None
+        self._contexts: dict[int, str] = {}
         self._open: list[tuple[Record, Mapping[str, Any]]] = []
 
     def add(self, records: Sequence[Record]) -> None:
-        for record in records:
-            window = self._windows[self._next_window]
-            self._next_window += 1
+        if not records:
+            return
+        windows = self._read_windows(len(records))
+        self._read_contexts(windows[0]["example"], windows[-1]["example"])
+        for record, window in zip(records, windows, strict=True):
             if window["example"] != self._question:
                 self._close()
                 self._question = window["example"]
@@ -44,6 +48,20 @@ class AnswerTally(Tally):
     def tables(self) -> list[ReportTable]:
         return self._scores.tables()
 
+    # Many rows are read at once: one by one, reading them takes longer than the model.
+
+    def _read_windows(self, count: int) -> list[dict[str, Any]]:
+        part = take_rows(self._windows, self._next_window, count)
+        self._next_window += count
+        names = get_column_names(part)
+        columns = [get_column(part, name) for name in names]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def _read_contexts(self, first: int, last: int) -> None:
+        part = take_rows(self._rows, first, last - first + 1)
+        texts = get_column(part, self._extras["columns"][1])
+        self._contexts.update(zip(range(first, last + 1), texts, strict=True))
+
     def _close(self) -> None:
         """Score the open question, whose windows are complete."""
         if self._question is None:
@@ -51,7 +69,7 @@ class AnswerTally(Tally):
         windows = [{**window, "example": 0} for _, window in self._open]
         records = [dict(record) for record, _ in self._open]
         (candidates,) = join_windows(records, windows, 1, self._extras)
-        context = self._rows[self._question][self._extras["columns"][1]]
+        context = self._contexts.pop(self._question)
         found = choose_answer(candidates, context, self._extras["can_abstain"])
         wanted = [text for text, _ in self._answers[self._question]]
         self._scores.add(found["answer"], wanted)

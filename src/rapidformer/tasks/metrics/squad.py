@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer.tasks.metrics.tables import ReportTable, ScoreTable
 
-_NAMES = ("exact_match", "f1")
+_PARTS = ("has_answer", "no_answer")
 
 
 class AnswerScores:
@@ -17,22 +17,19 @@ class AnswerScores:
         import torch
         from torchmetrics.text import SQuAD
 
-        self._parts: dict[str, Any] = {
-            name: SQuAD().set_dtype(torch.float64) for name in ("all", "has_answer", "no_answer")
-        }
+        self._parts: dict[str, Any] = {name: SQuAD().set_dtype(torch.float64) for name in _PARTS}
 
     def add(self, answer: str, wanted: Sequence[str]) -> None:
         """Add the answer to one question, and the right answers."""
         prediction = {"id": "0", "prediction_text": answer}
         # An unanswerable question is scored as if its answer were the empty string.
         target: Any = {"id": "0", "answers": {"text": list(wanted) or [""], "answer_start": [0]}}
-        for name in ("all", "has_answer" if wanted else "no_answer"):
-            self._parts[name].update([prediction], [target])
+        self._parts["has_answer" if wanted else "no_answer"].update([prediction], [target])
 
     def score(self) -> dict[str, float]:
         """Scores over all questions and, if there are both, by whether there is an answer."""
-        result = self._read("all")
-        parts = [name for name in ("has_answer", "no_answer") if self._count(name)]
+        result = self._read(*_PARTS)
+        parts = [name for name in _PARTS if self._count(name)]
         for name in parts if len(parts) == 2 else ():
             result |= {f"{name}_{key}": value for key, value in self._read(name).items()}
         return result
@@ -47,15 +44,17 @@ class AnswerScores:
         }
         if len(rows) < 2:
             return []
-        every = {"all": {**self._read("all"), "support": self._count("all")}}
+        every = {"all": {**self._read(*_PARTS), "support": self._count(*_PARTS)}}
         return [ScoreTable(key="questions", title="by question", rows=rows, averages=every)]
 
-    def _count(self, part: str) -> int:
-        return int(self._parts[part].total)
+    def _count(self, *parts: str) -> int:
+        return sum(int(self._parts[part].total) for part in parts)
 
-    def _read(self, part: str) -> dict[str, float]:
-        scores = self._parts[part].compute()
-        return {name: float(scores[name]) for name in _NAMES}
+    def _read(self, *parts: str) -> dict[str, float]:
+        exact = sum(float(self._parts[part].exact_match) for part in parts)
+        f1 = sum(float(self._parts[part].f1_score) for part in parts)
+        count = self._count(*parts)
+        return {"exact_match": 100 * exact / count, "f1": 100 * f1 / count}
 
 
 def compute_squad(
