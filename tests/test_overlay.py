@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 import rapidformer
-from rapidformer.overlay import ORDER, extend, list_layers, remove
+from rapidformer.overlay import (
+    ORDER,
+    drop_fact,
+    extend,
+    find_fact,
+    get_fact,
+    list_layers,
+    put_fact,
+    remove,
+)
 
 
 class Doubler(nn.Module):
@@ -103,3 +112,22 @@ def test_nothing_else_swaps_a_class() -> None:
     assert set(swapping) <= {"overlay.py", "training/trainer/dialects.py"}
     text = "\n".join(path.read_text(encoding="utf-8") for path in root.rglob("*.py"))
     assert [layer for layer in ORDER if f'"{layer}", ' not in text] == []
+
+
+class Weight:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_facts_stay_on_their_object_and_in_its_copies() -> None:
+    module = Doubler()
+    assert find_fact(module, Weight) is None
+    put_fact(module, Weight(1))
+    put_fact(module, Weight(2))
+    put_fact(module, "another type")
+    twin = copy.deepcopy(module)
+    get_fact(twin, Weight).value = 3
+    assert (get_fact(module, Weight).value, get_fact(twin, Weight).value) == (2, 3)
+    drop_fact(module, Weight)
+    assert find_fact(module, Weight) is None
+    assert find_fact(module, str) == "another type"

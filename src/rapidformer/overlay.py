@@ -8,6 +8,12 @@ outermost. Adding one out of order is a bug in our code.
     extend(block, "recompute", build_members)      # build_members(cls) -> {"__call__": ...}
     list_layers(block)                             # ["split", "recompute"]
     remove(block, "recompute")
+
+What an overlay must know about its object is a fact: a value that the object itself keeps, one of
+each type, so that ``copy.deepcopy`` takes it along.
+
+    put_fact(layer, Split(mesh=mesh))
+    get_fact(layer, Split).mesh
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 ORDER = {
     "prompt": "returns no logits for the learned tokens before a row",
@@ -40,7 +46,9 @@ ORDER = {
 
 Build = Callable[[Any], dict[str, Any]]
 """From the class beneath to the members of the overlay, which may call that class."""
+T = TypeVar("T")
 _MARK = "__rapidformer_overlay__"
+_FACTS = "rapidformer_facts"
 _RANKS = {layer: rank for rank, layer in enumerate(ORDER)}
 
 
@@ -109,6 +117,28 @@ def get_own_class(target: Any) -> Any:
             cls = cls.__bases__[1]
         else:
             return cls
+
+
+def put_fact(target: Any, fact: object) -> None:
+    """Keep a fact on an object; it replaces one of the same type."""
+    target.__dict__.setdefault(_FACTS, {})[type(fact)] = fact
+
+
+def find_fact(target: Any, kind: type[T]) -> T | None:
+    """The object's fact of this type, if it has one."""
+    facts: dict[type, Any] | None = target.__dict__.get(_FACTS)
+    return None if facts is None else facts.get(kind)
+
+
+def get_fact(target: Any, kind: type[T]) -> T:
+    """The object's fact of this type, which was put there."""
+    fact: T = target.__dict__[_FACTS][kind]
+    return fact
+
+
+def drop_fact(target: Any, kind: type) -> None:
+    """Forget the fact of this type."""
+    del target.__dict__[_FACTS][kind]
 
 
 def _build_class(

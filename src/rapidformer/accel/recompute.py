@@ -19,10 +19,11 @@ from torch.utils.checkpoint import (
 )
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, find_fact, put_fact
 
 _aten = torch.ops.aten
 # What selective recompute stores: results that are expensive to compute for their size.
@@ -54,7 +55,9 @@ def apply_recompute(
             "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
         )
     for block in plan.get_blocks(model)[::interval]:
-        block.__dict__["rapidformer_region"] = _find_region(block)
+        region = _find_region(block)
+        if region is not None:
+            put_fact(block, region)
         extend(block, "recompute", _BUILDERS[granularity], is_shared=True)
     return model
 
@@ -73,7 +76,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         kwargs = {name: _drop_cache(value) for name, value in kwargs.items()}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        region = self.__dict__["rapidformer_region"]
+        region = find_fact(self, SequenceRegion)
         if region is not None:
             run = functools.partial(_run_at_length, region, region.length, run)
         return checkpoint(run, *args, **options, **kwargs)
@@ -88,9 +91,9 @@ _BUILDERS = {
 }
 
 
-def _find_region(block: nn.Module) -> Any:
+def _find_region(block: nn.Module) -> SequenceRegion | None:
     """If the block's tokens are split over ranks: the object that knows how many there are."""
-    splits = (module.__dict__.get("rapidformer_split") for module in block.modules())
+    splits = (find_fact(module, Split) for module in block.modules())
     return next((split.region for split in splits if split is not None and split.region), None)
 
 

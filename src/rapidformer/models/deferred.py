@@ -25,8 +25,8 @@ from rapidformer.models.adapters import add_adapters
 from rapidformer.models.recording import Recording, record
 from rapidformer.models.steps import RecordingError, Spans, take
 from rapidformer.models.weight_files import record_files
+from rapidformer.overlay import drop_fact, find_fact, put_fact
 
-_ATTRIBUTE = "rapidformer_deferred"
 _CONTAINERS = (Tensor, list, tuple, dict)
 
 
@@ -63,12 +63,12 @@ def splits_weights(args: Any) -> bool:
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:
     """The recipes of a model without weights; None for any other model."""
-    return getattr(model, _ATTRIBUTE, None)
+    return find_fact(model, DeferredWeights)
 
 
 def forget_deferred(model: nn.Module) -> None:
     """Drop the recipes, once everything is created."""
-    delattr(model, _ATTRIBUTE)
+    drop_fact(model, DeferredWeights)
 
 
 def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
@@ -121,7 +121,7 @@ def _build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
     ]
     if missing:
         raise RecordingError(f"nothing gives {missing[0]} its values")
-    setattr(model, _ATTRIBUTE, DeferredWeights(recording, parameters))
+    put_fact(model, DeferredWeights(recording, parameters))
     return model
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.errors import ModelError
+from rapidformer.overlay import find_fact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,8 @@ _LISTS = ("before", "after", "experts")
 
 def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
     """The plan of a model, from the best source available; ``given`` takes precedence."""
-    known = model.__dict__.get("rapidformer_known_plan")
-    if isinstance(known, ModelPlan):
+    known = find_fact(model, ModelPlan)
+    if known is not None:
         return known
     own = getattr(model, "rapidformer_plan", None)
     if callable(own):

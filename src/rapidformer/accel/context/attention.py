@@ -25,9 +25,8 @@ from rapidformer.compat.torch_dispatch import FUSED_ATTENTIONS
 from rapidformer.compat.transformers_models import chooses_attention, get_attention, set_attention
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
+from rapidformer.overlay import find_fact, put_fact
 
-MARK = "rapidformer_context"
-"""Where a module of a block keeps its region."""
 _PREFIX = "rapidformer_context_"
 KNOWN = ("sdpa", "eager")
 """The implementations that take a mask of tokens x tokens, or none."""
@@ -39,7 +38,7 @@ def apply_context_attention(
     """Route the attention of the blocks through our name in Hugging Face's interface."""
     for block in blocks:
         for module in block.modules():
-            setattr(module, MARK, region)
+            put_fact(module, region)
     for config in find_configs(model):
         name = get_attention(config)
         if name in KNOWN:
@@ -70,7 +69,7 @@ def _register(name: str) -> str:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         original = ALL_ATTENTION_FUNCTIONS.get(name) or _find_eager(module)
-        region: ContextRegion | None = getattr(module, MARK, None)
+        region = find_fact(module, ContextRegion)
         if region is None or not region.length:
             found: tuple[Tensor, Tensor | None] = original(
                 module, query, key, value, attention_mask, *args, **kwargs

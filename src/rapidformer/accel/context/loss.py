@@ -22,6 +22,7 @@ from rapidformer.accel.tensor.styles import extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import get_fact
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,10 +60,8 @@ def apply_split_loss(
 class SplitHead:
     """The output layer: takes all tokens, and in training keeps this rank's."""
 
-    rapidformer_place: SplitHeadPlace
-
     def forward(self, hidden: Tensor) -> Tensor:
-        place = self.rapidformer_place
+        place = get_fact(self, SplitHeadPlace)
         region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
         if not (place.keeps_slice and length and region.can_split(length)):
             whole: Tensor = super().forward(hidden)  # type: ignore[misc]

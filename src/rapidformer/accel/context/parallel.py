@@ -40,7 +40,7 @@ from rapidformer.accel.dropout import has_dropout
 from rapidformer.accel.known_loss import has_labels
 from rapidformer.accel.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
-from rapidformer.accel.tensor.styles import extend_module, replace_first
+from rapidformer.accel.tensor.styles import Split, extend_module, replace_first
 from rapidformer.accel.watched import (
     describe_watched,
     find_asked,
@@ -53,6 +53,7 @@ from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
+from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--context-parallel-size"
 _LENGTH = "rapidformer_length"
@@ -162,15 +163,8 @@ def _count_heads(model: nn.Module) -> Iterator[int]:
 
 
 def _get_tensor_size(model: nn.Module) -> int:
-    split = next(
-        (
-            m.__dict__["rapidformer_split"]
-            for m in model.modules()
-            if "rapidformer_split" in m.__dict__
-        ),
-        None,
-    )
-    return 1 if split is None else int(split.mesh.size())
+    splits = (find_fact(module, Split) for module in model.modules())
+    return next((int(split.mesh.size()) for split in splits if split is not None), 1)
 
 
 def _describe_tensor_split(model: nn.Module) -> str:
@@ -202,11 +196,10 @@ class _WholeModel:
 class SplitModel:
     """The whole model: decides when sequences stay whole, and avoids useless caches."""
 
-    rapidformer_place: _WholeModel
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        place = self.rapidformer_place
+        place = get_fact(self, _WholeModel)
         region, head = place.region, place.head
         was_off = region.is_off
         reason = place.find_reason(self, kwargs)
@@ -233,7 +226,7 @@ class SplitModel:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Step by step there is no sequence to split: every rank generates the same."""
-        region = self.rapidformer_place.region
+        region = get_fact(self, _WholeModel).region
         region.is_off = True
         try:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -253,11 +246,10 @@ def _takes_cache(cls: Any) -> bool:
 class SplitBlock:
     """A block that works on this rank's tokens."""
 
-    rapidformer_place: _Place
     training: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        place = self.rapidformer_place
+        place = get_fact(self, _Place)
         region = place.region
         hidden = _get_hidden(args, kwargs)
         length = hidden.shape[TOKENS] if place.is_first else region.incoming
@@ -283,7 +275,7 @@ class SplitBlock:
         return region.leave(output, length)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        place = self.rapidformer_place
+        place = get_fact(self, _Place)
         region = place.region
         region.length = kwargs.pop(_LENGTH, 0)
         if not region.length:

@@ -34,7 +34,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.models.adapter_styles import has_adapter
 from rapidformer.models.plan import ModelPlan, expand_patterns
 from rapidformer.models.tensor_plans import describe_model
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, get_fact
 
 _FLAG = "--expert-model-parallel-size"
 _SPLIT_EXPERTS = "grouped_gemm"
@@ -159,7 +159,7 @@ class SortedExperts(Style):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
-        route = plan_route(counts, self.rapidformer_split.group)
+        route = plan_route(counts, get_fact(self, Split).group)
         own_ends = route.counts.cumsum(dim=0).to(ends.dtype)
         made = super().forward(route.send(rows), own_ends)  # type: ignore[misc]
         return route.send_back(made)
@@ -170,7 +170,7 @@ class RoutedExperts(Style):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        split, choices = self.rapidformer_split, top_k_index.shape[-1]
+        split, choices = get_fact(self, Split), top_k_index.shape[-1]
         own: int = self.num_experts  # type: ignore[attr-defined]
         by_expert, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(by_expert, minlength=own * split.mesh.size())

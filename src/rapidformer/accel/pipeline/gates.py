@@ -23,7 +23,7 @@ from rapidformer.accel.pipeline.layout import FLAG, Stage
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, get_fact, put_fact
 
 GRADIENT_PROBLEM = (
     f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what another "
@@ -177,16 +177,25 @@ def refuse_gradient(context: StageContext) -> None:
         raise RapidformerError(GRADIENT_PROBLEM)
 
 
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """What a block needs to know about the pipeline."""
+
+    context: StageContext
+    index: int
+
+
 def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:
     """Make every block ask the context first, in place; outside all other overlays."""
     for index, block in enumerate(blocks):
-        block.__dict__["rapidformer_gate"] = functools.partial(context.pass_block, index)
+        put_fact(block, Gate(context, index))
         extend(block, "stages", _build_gate, is_shared=True)
     return model
 
 
 def _build_gate(cls: type[nn.Module]) -> dict[str, Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.rapidformer_gate(functools.partial(cls.__call__, self), args, kwargs)
+        gate, run = get_fact(self, Gate), functools.partial(cls.__call__, self)
+        return gate.context.pass_block(gate.index, run, args, kwargs)
 
     return {"__call__": call}

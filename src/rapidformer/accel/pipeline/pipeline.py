@@ -44,6 +44,7 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import put_fact
 
 # A lookup has no product to compute, but its weights are stored and updated like any others.
 _LOOKUP_COST = 0.1
@@ -335,7 +336,7 @@ def build_pipeline(
         lambda name: explain_absence(context, name.startswith(prefixes), name),
     )
     # Kept: the blocks can no longer be found by their parameters.
-    model.__dict__["rapidformer_known_plan"] = pipeline.local_plan
+    put_fact(model, pipeline.local_plan)
     return pipeline
 
 

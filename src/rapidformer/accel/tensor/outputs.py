@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from rapidformer.accel.on_demand import hand_out
-from rapidformer.accel.tensor.styles import Style
+from rapidformer.accel.tensor.styles import Split, Style
 from rapidformer.dist.regions import Group, gather_out
 from rapidformer.errors import TrainingError
+from rapidformer.overlay import get_fact
 
 _HEADS = 1
 
@@ -30,7 +31,7 @@ class WholeOutputs(Style):
                 "return only the attention weights of each rank's own heads. Remove return_dict."
             )
         if isinstance(output, Mapping):
-            _join_heads(output, self.rapidformer_split.group)
+            _join_heads(output, get_fact(self, Split).group)
         return hand_out(output)
 
 

@@ -40,6 +40,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
+from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--tensor-model-parallel-size"
 _CLASSES: dict[str, type] = {
@@ -99,10 +100,12 @@ def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -
             _extend(module, styles.get(module), readings.get(module, {}), mesh)
     for name, style in tensor_plan.styles.items():
         if style == "mla_kv_a_proj":
-            _get_split(model, name).shared_outputs = _count_shared_outputs(model, name)
+            get_fact(model.get_submodule(name), Split).shared_outputs = _count_shared_outputs(
+                model, name
+            )
     _divide_attributes(model, tensor_plan, mesh.size())
     refuse_double_gradients(model, _FLAG)
-    whole_split = model.__dict__.get("rapidformer_split") or Split(mesh=mesh)
+    whole_split = find_fact(model, Split) or Split(mesh=mesh)
     extend_class(model, whole_split, WholeOutputs)
     return tensor_plan
 
@@ -136,12 +139,6 @@ def _count_shared_outputs(model: nn.Module, name: str) -> int:
     """The outputs that are a key for all heads (its rotated part); a split layer takes the rest."""
     attention: Any = model.get_submodule(get_layer_name(name).rpartition(".")[0])
     return int(attention.qk_rope_head_dim)
-
-
-def _get_split(model: nn.Module, name: str) -> Split:
-    holder: Any = model.get_submodule(name)
-    split: Split = holder.rapidformer_split
-    return split
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:

@@ -39,6 +39,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.adapter_styles import get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
+from rapidformer.overlay import find_fact, get_fact
 
 _GATHERED = {"colwise", "key_value", "fused_qkv", "whole_fused_qkv"}
 # Styles whose outputs are a slice, and whose sums can be scattered by tokens.
@@ -84,7 +85,7 @@ def apply_sequence_parallel(
                 _extend(module, region, mesh, TokenGatherer)
             if name in tensor_plan.styles:
                 _get_split(module, mesh).region = region
-            if "rapidformer_split" in module.__dict__:
+            if find_fact(module, Split) is not None:
                 _get_split(module, mesh).surroundings = region
     for stack in stacks or [plan.blocks]:
         _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
@@ -99,7 +100,7 @@ class SequenceModel(Style):
     """The whole model: decides which forward passes keep their tokens together."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         assert split.region is not None
         reason = find_asked(self, kwargs)
         watched = find_watched(split.inner)
@@ -182,8 +183,7 @@ def _get_parent(name: str) -> str:
 
 
 def _get_split(module: nn.Module, mesh: DeviceMesh) -> Split:
-    split = module.__dict__.get("rapidformer_split")
-    return split if isinstance(split, Split) else Split(mesh=mesh)
+    return find_fact(module, Split) or Split(mesh=mesh)
 
 
 def _extend(module: nn.Module, region: SequenceRegion, mesh: DeviceMesh, style: type) -> None:

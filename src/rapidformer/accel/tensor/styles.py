@@ -38,7 +38,7 @@ from rapidformer.dist.regions import (
 )
 from rapidformer.dist.vocabulary import check_ids
 from rapidformer.errors import TrainingError
-from rapidformer.overlay import Build, extend
+from rapidformer.overlay import Build, extend, get_fact, put_fact
 
 Reading = Callable[[Tensor], Tensor]
 _SEQUENCE_DIM = 1
@@ -86,7 +86,7 @@ class SequenceRegion:
 
 @dataclass(kw_only=True, eq=False)
 class Split:
-    """What a module needs to know about its slice; stored on the module itself."""
+    """What a module needs to know about its slice."""
 
     mesh: DeviceMesh
     readings: Mapping[str, Reading] = field(default_factory=dict)
@@ -116,8 +116,7 @@ class Split:
 def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     """This rank's slice of a parameter, for arithmetic."""
     parameter = get_parameter_table(module)[name]
-    holder: Any = module
-    split: Split = holder.rapidformer_split
+    split = get_fact(module, Split)
     placement = _find_placement(parameter, split.mesh)
     if placement is None:
         # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
@@ -173,15 +172,13 @@ def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegio
 def extend_class(module: nn.Module, split: Split, *styles: type) -> None:
     """Give a module the subclass that reads its parameters in slices and acts by the styles."""
     names = tuple(name for name, p in get_parameter_table(module).items() if p is not None)
-    holder: Any = module
-    holder.rapidformer_split = split
+    put_fact(module, split)
     extend(module, "split", _get_builder(names), styles=styles, is_shared=True)
 
 
 def extend_module(module: nn.Module, style: type, place: Any) -> None:
     """Give a module the subclass that acts by a style, and what that needs to know."""
-    holder: Any = module
-    holder.rapidformer_place = place
+    put_fact(module, place)
     extend(module, "context", _add_nothing, styles=(style,), is_shared=True)
 
 
@@ -222,20 +219,19 @@ def _build_reader(name: str) -> property:
 class Style:
     """What the style classes rely on; each is placed in front of the module's own class."""
 
-    rapidformer_split: Split
     training: bool
     weight: Tensor
     bias: Tensor | None
 
     def _take_whole(self, hidden: Tensor) -> Tensor:
         """A whole input of a split product; its gradients must be summed somewhere."""
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         if self.training and is_split_by_tokens(split.region):
             return hidden  # done where the tokens were gathered
         return copy_in(hidden, split.group)
 
     def _sum(self, part: Tensor) -> Tensor:
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         if self.training and is_split_by_tokens(split.region):
             return split.region.scatter(part)
         return sum_out(part, split.group)
@@ -260,7 +256,7 @@ class ColwiseGathered(Style):
     """Computes this rank's slice of the outputs and joins all of them."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         part = self._multiply(self._take_whole(hidden), self.bias)
         if split.keeps_output_split:
             shape = (*part.shape[:-1], split.length)
@@ -286,7 +282,7 @@ class RowwiseSplit(Rowwise):
     """The same for a whole input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(slice_in(hidden, -1, self.rapidformer_split.group))
+        return super().forward(slice_in(hidden, -1, get_fact(self, Split).group))
 
 
 class SharedOutputs(Style):
@@ -295,7 +291,7 @@ class SharedOutputs(Style):
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         outputs = self._multiply(hidden, self.bias)
         if self.training and is_split_by_tokens(split.region):
             return outputs  # all gradients are summed where the tokens were gathered
@@ -307,7 +303,7 @@ class VocabularyEmbedding(Style):
     """Looks up the ids in this rank's slice of the vocabulary; others give zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        split = self.rapidformer_split
+        split = get_fact(self, Split)
         first, end = get_slice_bounds(split.length, split.group)
         # An id that no rank has would become zeros; a whole embedding refuses it.
         check_ids(ids, split.length, "an id in the batch")
@@ -323,7 +319,7 @@ class TokenGatherer(Style):
     """An attention or feed-forward layer: takes a slice of the tokens, works on all of them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        region = self.rapidformer_split.region
+        region = get_fact(self, Split).region
         if self.training and is_split_by_tokens(region):
             args, kwargs = replace_first(args, kwargs, region.gather)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -333,7 +329,7 @@ class WholeTokens(Style):
     """A layer that knows nothing of split tokens: gets all of them, and its result is split."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        region = self.rapidformer_split.region
+        region = get_fact(self, Split).region
         if not (self.training and is_split_by_tokens(region)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = replace_first(args, kwargs, region.leave)
@@ -344,7 +340,7 @@ class FirstBlock(Style):
     """The block before which each rank takes its slice of the tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        region = self.rapidformer_split.region
+        region = get_fact(self, Split).region
         if self.training and is_split_by_tokens(region):
             args, kwargs = replace_first(args, kwargs, region.enter)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -355,7 +351,7 @@ class LastBlock(Style):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        region = self.rapidformer_split.region
+        region = get_fact(self, Split).region
         if not (self.training and is_split_by_tokens(region)):
             return output
         return replace_output(output, region.leave)

@@ -19,6 +19,7 @@ from rapidformer.accel.known_loss import build_split_loss, find_known_loss, has_
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import find_fact, get_fact
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -46,8 +47,8 @@ def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool
             is_split=is_split_over_vocabulary,
             sum_losses=_sum_losses,
         )
-    split = model.__dict__.get("rapidformer_split") or Split(mesh=mesh)
-    split.head = head.rapidformer_split
+    split = find_fact(model, Split) or Split(mesh=mesh)
+    split.head = get_fact(head, Split)
     extend_class(model, split, LossKeeper)
     return True
 
@@ -56,7 +57,7 @@ class LossKeeper(Style):
     """A model called with labels in training: its head need not join the logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        head = self.rapidformer_split.head
+        head = get_fact(self, Split).head
         assert head is not None
         head.keeps_output_split = self.training and has_labels(self, args, kwargs)
         try:
