@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rapidformer.dist.topology import Topology
+from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks import evaluating
 from rapidformer.tasks.answer_tally import AnswerTally
 from rapidformer.tasks.base import PreparedData
@@ -61,7 +61,9 @@ def test_of_100_000_rows_only_some_records_are_held_at_a_time() -> None:
 
     _Record.alive = _Record.most = 0
     done: list[int] = []
-    tally = evaluating.measure(Task(), None, Loader(), None, "test", Topology(), done.append)  # type: ignore[arg-type]
+    engine: Any = RapidformerEngine(args={"micro_batch_size": 1})
+    tally = evaluating.measure(engine, Task(), None, Loader(), None, "test", done.append)  # type: ignore[arg-type]
+    engine.close()
     assert tally.examples == sum(done) == ROWS
     assert tally.compute() == {"loss": 0.5, "accuracy": 1.0, "f1": 1.0}
     assert _Record.alive == 0

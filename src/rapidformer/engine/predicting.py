@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from rapidformer.data.loader import Collate, DistributedLoader
 from rapidformer.data.update import MicroBatch
 from rapidformer.dist.collectives import gather_objects
 from rapidformer.dist.heartbeat import in_phase
+from rapidformer.dist.topology import Topology
 from rapidformer.engine.updates import UpdatingRun
 from rapidformer.errors import RapidformerError
 
 GROUP_BATCHES = 16
 """Batches whose samples are sorted together, and whose results come together."""
 
+T = TypeVar("T")
 Step = Callable[[Any], Sequence[Any] | torch.Tensor]
 """From a batch to one result per row, in order."""
 
@@ -81,18 +83,18 @@ class PredictingRun(UpdatingRun):
         loader = self.build_data_loader(
             dataset, collate_fn, shuffle=False, batch_size=size, is_training=False, order=order
         )
-        micro_batches, first_batch = loader.iterate_micro_batches(), start // size
+        results = self.run_batches(loader, step, seed=seed, first_batch=start // size)
         found: list[Any] = []
         done, end = 0, 0
         for count in groups:
             end += count
             rounds = []
             with self.evaluating():
-                for each in islice(micro_batches, -(-(end - done) // loader.samples_per_round)):
-                    rounds.append(self._run_prediction(step, each, seed, first_batch))
+                for each, result in islice(results, -(-(end - done) // loader.samples_per_round)):
+                    rounds.append(_take_rows(result, each.info.rows))
                     done += loader.samples_per_round
                     advance(_count_rows(loader, done))
-            found += _interleave(gather_objects(rounds, self.topology))
+            found += gather_rounds(rounds, self.topology)
             places = order[end - count : end]
             yield [result for _, result in sorted(zip(places, found, strict=False), key=_get_place)]
             del found[:count]
@@ -101,19 +103,24 @@ class PredictingRun(UpdatingRun):
         """Rows per batch and rank, as given or by the settings."""
         return given or self.args.eval_micro_batch_size or self.args.micro_batch_size or 1
 
-    def _run_prediction(
-        self, step: Step, each: MicroBatch, seed: int | None, first_batch: int
-    ) -> list[Any]:
-        key = None if seed is None else (seed, first_batch + each.number)
-        with _random_numbers_from(key, self.device):
-            returned = step(each.batch)
-        results = list(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
-        if len(results) < each.info.rows:
-            raise RapidformerError(
-                f"the step of predict() returned {len(results)} results for a batch of "
-                f"{each.info.rows} rows: return one per row."
-            )
-        return results[: each.info.rows]
+    def run_batches(
+        self,
+        loader: DistributedLoader,
+        step: Callable[[Any], T],
+        *,
+        seed: int | None = None,
+        first_batch: int = 0,
+    ) -> Iterator[tuple[MicroBatch, T]]:
+        """What a step makes of each of this rank's batches: the loop of every evaluation.
+
+        Fillers are among them, since all ranks must run the model equally often; their
+        ``info.rows`` is 0. Batches are numbered from ``first_batch`` on, for their random numbers.
+        """
+        for each in loader.iterate_micro_batches():
+            key = None if seed is None else (seed, first_batch + each.number)
+            with _random_numbers_from(key, self.device):
+                result = step(each.batch)
+            yield each, result
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -140,11 +147,21 @@ def _count_rows(loader: DistributedLoader, done: int) -> int:
     return loader.samples_per_round - surplus
 
 
-def _interleave(everyone: list[list[list[Any]]]) -> Iterator[Any]:
-    """Round by round, rank by rank: the order in which the loader distributed the samples."""
-    for slices in zip(*everyone, strict=True):
-        for results in slices:
-            yield from results
+def gather_rounds(rounds: list[list[T]], topology: Topology) -> list[T]:
+    """One list of results from the rounds of all ranks, in the order of the loader's samples."""
+    everyone = gather_objects(rounds, topology)
+    # Round by round, rank by rank: so the loader has distributed the samples.
+    return [r for slices in zip(*everyone, strict=True) for results in slices for r in results]
+
+
+def _take_rows(returned: Any, rows: int) -> list[Any]:
+    results = list(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
+    if len(results) < rows:
+        raise RapidformerError(
+            f"the step of predict() returned {len(results)} results for a batch of {rows} rows: "
+            "return one per row."
+        )
+    return results[:rows]
 
 
 def _get_place(pair: tuple[int, Any]) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import load_splits
 from rapidformer.data.splits import name_splits
-from rapidformer.dist.collectives import gather_objects
-from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.predicting import gather_rounds
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -32,11 +32,11 @@ _HELD_EXAMPLES = 1024
 
 
 def iterate_records(
+    engine: RapidformerEngine,
     task: Task,
     model: Any,
     loader: DistributedLoader,
     prepared: PreparedData,
-    topology: Topology,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[list[Record]]:
     """The records of the whole split in the order of the data, a few at a time, on every rank.
@@ -45,34 +45,28 @@ def iterate_records(
     """
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
-    for each in loader.iterate_micro_batches():
-        held.append(task.evaluate_step(model, each.batch, prepared)[: each.info.rows])
+    step = partial(task.evaluate_step, model, prepared=prepared)
+    for each, records in engine.run_batches(loader, step):
+        held.append(records[: each.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
-            yield list(_interleave(gather_objects(held, topology)))
+            yield gather_rounds(held, engine.topology)
             held = []
-    yield list(_interleave(gather_objects(held, topology)))
-
-
-def _interleave(everyone: list[list[list[Record]]]) -> Iterator[Record]:
-    """Round by round, rank by rank: the order in which the loader distributed the data."""
-    for slices in zip(*everyone, strict=True):
-        for records in slices:
-            yield from records
+    yield gather_rounds(held, engine.topology)
 
 
 def measure(
+    engine: RapidformerEngine,
     task: Task,
     model: Any,
     loader: DistributedLoader,
     prepared: PreparedData,
     split: str,
-    topology: Topology,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
     """The metrics of a labelled split."""
     tally = task.build_tally(prepared, split)
-    for records in iterate_records(task, model, loader, prepared, topology, advance):
+    for records in iterate_records(engine, task, model, loader, prepared, advance):
         tally.update(records)
     return tally
 
@@ -104,7 +98,7 @@ def evaluate_task(
     def run() -> dict[str, float]:
         wanted = args.progress if engine.is_main else False
         with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
-            found = measure(task, model, loader, prepared, name, engine.topology, advance)
+            found = measure(engine, task, model, loader, prepared, name, advance)
         tallies.append(found)
         return dict(measure_more(model, loader)) if measure_more is not None else {}
 

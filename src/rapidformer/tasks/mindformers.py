@@ -388,6 +388,8 @@ class MindFormersTrainer(Trainer):
         rows = read_prompts(input_data)
         values = self._find_weights(predict_checkpoint or self._trained is not None)
         values |= _read_generation(options)
+        if self.task_name == "text_generation":
+            values["chat_template"] = "none"  # its prompts are continued, never answered
         if batch_size is not None:
             values["eval_micro_batch_size"] = batch_size
         settings = self._build_task_settings(**values, allow_untrained=True)

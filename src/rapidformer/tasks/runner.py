@@ -66,8 +66,7 @@ class TaskFinetuner(Finetuner):
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
         assert self.prepared is not None
-        topology = self.engine.topology
-        return measure(self.task, model, loader, self.prepared, split, topology).compute()
+        return measure(self.engine, self.task, model, loader, self.prepared, split).compute()
 
 
 def train_task(engine: RapidformerEngine) -> dict[str, float]:

@@ -36,14 +36,16 @@ def run_evaluation(
     kept = _Kept(joins=args.eval_do_concat_batches)
     means = torch.zeros(0, 2, dtype=torch.float64)
     metrics: dict[str, Any] | None = None
-    batches = iter(loader)
-    batch, is_last = next(batches, None), False
-    while batch is not None:
+
+    def step(batch: Any) -> Any:
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        return trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+
+    results = engine.run_batches(loader, step)
+    result = next(results, None)
+    while result is not None:
+        batch, (loss, logits, labels) = result[0].batch, result[1]
         rows = _count_rows(batch)
-        loss, logits, labels = trainer.prediction_step(
-            model, inputs, loss_only, ignore_keys=ignore_keys
-        )
         found: dict[str, Any] = {"predictions": None, "label_ids": None, "losses": None}
         if loss is not None:
             means = torch.cat([means, _gather_mean(engine, loss, _weigh(trainer, batch, rows))])
@@ -61,9 +63,9 @@ def run_evaluation(
         found = {name: nested_numpify(value) for name, value in found.items() if value is not None}
         trainer.callbacks.on_prediction_step(loader)
         # Looked at only now: what was gathered belongs to the batch that the loader gave last.
-        batch, is_last = _advance(batches)
+        result = next(results, None)
         if args.batch_eval_metrics and trainer.compute_metrics and "label_ids" in found:
-            metrics = trainer.compute_metrics(_predict(found), compute_result=is_last)
+            metrics = trainer.compute_metrics(_predict(found), compute_result=result is None)
             if prefix != "test":
                 continue
         kept.add(found)
@@ -81,11 +83,6 @@ def run_evaluation(
         metrics=named,
         num_samples=kept.rows or int(getattr(loader, "num_samples", 0)),
     )
-
-
-def _advance(batches: Any) -> tuple[Any, bool]:
-    batch = next(batches, None)
-    return batch, batch is None
 
 
 class _Kept:
