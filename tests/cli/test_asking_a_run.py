@@ -58,6 +58,9 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     assert matrix["labels"] == ["no", "yes"] and sum(map(sum, matrix["counts"])) == 5
     assert set(found["classes"]) >= {"macro avg", "weighted avg"}
     assert json.loads((run / "evaluation_validation.json").read_text()) == found
+    (checkpoint,) = run.glob("iter_*")
+    done = command("evaluate", "--load", checkpoint)
+    assert json.loads(done.stdout)["loss"] == pytest.approx(found["loss"], rel=1e-6)
 
     done = command("evaluate", "--load", run, "--eval-split", "train", "--max-eval-samples", "3")
     assert json.loads(done.stdout)["examples"] == 3

@@ -106,7 +106,7 @@ def test_problems_are_reported_together(command: Any, chat_words: list[Any]) -> 
     done = command(*chat_words, "--split", "test")
     assert "the data has no split 'test' with labels" in done.stderr
     done = command("data", "show", "--task", "pretraining")
-    assert "use `rapidformer data head` for .bin/.idx files" in done.stderr
+    assert "reads .bin/.idx files: use `rapidformer data head`" in done.stderr
 
 
 SMALL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -97,8 +97,8 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
     args = choose_run_model(parse_arguments(words), "evaluate")
     if is_pretraining(args.task):
         raise ConfigurationError(
-            "data show needs rows of a table: use `rapidformer data head` for .bin/.idx files, "
-            "whose tokens are all trained on."
+            "data show needs rows of a table, and --task pretraining reads .bin/.idx files: use "
+            "`rapidformer data head`."
         )
     # Where the run computes and saves does not matter here.
     here = args.replace("data show", device="cpu", save=None)

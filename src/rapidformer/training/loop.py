@@ -201,7 +201,7 @@ class TrainingLoop:
             self.forward, update, after_micro_batch=lambda: self._notify("on_substep_end")
         )
         if self._attempts == 0:
-            check_first_labels(update, results, self.engine.topology)
+            check_first_labels(update, results)
         for each, result in zip(update, results, strict=True):
             self.meter.add_micro_batch(result.means, each.info)
         self.lr = self.engine.get_learning_rate()
