@@ -252,7 +252,7 @@ def test_the_scripts_own_flags_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert Accelerator(cpu=True).engine.args.lr is None
 
 
-def test_bad_arguments_are_told_at_once() -> None:
+def test_bad_arguments_are_reported_at_once() -> None:
     with pytest.raises(ConfigurationError) as error:
         Accelerator(
             fp16=True, mixed_precision="bf16", dynamo_plugin=1, log_with="wandb", colour="red"
@@ -268,7 +268,7 @@ def test_accumulation_that_two_places_say_differently() -> None:
         Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
 
 
-def test_accumulation_that_is_no_number() -> None:
+def test_accumulation_that_is_not_a_number() -> None:
     with pytest.raises(
         ConfigurationError, match="must be a whole number of at least 1, got 'auto'"
     ):

@@ -155,7 +155,7 @@ def _gather_unequal() -> list[list[float]]:
     return engine.gather(torch.full((rank + 1, 1), float(rank))).tolist()
 
 
-def test_gather_pads_when_told_to() -> None:
+def test_gather_pads_on_request() -> None:
     for result, message in run_in_processes(_gather_ragged, 2):
         assert result == [[1, 1, 0], [1, 1, 1]]
         assert "pad_value" in message

@@ -26,7 +26,7 @@ def test_time_adds_up_until_it_is_read(clock: Clock) -> None:
     assert timers("forward").elapsed() == 0.0
 
 
-def test_reading_a_running_timer_lets_it_go_on(clock: Clock) -> None:
+def test_reading_a_running_timer_lets_it_continue(clock: Clock) -> None:
     timers = Timers()
     timers("a").start()
     clock.now += 0.5

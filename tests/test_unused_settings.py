@@ -69,7 +69,7 @@ def test_a_schedule_that_gets_its_length_from_the_flags_uses_them(
     assert "--lr-warmup-iters" in said and "--epochs" not in said
 
 
-def test_a_notebook_is_told_nothing_since_its_cells_cannot_be_searched(
+def test_a_notebook_gets_no_warning_since_its_cells_cannot_be_searched(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__")

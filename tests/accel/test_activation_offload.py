@@ -124,7 +124,7 @@ def test_a_weight_that_changes_before_the_backward_pass_is_an_error() -> None:
         loss.backward()
 
 
-def test_model_without_blocks_is_told_what_to_do() -> None:
+def test_model_without_blocks_says_what_to_do() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=r"--activation-offload: no repeated blocks"):
         switch_on(model, "offload")

@@ -210,7 +210,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused(found: dict[str, Any]
 
 
 @needs_package
-def test_what_deepspeed_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
+def test_what_deepspeed_refuses_is_reported_in_one_line(found: dict[str, Any]) -> None:
     assert found["unknown key"].startswith("DeepSpeed rejects")
     assert "stag" in found["unknown key"] and "\n" not in found["unknown key"]
     assert "scheduler.type Sawtooth" in found["unknown schedule"]

@@ -218,6 +218,6 @@ def test_auto_leaves_small_vocabularies_alone_and_takes_large_ones() -> None:
         assert isinstance(outputs.logits, DeferredLogits) is is_fused
 
 
-def test_on_is_refused_where_there_is_no_head() -> None:
+def test_on_is_refused_without_a_head() -> None:
     with pytest.raises(ConfigurationError, match="--fused-loss on: Linear has no linear head"):
         RapidformerEngine(args={"fused_loss": "on", "lr": 0.1}).compose(nn.Linear(2, 2))

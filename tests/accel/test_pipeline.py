@@ -140,7 +140,7 @@ def test_blocks_that_run_twice_are_refused() -> None:
         _find(Mapped(calls_twice=True))
 
 
-def test_a_model_of_unknown_inputs_is_told_of_the_plan() -> None:
+def test_a_model_of_unknown_inputs_says_how_to_give_a_plan() -> None:
     class Strange(Mapped):
         def forward(self, pairs: Any) -> torch.Tensor:  # type: ignore[override]
             return super().forward(pairs[0])

@@ -84,7 +84,7 @@ def test_a_model_with_a_cache_differs_by_rounding_only(family: str, dropout: flo
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_another_dropout_mask_is_no_rounding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dropout_mask_is_not_rounding(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above would miss if their tolerance hid it."""
     forgetful = functools.partial(recompute.checkpoint, preserve_rng_state=False)
     monkeypatch.setattr(recompute, "checkpoint", forgetful)
@@ -160,7 +160,7 @@ def test_users_configuration_is_not_changed_for_good() -> None:
     assert model.config.to_dict()["use_cache"] is True
 
 
-def test_model_without_blocks_is_told_what_to_do() -> None:
+def test_model_without_blocks_says_what_to_do() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(
         ConfigurationError, match=r"no repeated blocks were found in Linear.*rapidf"

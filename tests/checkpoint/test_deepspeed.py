@@ -112,7 +112,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
     return first
 
 
-def test_the_same_layout_goes_on_bit_by_bit(losses: dict[str, list[float]]) -> None:
+def test_the_same_layout_continues_bit_by_bit(losses: dict[str, list[float]]) -> None:
     assert losses["again"] == losses["stage 2"][-len(losses["again"]) :]
     assert len(losses["again"]) == len(losses["stage 2"]) // 2
 
@@ -121,7 +121,7 @@ def test_the_same_layout_goes_on_bit_by_bit(losses: dict[str, list[float]]) -> N
     ("name", "whole"),
     [("to stage 3", "stage 2"), ("to ours", "stage 2"), ("from ours", "ours")],
 )
-def test_another_strategy_goes_on_from_it(
+def test_another_strategy_continues_from_it(
     name: str, whole: str, losses: dict[str, list[float]]
 ) -> None:
     expected = losses[whole][-len(losses[name]) :]

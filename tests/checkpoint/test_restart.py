@@ -23,7 +23,7 @@ def save(folder: Path) -> None:
     (folder / "iter_0000004" / "run.json").write_text("{}")
 
 
-def test_it_goes_on_from_what_the_run_has_saved(
+def test_it_continues_from_what_the_run_has_saved(
     tmp_path: Path, attempt: pytest.MonkeyPatch
 ) -> None:
     claim_folder(tmp_path)
@@ -66,7 +66,9 @@ def test_without_a_launch_of_its_own_name_nothing_changes(
     assert not (tmp_path / ".launch").exists()
 
 
-def test_first_attempt_never_goes_on_by_itself(tmp_path: Path, attempt: pytest.MonkeyPatch) -> None:
+def test_first_attempt_never_continues_by_itself(
+    tmp_path: Path, attempt: pytest.MonkeyPatch
+) -> None:
     claim_folder(tmp_path)
     save(tmp_path)
     attempt.setenv("TORCHELASTIC_RESTART_COUNT", "0")

@@ -170,7 +170,7 @@ def test_schedule_that_goes_step_by_step_comes_back(with_optimizer: bool, tmp_pa
     assert rates[0] == pytest.approx(0.05 / 16)
 
 
-def test_data_position_goes_on(saved: Path) -> None:
+def test_data_position_continues(saved: Path) -> None:
     run = load(saved)
     assert run.loader.state_dict() == {"epoch": 0, "consumed_samples": 6, "samples_per_update": 2}
 
@@ -213,7 +213,7 @@ def test_folder_without_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["release", "broken\x00", "3.5"])
-def test_tracker_that_is_no_number_is_not_a_crash(content: str, saved: Path) -> None:
+def test_tracker_that_is_not_a_number_is_not_a_crash(content: str, saved: Path) -> None:
     """Megatron writes `release` there; a crash may leave anything."""
     (saved / TRACKER).write_text(content)
     try:

@@ -92,7 +92,7 @@ def test_what_deepspeed_is_handed_says_everything_once(tmp_path: Path) -> None:
     assert config["gradient_clipping"] == 0.5
 
 
-def test_clipping_is_told_where_the_file_is_silent(tmp_path: Path) -> None:
+def test_clipping_is_passed_on_if_the_file_is_silent(tmp_path: Path) -> None:
     """DeepSpeed would clip at 1.0 by itself."""
     assert (
         build_deepspeed_config(read(tmp_path, {}, "--clip-grad", "0"), None)["gradient_clipping"]
@@ -156,7 +156,7 @@ def test_what_is_said_in_two_places_must_agree(
     assert any(problem in found for found in problems), problems
 
 
-def test_all_disagreements_are_told_at_once(tmp_path: Path) -> None:
+def test_all_disagreements_are_reported_at_once(tmp_path: Path) -> None:
     content = {"gradient_clipping": 2, "train_batch_size": 8, "zero_optimization": {"stage": 1}}
     words = "--clip-grad 1 --global-batch-size 4 --zero-2-memory-optimization"
     assert len(get_problems(tmp_path, content, *words.split())) == 3
@@ -304,7 +304,7 @@ def test_what_cannot_work_is_refused_with_the_nearest(
     assert any(nearest in problem for problem in problems), problems
 
 
-def test_the_launchers_bare_flag_may_stand_beside_the_file(tmp_path: Path) -> None:
+def test_the_launchers_bare_flag_may_accompany_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, {"gradient_clipping": 0.25})
     for words in (
         ["--deepspeed", "--deepspeed_config", path],
@@ -317,7 +317,7 @@ def test_the_launchers_bare_flag_may_stand_beside_the_file(tmp_path: Path) -> No
         parse_arguments(["--deepspeed", "--lr", "1"])
 
 
-def test_what_must_be_a_number_is_told_by_its_key(tmp_path: Path) -> None:
+def test_what_must_be_a_number_is_named_by_its_key(tmp_path: Path) -> None:
     content = {"zero_optimization": {"stage": "two"}, "fp16": {"enabled": True, "loss_scale": []}}
     with pytest.raises(ConfigurationError) as caught:
         resolve(parse_arguments(["--deepspeed", write(tmp_path, content)]))

@@ -267,7 +267,7 @@ def test_unknown_name_in_code_and_as_attribute() -> None:
         _ = parse_arguments([]).epoch
 
 
-def test_all_problems_of_a_command_line_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_command_line_are_reported_at_once(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "seeed: 1\nhysteresis: many\n")
     words = ["--lr", "fast", "--epoch", "3", "--config", file, "--compile=maybe", "--zzzzqqq"]
     problems = problems_of(words)

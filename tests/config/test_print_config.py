@@ -58,7 +58,7 @@ def test_printed_config_of_a_run_of_two_processes_serves_two_processes(
     assert read_back(print_config(words, capsys), tmp_path, world_size=2) == expected
 
 
-def test_origins_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_origins_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("clip_grad: 0.5\n")
     words = ["--task", "masked_lm", "--config", str(file), "--seed", "7"]

@@ -46,7 +46,7 @@ def take_all(loader: DataLoader[Any], replicas: int) -> list[int]:
     return [sample for rounds in zip(*parts, strict=True) for part in rounds for sample in part]
 
 
-def test_what_the_loader_was_told_carries_over() -> None:
+def test_what_the_loader_was_given_carries_over() -> None:
     def collate(rows: list[int]) -> torch.Tensor:
         return torch.tensor(rows) * 10
 
@@ -133,7 +133,7 @@ def test_own_sampler_leaves_the_models_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_resuming_an_own_random_sampler_goes_on_in_the_same_order() -> None:
+def test_resuming_an_own_random_sampler_continues_in_the_same_order() -> None:
     loader = DataLoader(range(20), batch_size=2, sampler=SubsetRandomSampler(range(20)))
     torch.manual_seed(0)
     whole = take(adopt(loader))

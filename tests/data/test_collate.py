@@ -128,7 +128,7 @@ def test_empty_rows() -> None:
     assert batch["attention_mask"].tolist() == [[0], [1]]
 
 
-def test_unequal_nested_lists_are_told() -> None:
+def test_unequal_nested_lists_are_reported() -> None:
     rows = [{"deep": [[[1], [2, 3]]]}, {"deep": [[[1]]]}]
     with pytest.raises(DataError, match=r"The column deep holds nested lists of unequal shape"):
         PadCollator()(rows)

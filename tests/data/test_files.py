@@ -96,7 +96,7 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         ("train.arrow", "no", r"train.arrow cannot be read as arrow"),
     ],
 )
-def test_bad_files_are_told(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_bad_files_are_reported(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         load(write(tmp_path / name, text))
     assert "\n" not in str(caught.value)

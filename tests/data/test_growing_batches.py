@@ -61,7 +61,7 @@ def test_updates_grow_as_the_schedule_says() -> None:
     assert [row for update in updates for row in update] == list(range(36))
 
 
-def test_growth_is_the_same_on_any_number_of_processes_and_goes_on_after_resuming() -> None:
+def test_growth_is_the_same_on_any_number_of_processes_and_continues_after_resuming() -> None:
     whole = take_updates(build(get_batch_size=RAMP.get_size), 20)
     for resumed_at in range(1, 9):
         consumed = sum(len(update) for update in whole[:resumed_at])

@@ -551,7 +551,7 @@ def test_stream_resumes_in_the_middle() -> None:
     assert take_epoch(resumed) == whole
 
 
-def test_stream_resumed_at_its_end_goes_on_with_the_next_epoch() -> None:
+def test_stream_resumed_at_its_end_continues_with_the_next_epoch() -> None:
     """As data sets do. An empty pass makes the training loop say that the stream is empty."""
     loader = build(Stream(8), 2)
     for _ in loader:

@@ -43,7 +43,7 @@ def test_the_fullest_row_with_room_is_taken() -> None:
         pack_lengths([3, 11], 10)
 
 
-def test_positions_start_anew_and_no_label_crosses_a_border() -> None:
+def test_positions_start_again_and_no_label_crosses_a_border() -> None:
     rows = PackedRows(EXAMPLES, [[0, 1], [2, 3]])
     assert len(rows) == 2
     assert rows[0] == {
@@ -97,7 +97,7 @@ def test_the_loader_shuffles_rows_and_counts_what_the_model_averages_over() -> N
     }
 
 
-def test_padding_is_no_part_of_a_packed_batch() -> None:
+def test_padding_is_not_part_of_a_packed_batch() -> None:
     batch = PadCollator({"input_ids": 99})(list(PackedRows(EXAMPLES, [[0, 1], [3]])))
     assert batch["input_ids"].tolist()[1] == [40, 99, 99, 99, 99]
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 0, 0, 0, 0]]

@@ -97,7 +97,7 @@ def test_split_names() -> None:
         name_splits({"a": ROWS, "b": ROWS}, "x")
 
 
-def test_missing_paths_are_told(tmp_path: Path) -> None:
+def test_missing_paths_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", as_lines(ROWS))
     with pytest.raises(DataError, match=r"trian.jsonl: no such .* mean .*train.jsonl\?"):
         load(tmp_path / "trian.jsonl")

@@ -186,7 +186,7 @@ def test_a_token_that_is_not_there_is_named(gpt2: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "pieces", "null"])
-def test_extra_ids_stand_behind_everything(
+def test_extra_ids_come_after_everything(
     kind: str, gpt2_files: tuple[Path, Path], bert_file: Path, sentence_piece_file: Path
 ) -> None:
     options = {
@@ -362,7 +362,7 @@ def test_tokenizers_of_files_need_neither_torch_nor_transformers(
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_all_missing_files_are_told_at_once(tmp_path: Path) -> None:
+def test_all_missing_files_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ConfigurationError) as caught:
         build_tokenizer(

@@ -28,7 +28,7 @@ def _check(done: Any, *parts: str) -> None:
         assert part in message, message
 
 
-def test_unknown_flags_are_told_all_at_once(command: Any) -> None:
+def test_unknown_flags_are_reported_all_at_once(command: Any) -> None:
     done = command("--task", "sequence_classification", "--epoch", "3", "--lrr=1")
     _check(done, "--epoch: did you mean --epochs?", "--lrr: did you mean --lr?")
 

@@ -115,7 +115,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
             process.communicate()
 
 
-def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
+def test_killed_at_any_point_it_continues_to_the_same_bytes(
     corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
     reference = read_bytes(corpus / "reference" / NAME)
@@ -182,7 +182,7 @@ def test_interrupt_ends_the_run_and_its_workers_and_says_what_is_left(
     assert data == read_bytes(corpus / "reference" / NAME)[0] * LONG
 
 
-def test_a_worker_that_is_killed_is_told(
+def test_a_worker_that_is_killed_is_reported(
     corpus: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
     process = _start(corpus, tmp_path, copies=LONG)
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_grow_leaves_no_half_output(
         assert read_bytes(tmp_path / NAME) == read_bytes(corpus / "reference" / NAME)
 
 
-def test_too_little_room_for_the_output_is_told_before_it_is_written(
+def test_too_little_room_for_the_output_is_reported_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 50)
@@ -231,14 +231,16 @@ def test_too_little_room_for_the_output_is_told_before_it_is_written(
     assert run(tmp_path, path).reused_parts == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file/out_text_document.parts cannot be written"):
         run(tmp_path / "file", path)
 
 
-def test_an_input_that_vanishes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_vanishes_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
     opened = run_module.PartReader
 

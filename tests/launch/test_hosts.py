@@ -29,7 +29,7 @@ def test_hostfile_with_comments_and_empty_lines() -> None:
     assert parse_hostfile(text) == [Host("node-a", 8), Host("10.0.0.2", 4), Host("alias", None)]
 
 
-def test_every_bad_line_is_told() -> None:
+def test_every_bad_line_is_reported() -> None:
     text = "a slots=2\nb slots=zero\na slots=2\nc 4\n-oProxyCommand=x\nd slots=0\n"
     with pytest.raises(ConfigurationError) as caught:
         parse_hostfile(text, "hosts")

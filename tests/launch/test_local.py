@@ -225,7 +225,7 @@ Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}}
     wait_until(lambda: not any(map(is_alive, workers + children)))
 
 
-def test_error_in_the_flags_is_told_before_any_process_is_started(start: Start) -> None:
+def test_error_in_the_flags_is_reported_before_any_process_is_started(start: Start) -> None:
     command = start("--nproc-per-node", "2", "--task", "masked_lm", "--epochs", "-1")
     assert command.wait() == 1
     assert command.err.startswith(
@@ -254,7 +254,7 @@ def test_launch_flags_that_cannot_be(
     assert capsys.readouterr().err.startswith(f"error: {text}")
 
 
-def test_launch_flags_reach_the_scripts_engine_and_may_stand_behind_it(
+def test_launch_flags_reach_the_scripts_engine_and_may_come_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rapidformer.cli.launch import read_launch_settings

@@ -117,7 +117,7 @@ def test_job_of_several_nodes_without_srun_is_refused(slurm: pytest.MonkeyPatch)
     assert plan("--device", "cpu").nodes == 1
 
 
-def test_shell_that_salloc_opens_is_no_task(slurm: pytest.MonkeyPatch) -> None:
+def test_shell_that_salloc_opens_is_not_a_task(slurm: pytest.MonkeyPatch) -> None:
     """It stands in a step of Slurm's own, of one task: the other nodes would stay idle."""
     for name, value in {"ID": "4294967290", "NUM_TASKS": "1", "NUM_NODES": "1"}.items():
         slurm.setenv(f"SLURM_STEP_{name}", value)
@@ -128,6 +128,6 @@ def test_shell_that_salloc_opens_is_no_task(slurm: pytest.MonkeyPatch) -> None:
     assert plan("--device", "cpu").nodes == 1, "srun of one task"
 
 
-def test_variable_that_is_no_number_is_named() -> None:
+def test_variable_that_is_not_a_number_is_named() -> None:
     with pytest.raises(ConfigurationError, match="SLURM_STEP_NUM_NODES must be a whole number"):
         read_slurm_step({**STEP, "SLURM_STEP_NUM_NODES": "two"})

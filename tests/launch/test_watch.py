@@ -61,7 +61,7 @@ def test_stall_is_when_nobody_moves() -> None:
 
 
 @pytest.mark.parametrize("phase", ["start", "end"])
-def test_long_work_of_all_before_or_after_training_is_no_stall(phase: str) -> None:
+def test_long_work_of_all_before_or_after_training_is_not_a_stall(phase: str) -> None:
     assert not is_stalled([make(0, phase=phase), make(1, phase=phase)], 30)
     assert is_stalled([make(0, phase=phase), make(1, phase=phase, count=3)], 30)
 
@@ -162,7 +162,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
     assert ("save", 2) in seen
 
 
-def test_missing_rank_is_told_with_its_stack(start: Start, tmp_path: Path) -> None:
+def test_missing_rank_is_reported_with_its_stack(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STALL)
     flags = ("--nproc-per-node", "2", "--stall-timeout-minutes", "0.05")
@@ -173,7 +173,7 @@ def test_missing_rank_is_told_with_its_stack(start: Start, tmp_path: Path) -> No
     check_report(command.err, "rank 1")
 
 
-def test_missing_rank_of_another_node_is_told_by_node_0(
+def test_missing_rank_of_another_node_is_reported_by_node_0(
     begin: Callable[..., Command],
     tmp_path: Path,
 ) -> None:

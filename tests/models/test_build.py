@@ -81,7 +81,7 @@ def test_image_processor_from_sizes() -> None:
     assert processor.size["height"] == 12
 
 
-def test_bad_models_are_told(folder: Path, tmp_path: Path) -> None:
+def test_bad_models_are_reported(folder: Path, tmp_path: Path) -> None:
     def build(auto_class: str = "AutoModelForMaskedLM", **values: Any) -> None:
         build_pretrained(auto_class, make_args(**values))
 

@@ -24,7 +24,7 @@ def test_positions_of_roberta() -> None:
     assert get_position_limit(config) == 600 and config.max_position_embeddings == 602
 
 
-def test_contradicting_sizes_are_all_told(folder: Path) -> None:
+def test_contradicting_sizes_are_all_reported(folder: Path) -> None:
     args = make_args(
         pretrained_model_name_or_path=str(folder), num_layers=4, hidden_size=32, model_type="gpt2"
     )

@@ -66,7 +66,7 @@ def test_our_table_finds_the_base_model_inside_any_head() -> None:
     assert "score" not in gpt2.styles
 
 
-def test_a_model_without_a_plan_is_told_what_to_write() -> None:
+def test_a_model_without_a_plan_says_what_to_write() -> None:
     with pytest.raises(ModelError, match="no plan says how Sequential may be split") as error:
         plan_of(nn.Sequential(nn.Linear(2, 2)))
     assert "rapidformer_plan()" in str(error.value)

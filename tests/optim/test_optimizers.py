@@ -168,7 +168,7 @@ def test_muon_leaves_the_head_to_adamw() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_goes_on_bit_for_bit(kind: str) -> None:
+def test_state_continues_bit_for_bit(kind: str) -> None:
     model, optimizer, step = make(kind)
     for _ in range(4):
         step()

@@ -159,7 +159,7 @@ def test_sixteen_bits_pass_between_stages() -> None:
 # ---- checkpoints and exports ---------------------------------------------------------------------
 
 
-def test_any_layout_of_stages_goes_on_from_any_other(tmp_path: Path) -> None:
+def test_any_layout_of_stages_continues_from_any_other(tmp_path: Path) -> None:
     """Exports are whole."""
     route = [
         (1, {}),
@@ -319,7 +319,7 @@ def _train_with_dropout() -> tuple[list[float], bool]:
     return losses, all(drawn) and bool(everyone[0] == everyone[1])
 
 
-def test_stages_draw_anew_in_every_update_and_agree_afterwards() -> None:
+def test_stages_draw_new_masks_in_every_update_and_agree_afterwards() -> None:
     (losses, is_fine), (others, is_fine_too) = run_in_processes(_train_with_dropout, 2)
     assert losses == others
     assert losses[:4] != losses[4:]
@@ -469,7 +469,7 @@ def _misuse() -> list[str]:
     return messages
 
 
-def test_a_loop_that_cannot_be_pipelined_is_told_what_to_do() -> None:
+def test_a_loop_that_cannot_be_pipelined_says_what_to_do() -> None:
     for messages in run_in_processes(_misuse, 2):
         assert "for update in engine.iterate_updates(loader):" in messages[0]
         assert "use engine.run_update(), Finetuner or PreTrainer" in messages[1]

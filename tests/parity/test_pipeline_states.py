@@ -149,7 +149,7 @@ def _compose_changed() -> str:
     return str(refused.value)
 
 
-def test_a_model_that_was_wrapped_after_it_was_built_is_told_so() -> None:
+def test_a_model_that_was_wrapped_after_it_was_built_is_refused() -> None:
     for message in run_in_processes(_compose_changed, 2):
         assert "of Sequential cannot be initialised" in message
         assert "Do all of it inside: engine.build_model(" in message

@@ -139,7 +139,7 @@ def test_whole_weights_stay_equal_under_dropout() -> None:
 # ---- checkpoints and exports ---------------------------------------------------------------------
 
 
-def test_any_layout_goes_on_from_any_other(tmp_path: Path) -> None:
+def test_any_layout_continues_from_any_other(tmp_path: Path) -> None:
     """GPT-2's fused weight is held in pieces; torch's own checkpoints would refuse it."""
     route = [
         (1, {}),

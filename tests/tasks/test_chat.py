@@ -651,7 +651,7 @@ def test_each_family_is_packed_in_the_way_that_is_right_for_it(
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_the_round_off_of_a_deep_mixture_of_experts_is_no_leak() -> None:
+def test_the_round_off_of_a_deep_mixture_of_experts_is_not_a_leak() -> None:
     """Other tokens in one example go to other experts, which changes the round-off of the rest."""
     model = build_small("mixtral", **GROUPED, num_hidden_layers=16, initializer_range=0.5)
     apply_packed_attention(model, 64)

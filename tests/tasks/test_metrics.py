@@ -165,7 +165,7 @@ def test_regression_equals_scipy_and_sklearn() -> None:
     assert tally.score() == pytest.approx(expected, rel=1e-9)
 
 
-def test_regression_of_a_constant_is_no_nan() -> None:
+def test_regression_of_a_constant_is_not_nan() -> None:
     found = compute_regression([1.0, 1.0, 1.0], [0.0, 1.0, 2.0])
     assert found["pearson"] == 0.0 and found["spearmanr"] == 0.0
     assert found["mse"] == pytest.approx(2 / 3) and found["mae"] == pytest.approx(2 / 3)

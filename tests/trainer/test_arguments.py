@@ -56,7 +56,7 @@ def test_a_refused_name_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "ignored"])
-def test_an_ignored_name_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_name_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("rapidformer.training.trainer.settings.warn_once", told.append)
     each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)

@@ -407,12 +407,12 @@ def test_the_defaults_are_flagais() -> None:
          "training_script='nowhere.py' is not a file: pass training_script=__file__"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_told(given: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_reported(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Trainer(**given)
 
 
-def test_wrong_calls_are_told(tmp_path: Path) -> None:
+def test_wrong_calls_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs the model first, got NoneType"):
         make_trainer(tmp_path).train(train_dataset=make_rows())
     with pytest.raises(ConfigurationError, match=r"train\(\) needs train_dataset"):

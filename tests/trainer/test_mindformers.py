@@ -254,7 +254,7 @@ def test_micro_batch_num_counts_with_a_pipeline_only(place: Path) -> None:
     assert trainer.build_settings().checkpoint_activations
 
 
-def test_what_is_refused_is_told_at_once(place: Path) -> None:
+def test_what_is_refused_is_reported_at_once(place: Path) -> None:
     with pytest.raises(ConfigurationError) as error:
         Trainer(
             task="segment_anything", model="sam_vit_b", wrapper=1, data_collatr=collate,

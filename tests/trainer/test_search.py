@@ -80,7 +80,7 @@ def test_optuna_may_stop_a_trial(tmp_path: Path) -> None:
     assert study_trials[:2] == [2, 4] and 4 not in study_trials[2:]
 
 
-def test_what_a_search_needs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_search_needs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="needs model_init="):
         make_trainer(tmp_path).hyperparameter_search()
     trainer = make_trainer(tmp_path, model_init=make_classifier)

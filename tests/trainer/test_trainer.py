@@ -465,7 +465,7 @@ def test_logits_are_shortened_before_they_are_kept(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_accuracy"] == make_trainer(tmp_path).evaluate()["eval_accuracy"]
 
 
-def test_model_init_makes_the_model_anew_for_each_run(tmp_path: Path) -> None:
+def test_model_init_builds_a_new_model_for_each_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model_init=make_classifier)
     trainer.train()
     first = read_losses(tmp_path)

@@ -70,7 +70,7 @@ def test_reading_resets_the_meter() -> None:
     assert measured.samples == 2
 
 
-def test_fillers_count_for_nothing_even_when_their_loss_is_no_number() -> None:
+def test_fillers_count_for_nothing_even_when_their_loss_is_not_a_number() -> None:
     meter = make([])
     meter.add_micro_batch({"loss": mean(2.0, 4)}, info())
     meter.add_micro_batch({"loss": mean(NAN, 0)}, info().as_filler())
@@ -100,7 +100,7 @@ def test_unfinished_update_waits_for_the_next_reading() -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_loss_that_is_no_number_is_found_with_its_step(bad: float) -> None:
+def test_loss_that_is_not_a_number_is_found_with_its_step(bad: float) -> None:
     with pytest.raises(TrainingError, match=rf"the loss is {bad} at step 9:.*--lr"):
         read(make([[(1.0, 1)], [(bad, 1)], [(1.0, 1)]]), step=10)
 

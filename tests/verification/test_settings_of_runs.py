@@ -51,7 +51,7 @@ def test_the_fewest_processes_under_which_every_switch_has_something_to_do(
         assert resolve(change_settings(args, job), world_size=world_size).train_iters == 1
 
 
-def test_what_is_verified_of_a_pipeline_is_told() -> None:
+def test_what_is_verified_of_a_pipeline_is_reported() -> None:
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
     args = parse_arguments(["--task", "causal_lm", *flags.split()])
     assert list_switches(args, 2) == flags.replace(" --", "\n--").split("\n")

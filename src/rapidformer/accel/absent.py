@@ -66,8 +66,12 @@ def retire_parameters(
     for name, reference in before.items():
         retired: Any = reference()
         if retired is not None and id(retired) not in kept:
-            extend(retired, "retired", lambda cls: {}, styles=(AbsentWeight,))
+            extend(retired, "retired", _add_nothing, styles=(AbsentWeight,), is_shared=True)
             retired._explain = lambda name=name: _describe_retired(name)
+
+
+def _add_nothing(cls: Any) -> dict[str, Any]:
+    return {}
 
 
 def _describe_retired(name: str) -> str:

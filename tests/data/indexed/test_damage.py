@@ -135,7 +135,7 @@ def test_a_file_that_is_replaced_or_deleted_stays_readable(tmp_path: Path) -> No
     assert np.array_equal(data.get(0), expected)
 
 
-def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
+def test_all_reasons_are_reported_at_once(tmp_path: Path) -> None:
     index = put(put(GOLDEN_IDX, VERSION_AT, long(7)), CODE_AT, b"\x63") + b"\x00\x00"
     with pytest.raises(IndexedDataError, match="3 problems") as raised:
         open_indexed(save(tmp_path / "header", GOLDEN_BIN, index))
@@ -216,7 +216,7 @@ def test_a_wrong_prefix_names_near_ones(tmp_path: Path) -> None:
         open_indexed(tmp_path / "bare" / "corpus")
 
 
-def test_a_path_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_reached_is_reported(tmp_path: Path) -> None:
     with pytest.raises(IndexedDataError, match=r"x.idx cannot be reached: File name too long"):
         open_indexed(tmp_path / ("x" * 300))
 

@@ -152,7 +152,7 @@ def test_merge_replaces_nothing_unasked(tmp_path: Path) -> None:
         (["merge", "--input", "golden"], "required: --output-prefix"),
     ],
 )
-def test_wrong_flags_are_told_as_our_own_error(words: list[str], message: str) -> None:
+def test_wrong_flags_are_reported_as_our_own_error(words: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         run(words)
 

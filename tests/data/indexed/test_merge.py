@@ -70,7 +70,7 @@ def test_nothing_to_merge_is_refused(tmp_path: Path) -> None:
         merge_indexed([], tmp_path / "merged")
 
 
-def test_too_little_room_is_told_before_anything_is_written(
+def test_too_little_room_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = write(tmp_path / "part", GOLDEN)

@@ -219,7 +219,7 @@ def test_a_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 # --- a full disk ---------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_half_file(tmp_path: Path) -> None:
     """A limit on the size of files, in a process of its own, stands for the end of the disk."""
     code = (
         "import resource, sys\n"

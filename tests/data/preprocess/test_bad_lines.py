@@ -61,7 +61,7 @@ def test_a_strict_run_is_content_with_good_lines(tmp_path: Path) -> None:
     assert read(tmp_path) == [[[1]]]
 
 
-def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_not_text(tmp_path: Path) -> None:
     vocab, merges = make_gpt2_files(tmp_path / "gpt2", vocab_size=300)
     tokenizer = build_tokenizer(vocab_file=vocab, merge_file=merges)
     rows = ['{"text": "a"}', '{"text": "b \\ud83d c"}', '{"text": "\\ud83d\\ude42"}']

@@ -175,14 +175,14 @@ def test_split_sentences_keep_newlines_and_lang(
     assert split("--lang", "german") == ["Prof.", "One came.", "He left."]
 
 
-def test_settings_of_sentences_without_sentences_are_told(preprocess: Command) -> None:
+def test_settings_of_sentences_without_sentences_are_reported(preprocess: Command) -> None:
     done = preprocess("--keep-newlines", "--lang", "german", "--partitions", "4")
     assert done.returncode == 0
     for flag in ("--keep-newlines", "--lang", "--partitions"):
         assert f"warning: {flag} has no effect" in done.stderr
 
 
-def test_bert_without_sentences_is_told(preprocess: Command, tmp_path: Path) -> None:
+def test_bert_without_sentences_gets_a_warning(preprocess: Command, tmp_path: Path) -> None:
     vocab = make_bert_file(tmp_path / "bert", vocab_size=400)
     tokenizer = ["--tokenizer-type", "BertWordPieceCase", "--vocab-file", str(vocab)]
     assert "--split-sentences is missing" in preprocess(tokenizer=tokenizer).stderr

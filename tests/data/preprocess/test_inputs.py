@@ -59,7 +59,7 @@ def test_every_kind_of_file_gives_the_same_documents(
     assert (summary.parts == 1) == (part_bytes > 100)
 
 
-def test_compression_is_told_by_content(tmp_path: Path) -> None:
+def test_compression_is_recognised_by_content(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(gzip.compress(LINES))
     run(tmp_path, path)
@@ -101,7 +101,7 @@ def test_order_of_documents_is_the_order_of_the_input(tmp_path: Path) -> None:
     assert read(tmp_path / "pattern") == [[[1]], [[0]], [[2]]]
 
 
-def test_a_file_given_twice_is_read_twice_and_told(
+def test_a_file_given_twice_is_read_twice_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
@@ -131,7 +131,7 @@ def test_plain_text_has_three_kinds_of_documents(
     assert read(tmp_path) == expected
 
 
-def test_other_names_are_told_by_content(tmp_path: Path) -> None:
+def test_other_names_are_recognised_by_content(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("5 6")
     (tmp_path / "lines").write_bytes(LINES)
     (tmp_path / "binary").write_bytes(b"\x89PNG\x00\x01")
@@ -141,7 +141,7 @@ def test_other_names_are_told_by_content(tmp_path: Path) -> None:
         run(tmp_path, tmp_path / "binary")
 
 
-def test_missing_inputs_are_told_at_once(tmp_path: Path) -> None:
+def test_missing_inputs_are_reported_at_once(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "corpus.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError) as caught:
@@ -158,7 +158,7 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
         run(tmp_path, tmp_path / "in.parquet")
 
 
-def test_rows_that_are_no_text_are_counted(tmp_path: Path) -> None:
+def test_rows_that_are_not_text_are_counted(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in.parquet", {"text": ["1", None, "2"]})
     summary = run(tmp_path, tmp_path / "in.parquet")
     assert read(tmp_path) == [[[1]], [[2]]]

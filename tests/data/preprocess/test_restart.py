@@ -142,7 +142,7 @@ def test_a_strict_run_sees_the_bad_lines_of_finished_parts(tmp_path: Path) -> No
         run(tmp_path, corpus, **PART, strict=True)
 
 
-def test_a_run_that_was_killed_while_publishing_goes_on(
+def test_a_run_that_was_killed_while_publishing_continues(
     tmp_path: Path, corpus: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two keys has its names already: they are ours, and no reason to refuse."""

@@ -193,7 +193,7 @@ def test_contradicting_and_missing_data_are_refused(prefixes: list[str]) -> None
         )
 
 
-def test_bad_settings_are_told_all_at_once(prefixes: list[str]) -> None:
+def test_bad_settings_are_reported_all_at_once(prefixes: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(
             data_prefix=prefixes[0], seq_length=0, seed=-1, masked_lm_prob=1.5, short_seq_prob=-1,

@@ -123,7 +123,7 @@ def test_damaged_maps_are_built_again(
     assert build.calls == 2
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(
+def test_a_folder_that_cannot_be_written_to_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
@@ -146,7 +146,7 @@ def test_no_folder_at_all_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         IndexCache(tmp_path, tmp_path / "file").load_or_build("x", {}, Builder())
 
 
-def test_a_lock_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     find(tmp_path, "*.json").unlink()
     lock = find(tmp_path, "*.lock")

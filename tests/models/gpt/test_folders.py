@@ -85,7 +85,7 @@ def test_greedy_text_is_the_likeliest_token_each_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["megatron", "modern"])
-def test_padded_prompts_go_on_as_they_would_alone(kind: str) -> None:
+def test_padded_prompts_continue_as_they_would_alone(kind: str) -> None:
     model, prompts = make_model(**KINDS[kind]).eval(), make_tokens(rows=2, length=6)
     mask = torch.ones_like(prompts)
     mask[1, :3] = 0
