@@ -15,6 +15,7 @@ from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
     from rapidformer.cli.evaluate import evaluate
+    from rapidformer.cli.predict import predict
     from rapidformer.context import get_args, get_timers, get_tokenizer
     from rapidformer.data.pretraining import (
         build_pretrain_huggingface_bert_datasets,
@@ -73,6 +74,7 @@ __all__ = [
     "init_context",
     "load_metric",
     "mpu",
+    "predict",
     "set_seed",
 ]
 
@@ -109,6 +111,7 @@ _WHERE = {
         "build_train_valid_test_datasets_for_huggingface",
     ),
     "evaluate": ("rapidformer.cli.evaluate", "evaluate"),
+    "predict": ("rapidformer.cli.predict", "predict"),
     "get_args": ("rapidformer.context", "get_args"),
     "get_logger": ("rapidformer.log", "get_logger"),
     "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),

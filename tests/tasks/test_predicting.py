@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
+import rapidformer
 from rapidformer.cli.inputs import name_input_files, read_input
 from rapidformer.cli.main import main
 from rapidformer.cli.output import PartialPredictions
@@ -147,6 +149,18 @@ def test_answers_follow_the_settings(chat_folder: Path) -> None:
     assert len(beams[0]["generated"]) == 2
     punished = predict(make_settings(chat_folder, repetition_penalty=9.0), rows)
     assert punished != predict(make_settings(chat_folder), rows)
+
+
+def test_predict_by_call(chat_folder: Path, tmp_path: Path) -> None:
+    settings = {"max_new_tokens": 4, "chat_template": "none", "load": str(chat_folder)}
+    (alone,) = rapidformer.predict("the sky", **settings)
+    assert list(alone) == ["text", "generated"]
+    (tmp_path / "p.txt").write_text("the sky\nthe sea\n")
+    target = tmp_path / "answers.json"
+    found = rapidformer.predict(tmp_path / "p.txt", output=str(target), **settings)
+    assert found[0] == alone and json.loads(target.read_text()) == found
+    rows = datasets.Dataset.from_list([{"id": 7, "text": "the sky"}])
+    assert rapidformer.predict(rows, **settings) == [{"id": 7, **alone}]
 
 
 def test_stop_strings_need_a_tokenizer_that_knows_all_texts(gpt_folder: Path) -> None:

@@ -12,7 +12,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         True,
         "compute a model's metrics on a split of the data",
     ),
-    "predict": ("rapidformer.cli.predict", True, "predict on texts or a file"),
+    "predict": (
+        "rapidformer.cli.predict",
+        True,
+        "predict on texts, files or standard input, or chat",
+    ),
     "export": (
         "rapidformer.cli.export",
         False,

@@ -1,4 +1,4 @@
-"""``rapidformer predict``: a model's answers to texts, a file, a data set or standard input."""
+"""``rapidformer predict`` and ``rapidformer.predict``: answers to texts, files or rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_input
-from rapidformer.cli.output import PartialPredictions, format_lines
+from rapidformer.cli.output import PartialPredictions, format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import parse_arguments
+from rapidformer.config import arguments_from_mapping, parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 
@@ -25,7 +25,8 @@ def run(argv: list[str]) -> None:
     args = choose_run_model(name_input_files(parse_arguments(argv)), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
-    # All ranks have the same standard input, so only one of them may read it.
+    # Before the engine, so that bad files are found at once. All ranks have the same standard
+    # input, though, and only one of them may read it.
     rows = None if args.chat or reads_standard_input(args) else read_input(args)
     from rapidformer.engine import RapidformerEngine
 
@@ -37,6 +38,38 @@ def run(argv: list[str]) -> None:
     else:
         _predict(engine, _read_once(engine) if rows is None else rows)
     engine.close()
+
+
+def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
+    """Answers by call: ``predict("What is a whale?", load="runs/chat", max_new_tokens=50)``.
+
+    The settings are the command's flags. ``data`` replaces --input: a text, a list of texts or
+    rows, a `datasets.Dataset` or a file. Every rank gets all answers.
+    """
+    if isinstance(data, (str, Path, dict)):
+        data = [data] if isinstance(data, dict) else [str(data)]
+    if data is not None and data and all(isinstance(row, str) for row in data):
+        settings, data = {**settings, "input": list(data)}, None
+    args = name_input_files(arguments_from_mapping(settings))
+    args = choose_run_model(args, "predict")
+    if args.task is None:
+        raise ConfigurationError("predict needs task=; `rapidformer tasks` lists them.")
+    from rapidformer.engine import RapidformerEngine
+    from rapidformer.tasks.predicting import predict_task
+
+    engine = RapidformerEngine(args=args)
+    try:
+        rows = list(data)[: args.max_predict_samples] if data is not None else _read_rows(engine)
+        answers = predict_task(engine, rows)
+        if args.output is not None and engine.is_main:
+            write_predictions(answers, Path(args.output).expanduser())
+        return answers
+    finally:
+        engine.close()
+
+
+def _read_rows(engine: RapidformerEngine) -> Rows:
+    return _read_once(engine) if reads_standard_input(engine.args) else read_input(engine.args)
 
 
 def _read_once(engine: RapidformerEngine) -> Rows:
