@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
     "predict": (
         "rapidformer.cli.predict",
         True,
-        "predict on texts, files or standard input, or chat",
+        "predict on texts or files, or chat",
     ),
     "export": (
         "rapidformer.cli.export",

@@ -21,7 +21,7 @@ usage: rapidformer [command] --flag value ...
 """
 _COMMON = {
     "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
-    "predict": "rapidformer predict --load RUN --input TEXT ... | FILE | - [--output FILE] | --chat",
+    "predict": "rapidformer predict --load RUN --input TEXT ... | FILE | - [--output FILE]",
     "plot": "rapidformer plot RUN [--output curve.png]",
     "tasks": "rapidformer tasks",
 }
