@@ -1,11 +1,12 @@
 """The memory of one rank under each layout: bytes of weights, gradients and optimizer state.
 
-    python benchmarks/memory_per_rank.py [--layers 4] [--width 256] [--skip-build]
+    python benchmarks/memory_per_rank.py [--layers 4] [--width 256] [--skip-build] [--lora-rank 16]
 
 A Llama-type model, Adam, two micro-batches per update, on the CPU. "In use" are the weights between
 two micro-batches; "at rest" those after the update. The second table is the peak memory that
 building and sharding the model adds to a process: from its sizes and from a folder, built whole and
-built in shards.
+built in shards. With `--lora-rank`, there is one table instead: each layout with all weights
+trained, and with adapters on all linear layers.
 """
 
 from __future__ import annotations
@@ -124,6 +125,26 @@ def measure(config: LlamaConfig, settings: dict[str, Any]) -> dict[str, int]:
     return result
 
 
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def show_adapters(config: LlamaConfig, rank: int) -> None:
+    """Weights, gradients and optimizer state of a rank, without adapters and with them."""
+    kinds = ("at rest", "gradients", "optimizer")
+    print("| layout | trained | weights | gradients | optimizer state | all three |")
+    print("|---|---|---|---|---|---|")
+    adapters = {"lora_rank": rank, "lora_target_modules": ["all-linear"]}
+    for name, (world_size, settings) in LAYOUTS.items():
+        totals = []
+        for trained, more in (("everything", {}), (f"LoRA, rank {rank}", adapters)):
+            ranks = run_in_group(measure, world_size, config, {**settings, **more})
+            worst = [max(each[kind] for each in ranks) for kind in kinds]
+            totals.append(sum(worst))
+            cells = [f"{size / 1e6:.2f} MB" for size in (*worst, totals[-1])]
+            saved = f" ({totals[-1] / totals[0]:.0%})" if more else ""
+            print(f"| {name} | {trained} | {' | '.join(cells)}{saved} |", flush=True)
+
+
 # ---- building ------------------------------------------------------------------------------------
 
 
@@ -175,8 +196,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--skip-build", action="store_true")
+    parser.add_argument("--lora-rank", type=int)
     options = parser.parse_args()
     config = make_config(options.layers, options.width)
+    if options.lora_rank is not None:
+        show_adapters(config, options.lora_rank)
+        return
     print("| layout | weights in use | weights at rest | gradients | optimizer state |")
     print("|---|---|---|---|---|")
     whole: dict[str, int] = {}

@@ -21,6 +21,7 @@ from rapidformer.accel.adapter_rules import check_adapter
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
+from rapidformer.accel.frozen_weights import apply_16_bit_frozen_weights
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
@@ -156,6 +157,8 @@ def _place_weights(assembly: Assembly) -> None:
     place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
     # Before they are split, which copies them.
     apply_fp32_weights(model, assembly.precision)
+    if not assembly.uses_deepspeed:
+        apply_16_bit_frozen_weights(model, assembly.precision)
     if assembly.pipeline is None and assembly.topology.mesh is not None:
         equalize_weights(model, deferred)
 

@@ -49,7 +49,8 @@ def export_model(
     ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
     """
     ties: list[tuple[str, ...]] = []
-    only = None if adapter is None or merges else _list_trained(model)
+    needs_all = adapter is None or (merges and adapter.base is None)
+    only = None if needs_all else _list_trained(model)
     if weights is None and topology.pipeline > 1:
         weights, ties = gather_stages(model, topology, only)
     elif weights is None:

@@ -1,7 +1,7 @@
 """Merge adapters into the weights under them: a plain model with the same outputs.
 
-The trained model may be split over ranks and must stay as it is, so a second one is built without
-memory, gets the whole weights, and is merged by peft.
+The trained model may be split over ranks and must stay as it is, so a second one is built, gets the
+trained weights (all of them, if the base model is in no file), and is merged by peft.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from rapidformer.errors import ModelError
 from rapidformer.models.adapters import Adapter
+from rapidformer.models.location import quiet_transformers
 from rapidformer.overlay import get_own_class
 
 
 def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A plain model with the merged weights, in host memory; ``weights`` are whole, by name."""
+    """A plain model with the merged weights, in host memory; ``weights`` are whole, by name.
+
+    Those of a base model that can be loaded again are not needed.
+    """
     from peft import get_peft_model
 
     if adapter.is_prompt:
@@ -28,15 +32,27 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
             f"{adapter.config.peft_type.value} prepends learned tokens and cannot be merged into "
             "the model's weights: export the adapter (merge=False)."
         )
-    config = copy.deepcopy(adapter.config)
-    with torch.device("meta"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        empty = get_own_class(model)(copy.deepcopy(model.config))
-        adapted: Any = get_peft_model(empty, config, adapter.name)
+        adapted: Any = get_peft_model(
+            _build_base(model, adapter), copy.deepcopy(adapter.config), adapter.name
+        )
     inner = adapted.get_base_model()
     inner.load_state_dict(dict(weights), strict=False, assign=True)
     inner.tie_weights()
     return merge(adapted)
+
+
+def _build_base(model: Any, adapter: Adapter) -> nn.Module:
+    """The frozen model in full precision: a run may have rounded its own copy."""
+    cls, config = get_own_class(model), copy.deepcopy(model.config)
+    if adapter.base is None:
+        with torch.device("meta"):
+            return cls(config)  # type: ignore[no-any-return]
+    with quiet_transformers(adapter.base):
+        return cls.from_pretrained(  # type: ignore[no-any-return]
+            adapter.base, config=config, dtype=torch.float32, ignore_mismatched_sizes=True
+        )
 
 
 def merge(adapted: Any) -> nn.Module:

@@ -1,0 +1,51 @@
+"""Frozen weights under mixed precision: kept in 16 bits, which is how autocast uses them anyway.
+
+Autocast rounds a matrix to 16 bits for every product, and keeps the rounded copy only of trained
+ones. A frozen matrix of a linear layer can be rounded once instead: half the memory, no work in the
+forward pass, and the same products. Embeddings and norms work in fp32 and stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rapidformer.accel.precision import Precision
+from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.models.adapters import find_adapter
+
+
+def apply_16_bit_frozen_weights(model: nn.Module, precision: Precision) -> None:
+    """Round the frozen linear layers under adapters, if their files still have them in full."""
+    adapter = find_adapter(model)
+    if precision.dtype is None or adapter is None or adapter.base is None:
+        return
+    used_elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if not _is_linear(module)
+        for parameter in get_parameter_table(module).values()
+        if parameter is not None
+    }
+    for module in model.modules():
+        _keep_input(module)
+        for parameter in get_parameter_table(module).values() if _is_linear(module) else ():
+            # A head may be tied to the embedding, which needs all digits.
+            if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
+                continue
+            parameter.data = parameter.data.to(precision.dtype)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # By name: models without transformers must not import it.
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _keep_input(module: Any) -> None:
+    """peft turns inputs into fp32, and autocast turns them back: without dropout, for nothing."""
+    dropouts = getattr(module, "lora_dropout", None)
+    if isinstance(dropouts, nn.ModuleDict) and all(
+        isinstance(dropout, nn.Identity) for dropout in dropouts.values()
+    ):
+        module.cast_input_dtype_enabled = False
