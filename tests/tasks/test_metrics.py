@@ -90,7 +90,7 @@ def check_report(found: dict[str, Any], expected: dict[str, Any]) -> None:
         )
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_single_label_equals_sklearn(case: tuple[int, list[tuple[int, int]]]) -> None:
     from sklearn import metrics
 
@@ -128,7 +128,7 @@ def test_single_label_equals_sklearn(case: tuple[int, list[tuple[int, int]]]) ->
         )
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_multi_label_equals_sklearn(rows: list[tuple[list[int], list[int]]]) -> None:
     from sklearn.metrics import accuracy_score, classification_report, f1_score
 
@@ -177,7 +177,7 @@ answer_texts = st.lists(
 
 
 @given(st.lists(st.tuples(answer_texts, st.lists(answer_texts, max_size=3)), min_size=1))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_answers_are_scored_as_squads_scripts_do(rows: list[tuple[str, list[str]]]) -> None:
     found = [row[0] for row in rows]
     # An answer of articles alone occurs in neither version, whose scripts disagree on it.
