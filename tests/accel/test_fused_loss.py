@@ -161,6 +161,92 @@ def make_leaves() -> list[torch.Tensor]:
     return [x.clone().requires_grad_() for x in (ROWS, TABLE, bias)]
 
 
+class OwnLoss(torch.autograd.Function):
+    """A user's function, which torch calls without asking the tensors that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.shape = logits.shape
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient + torch.zeros(ctx.shape)).contiguous()
+
+
+def measure_after_looking(model: Any, mode: Any) -> torch.Tensor:
+    outputs = model(**make_batch())
+    with mode():
+        outputs.logits.argmax(-1)
+    return outputs.loss + outputs.logits.logsumexp(-1).mean()
+
+
+def measure_shifted(model: Any) -> torch.Tensor:
+    batch = make_batch()
+    logits = model(batch["input_ids"]).logits[..., :-1, :].contiguous()
+    return functional.cross_entropy(logits.view(-1, WORDS), batch["labels"][:, 1:].reshape(-1))
+
+
+def measure_outside_autocast(model: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(make_batch()["input_ids"]).logits
+    return logits.float().pow(2).mean()
+
+
+USES: dict[str, Any] = {
+    "shifted": measure_shifted,
+    "after no_grad": lambda model: measure_after_looking(model, torch.no_grad),
+    "after inference_mode": lambda model: measure_after_looking(model, torch.inference_mode),
+    "outside autocast": measure_outside_autocast,
+    "a copy": lambda model: OwnLoss.apply(model(**make_batch()).logits.clone()),
+    "named arguments": lambda model: (
+        model(**make_batch()).logits.mul(other=2).reshape(shape=(-1, WORDS)).pow(2).mean()
+    ),
+    "some words": lambda model: model(**make_batch()).logits[:, :, :100, ...].pow(2).mean(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_loss_of_the_user(use: str) -> None:
+    model = build("llama").eval()
+    found = []
+    for is_fused in (False, True):
+        if is_fused:
+            apply_fused_loss(find_head(model))
+        loss = USES[use](model)
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [
+        lambda head: head.register_forward_hook(lambda module, args, output: output * 2),
+        lambda head: head.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        lambda head: head.register_full_backward_hook(lambda module, into, out: (into[0] * 2,)),
+    ],
+)
+def test_a_users_hook_on_the_head_changes_the_same(watch: Any) -> None:
+    model = build("llama")
+    watch(find_head(model))
+    expected = run(model, make_batch())
+    apply_fused_loss(find_head(model))
+    loss, gradients = run(model, make_batch())
+    torch.testing.assert_close(loss, expected[0])
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    model = build("llama").eval()
+    apply_fused_loss(find_head(model))
+    with pytest.raises(ConfigurationError, match=r"torch\.autograd\.Function.*--fused-loss off"):
+        OwnLoss.apply(model(**make_batch()).logits).backward()
+    with pytest.raises(ConfigurationError, match=r"gradient of the logits.*--fused-loss off"):
+        model(**make_batch()).logits.register_hook(lambda gradient: gradient * 2)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("differentiate", [None, differentiate_in_one_kernel])
 def test_every_gradient_equals_torchs(smoothing: float, differentiate: Any) -> None:

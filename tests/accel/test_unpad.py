@@ -151,6 +151,14 @@ def test_a_batch_whose_loss_would_change_stays_padded() -> None:
     assert find_rows(model, full) is None, "there is nothing to remove"
 
 
+def test_a_classifier_that_reads_padding_stays_padded() -> None:
+    model = build(AutoModelForSequenceClassification, "bert")
+    batch = make_batch(model, "rows")
+    left = {name: value.flip(-1) for name, value in batch.items()}
+    assert find_rows(model, batch) is not None
+    assert find_rows(model, left) is None, "its first token is padding"
+
+
 def test_a_hook_of_the_user_sees_padded_states() -> None:
     model = build(AutoModelForCausalLM, "llama")
     assert apply_unpadding(model, find_plan(model)) is None

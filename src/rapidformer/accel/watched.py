@@ -36,7 +36,7 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
     return [
         name
         for name, module in modules.items()
-        if any(_is_users(hook) for hook in list_hooks(module))
+        if any(is_users(hook) for hook in list_hooks(module))
     ]
 
 
@@ -56,7 +56,8 @@ def describe_watched(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _is_users(hook: Any) -> bool:
+def is_users(hook: Any) -> bool:
+    """Whether a hook comes from the user's code and may change what it sees."""
     if getattr(hook, "only_looks", False):
         return False
     while isinstance(hook, functools.partial):

@@ -16,8 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
+from rapidformer.accel.watched import is_users
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import FACTS
+from rapidformer.errors import ConfigurationError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of logits that can be deferred. Their losses are computed in fp32."""
 
 ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
 """Rows of hidden states, their labels, a recipe -> the sum of the losses."""
@@ -39,21 +44,28 @@ class DeferredLogits(torch.Tensor):
     """Shaped as the logits are, except for the last dimension."""
     _steps: tuple[Step, ...]
     _computed: Tensor | None
+    _is_followed: bool
+    """Whether something was derived from these logits without computing them."""
 
     def get_hidden(self) -> Tensor:
         """What the head is applied to. Its gradient runs hooks that were registered on the logits:
         FSDP gathers weights in one on every output of the model."""
+        self._is_followed = True
         hidden: Tensor = _Through.apply(self._hidden, self)  # type: ignore[no-untyped-call]
         return hidden
 
     def compute(self) -> Tensor:
         """The logits as a plain tensor, with their gradient."""
-        if self._computed is None:
-            logits = self._head.compute(self.get_hidden())
+        if self._computed is not None:
+            return self._computed
+        # With a gradient even if asked for under no_grad: a loss may use them afterwards.
+        with torch.enable_grad():
+            logits = self._head.compute(_Through.apply(self._hidden, self))  # type: ignore[no-untyped-call]
             for step in self._steps:
                 logits = step(logits)
+        if not torch.is_inference_mode_enabled():
             self._computed = logits
-        return self._computed
+        return logits
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -63,8 +75,13 @@ class DeferredLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in FACTS or func is Tensor.register_hook:
+        if func in FACTS or (func is Tensor.register_hook and not is_users(args[1])):
             return super().__torch_function__(func, types, args, kwargs)
+        if func in (Tensor.register_hook, Tensor.retain_grad) and args[0]._is_followed:
+            raise ConfigurationError(
+                "The gradient of the logits was asked for, but their loss was computed without "
+                "them. Set --fused-loss off."
+            )
         follow = _FOLLOWED.get(func)
         if follow is not None and args and isinstance(args[0], cls) and args[0]._computed is None:
             result = follow(func, *args, **kwargs)
@@ -82,7 +99,7 @@ def defer(
     stand_in = _StandIn.apply(hidden, width, dtype)  # type: ignore[no-untyped-call]
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits._head, logits._hidden, logits._steps = head, hidden, steps
-    logits._computed = None
+    logits._computed, logits._is_followed = None, False
     return logits
 
 
@@ -94,6 +111,13 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        # ``_Through`` sends one zero, expanded. Anything else would be lost here: custom autograd
+        # functions bypass ``__torch_function__``, so they took these logits for real ones.
+        if any(gradient.stride()) and bool(gradient.any()):
+            raise ConfigurationError(
+                "The logits were used by a torch.autograd.Function, which --fused-loss cannot "
+                "follow. Pass it a copy, outputs.logits.clone(), or set --fused-loss off."
+            )
         return None, None, None
 
 
@@ -133,11 +157,11 @@ def _compute_loss(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _reshape(func: Any, logits: DeferredLogits, *shape: Any) -> Any:
-    sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+def _reshape(func: Any, logits: DeferredLogits, *shape: Any, **kwargs: Any) -> Any:
+    sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else [*shape]
     width = logits.shape[-1]
     rows = logits._hidden.shape[:-1].numel()
-    if not sizes or not all(isinstance(size, int) for size in sizes):
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
     if sizes[-1] == -1:
         known = -torch.Size(sizes).numel()
@@ -151,34 +175,39 @@ def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
         return NotImplemented
-    touches_words = len(parts) == logits.dim() or Ellipsis in parts[:-1]
-    if touches_words and parts[-1] not in (slice(None), Ellipsis):
+    slices = [part for part in parts if part is not Ellipsis]
+    touches_words = len(slices) == logits.dim() or Ellipsis in parts[:-1]
+    if touches_words and slices[-1:] != [slice(None)]:
         return NotImplemented
     return _replace(logits, logits.get_hidden()[index])
 
 
-def _keep(func: Any, logits: DeferredLogits) -> DeferredLogits:
-    return logits
+def _lay_out(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
+    if kwargs:
+        return NotImplemented
+    if logits._hidden.is_contiguous():
+        return logits
+    return _replace(logits, logits.get_hidden().contiguous())
 
 
 def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     # On a tensor of one element, to see what the call asks for.
     kind = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
-    if kind.device != logits.device or not kind.is_floating_point():
+    if kind.device != logits.device or kind.dtype not in DTYPES:
         return NotImplemented
     if kind.dtype == logits.dtype:
         return logits
     return _replace(logits, dtype=kind.dtype, step=lambda x: x.to(kind.dtype))
 
 
-def _scale(func: Any, logits: DeferredLogits, factor: Any, **kwargs: Any) -> Any:
+def _scale(func: Any, logits: DeferredLogits, factor: Any = None, **kwargs: Any) -> Any:
     if not isinstance(factor, (int, float)) or kwargs:
         return NotImplemented
     return _replace(logits, step=lambda x: func(x, factor))
 
 
-def _bend(func: Any, logits: DeferredLogits) -> Any:
-    return _replace(logits, step=func)
+def _bend(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else _replace(logits, step=func)
 
 
 def _replace(
@@ -197,7 +226,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _compute_loss,
     Tensor.view: _reshape, Tensor.reshape: _reshape,
     Tensor.__getitem__: _index,
-    Tensor.contiguous: _keep,
+    Tensor.contiguous: _lay_out,
     Tensor.float: _cast, Tensor.to: _cast,
     Tensor.mul: _scale, Tensor.__mul__: _scale, Tensor.__rmul__: _scale,
     Tensor.div: _scale, Tensor.__truediv__: _scale,

@@ -22,8 +22,9 @@ from rapidformer.accel.fused_loss.chunked import (
     get_compute_type,
     sum_losses,
 )
-from rapidformer.accel.fused_loss.deferred import Head, defer
+from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer
 from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.accel.watched import find_watched
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import extend
@@ -106,15 +107,18 @@ def _build_head(
         is_wanted: bool = False,
     ) -> Tensor:
         if labels is None and not is_wanted:
-            if _is_trained(self, hidden) and (always or _pays(self, hidden)):
+            dtype = get_compute_type(hidden)
+            if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
                 head = Head(functools.partial(self, is_wanted=True), self)
-                return defer(head, hidden, self.out_features, get_compute_type(hidden))
+                # Cast now: the logits may be needed after autocast has ended.
+                return defer(head, hidden.to(dtype), self.out_features, dtype)
             result: Tensor = cls.forward(self, hidden)
             return result
         weight = gather(self.weight)
         bias = None if self.bias is None else gather(self.bias)
         if labels is None:
-            return functional.linear(hidden, weight, bias)
+            bias = None if bias is None else bias.to(hidden.dtype)
+            return functional.linear(hidden, weight.to(hidden.dtype), bias)
         assert recipe is not None
         recipe = dataclasses.replace(recipe, differentiate=compiled)
         return sum_losses(hidden, weight, bias, labels, recipe)
@@ -122,8 +126,10 @@ def _build_head(
     return {"forward": forward}
 
 
-def _is_trained(head: nn.Linear, hidden: Tensor) -> bool:
-    return torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
+    is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+    # A user's hook must see the head called once, with real outputs.
+    return is_trained and dtype in DTYPES and not find_watched({"head": head})
 
 
 def _pays(head: nn.Linear, hidden: Tensor) -> bool:

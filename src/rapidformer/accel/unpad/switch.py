@@ -167,7 +167,11 @@ def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
     is_real = mask.bool()
     if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
         return None
-    if labels.shape == mask.shape and not _are_labels_real(labels, is_real, shifts_labels(model)):
+    is_causal = shifts_labels(model)
+    if labels.shape == mask.shape and not _are_labels_real(labels, is_real, is_causal):
+        return None
+    # A classifier reads its first token. It must be real, as it was when the two were compared.
+    if not is_causal and not bool(is_real[:, 0].all()):
         return None
     return Rows.read(is_real)
 
