@@ -27,12 +27,13 @@ from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.adapters import (
     Adapter,
     add_adapters,
     describe_adapter,
+    describe_untrainable,
     find_adapter,
     get_inner,
 )
@@ -183,6 +184,8 @@ class ComposedRun(Run):
                 "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
                 "or let compose() build the optimizer from the flags."
             )
+        if self.adapter is not None and not any(p.requires_grad for p in adapted.parameters()):
+            raise ModelError(describe_untrainable(self.adapter))
         if self.adapter is not None and self.is_own_loop and self.is_main:
             get_logger().info("adapter   %s", describe_adapter(self.adapter, adapted))
         return adapted

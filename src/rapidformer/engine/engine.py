@@ -218,11 +218,14 @@ class RapidformerEngine(PredictingRun):
 
         Of a model with adapters, these are saved, as a folder that ``peft`` loads. With ``merge``
         they are added to the weights under them and the whole model is saved; also by default if
-        those weights are in no file.
+        those weights are in no file. A model that has no ``config`` cannot be built a second time
+        to merge it: all of its weights are saved under the names that they have.
         """
         adapter = self.adapter
         if merge is None:
             merge = adapter is not None and adapter.base is None and not adapter.is_prompt
+            if merge and not hasattr(self.parallelized.model, "config"):
+                adapter, merge = None, False
         with in_phase("save"):
             self.parallelized.settle()
             deepspeed = self.parallelized.deepspeed

@@ -10,6 +10,7 @@ were, and every switch sees a model with frozen weights. Only methods that prepe
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,19 @@ def describe_adapter(adapter: Adapter, model: nn.Module) -> str:
     total = sum(size for size, _ in sizes)
     trained = sum(size for size, is_trained in sizes if is_trained)
     return f"{adapter.describe()}; {describe_trained(trained, total)}"
+
+
+def describe_untrainable(adapter: Adapter) -> str:
+    """What to do if every weight of the model is frozen, those of the adapter too."""
+    if adapter.is_prompt:
+        return (
+            f"peft cannot continue to train the learned tokens of {adapter.config.peft_type.value}:"
+            " start again from the base model."
+        )
+    return (
+        "the model's adapter is frozen, so there is nothing to train: load it with "
+        "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+    )
 
 
 def describe_trained(trained: int, total: int) -> str:
@@ -213,13 +227,14 @@ def _is_wrapped(model: Any) -> bool:
 
 
 def _find_active(model: Any, first: str) -> str:
-    layers = (module for module in model.modules() if hasattr(module, "active_adapters"))
-    return next((layer.active_adapters[0] for layer in layers if layer.active_adapters), first)
+    # A list in peft's layers; models of transformers have a method of that name.
+    found = (getattr(module, "active_adapters", None) for module in model.modules())
+    return next((names[0] for names in found if isinstance(names, list) and names), first)
 
 
 def _read_targets(given: list[str] | None) -> str | list[str] | None:
-    if given is None or len(given) > 1:
-        return given
+    if not given or len(given) > 1:
+        return given or None
     is_pattern = given[0] == ALL_LINEAR or not _PATTERN_CHARACTERS.isdisjoint(given[0])
     return given[0] if is_pattern else given
 
@@ -277,10 +292,10 @@ def _explain(model: nn.Module, config: Any) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (ValueError, TypeError, NotImplementedError, AttributeError) as reason:
-        text = " ".join(str(reason).split())
+    except (ValueError, TypeError, NotImplementedError, AttributeError, re.error) as reason:
+        text = " ".join(str(reason).split()).rstrip(".")
         raise ModelError(
-            f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text} "
+            f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text}. "
             f"Its linear layers are {_list_layers(model)}: choose with --lora-target-modules."
         ) from None
 

@@ -32,13 +32,20 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
             f"{adapter.config.peft_type.value} prepends learned tokens and cannot be merged into "
             "the model's weights: export the adapter (merge=False)."
         )
+    if not hasattr(model, "config"):
+        raise ModelError(
+            f"{type(model).__name__} has no config to build a second one from, so its adapters "
+            "cannot be merged: export them with merge=False."
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted: Any = get_peft_model(
             _build_base(model, adapter), copy.deepcopy(adapter.config), adapter.name
         )
     inner = adapted.get_base_model()
-    inner.load_state_dict(dict(weights), strict=False, assign=True)
+    # peft merges in place, and without sharding these are the trained model's own tensors.
+    own = {name: w.clone() if ".base_layer." in name else w for name, w in weights.items()}
+    inner.load_state_dict(own, strict=False, assign=True)
     inner.tie_weights()
     return merge(adapted)
 

@@ -1,0 +1,89 @@
+"""Adapters in Python, in one process: models that users bring, and what is saved of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rapidformer import RapidformerEngine
+from rapidformer.errors import ModelError
+
+IDS = torch.arange(8)[None]
+
+
+def build_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
+
+
+def compose(model: nn.Module, **settings: Any) -> tuple[RapidformerEngine, Any]:
+    engine = RapidformerEngine(args={"lr": 0.1, "log_level": "error", **settings})
+    return engine, engine.compose(model)[0]
+
+
+def train(engine: RapidformerEngine, model: Any) -> None:
+    for _ in range(2):
+        engine.backward(model(input_ids=IDS, labels=IDS).loss, weight=7)
+        engine.step()
+
+
+def test_a_merged_export_leaves_the_trained_model_unchanged(tmp_path: Path) -> None:
+    engine, model = compose(build_llama(), lora_rank=2)
+    train(engine, model)
+    before = model(input_ids=IDS).logits
+    engine.export(tmp_path / "merged")
+    assert torch.equal(model(input_ids=IDS).logits, before)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=IDS).logits, before, rtol=1e-5, atol=1e-6)
+
+
+def test_the_active_one_of_two_adapters_is_trained_and_saved(tmp_path: Path) -> None:
+    adapted = get_peft_model(build_llama(), LoraConfig(r=2))
+    adapted.add_adapter("second", LoraConfig(r=4))
+    adapted.set_adapter("second")
+    engine, model = compose(adapted)
+    train(engine, model)
+    engine.export(tmp_path / "adapter", merge=False)
+    assert PeftModel.from_pretrained(build_llama(), tmp_path / "adapter").peft_config[
+        "default"
+    ].r == 4  # fmt: skip
+
+
+def test_a_frozen_adapter_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
+    get_peft_model(build_llama(), LoraConfig(r=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is frozen.*is_trainable=True"):
+        compose(PeftModel.from_pretrained(build_llama(), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (["*q_proj"], r"nothing to repeat at position 0\. Its linear layers are"),
+        (["q_proj,v_proj"], "not found in the base model.*layers are embed_tokens, q_proj"),
+    ],
+)
+def test_targets_that_name_no_layer(targets: list[str], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        compose(build_llama(), lora_rank=2, lora_target_modules=targets)
+
+
+def test_an_empty_list_of_targets_means_the_usual_ones() -> None:
+    _, model = compose(build_llama(), lora_rank=2, lora_target_modules=[])
+    assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
+
+
+def test_a_model_without_a_config_is_saved_with_its_adapters(tmp_path: Path) -> None:
+    engine, model = compose(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), lora_rank=2)
+    engine.export(tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    with pytest.raises(ModelError, match="has no config"):
+        engine.export(tmp_path / "merged", merge=True)
