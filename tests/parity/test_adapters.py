@@ -10,26 +10,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 
 from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapter_folder import replace_adapter
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     PIPELINE,
+    SETTINGS,
     TENSOR,
     Case,
+    Settings,
     Training,
     check,
     make_adamw,
     run_one,
+    run_updates,
     under,
     zero,
 )
-from tests.parity.models import build_model
+from tests.parity.models import build_model, build_rows, collate
 from tests.parity.resuming import check_route
 from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
 from tests.parity.under_deepspeed import build_case
+from tests.processes import run_in_processes
 
 BOTH = ("gpt2-lora", "llama-lora")
 ADAPTERS = ("lora", "ia3", "prompt_encoder", "modules_to_save")
@@ -53,8 +61,7 @@ def test_adapters_of_replicas_and_of_sharded_models() -> None:
     check_adapters(
         2,
         [
-            *under({}, "gpt2-lora", "experts-lora", rows=16),
-            *under(zero(1), "gpt2-dora", rows=16),
+            *under(zero(1), "gpt2-lora", rows=16),
             *under(zero(2), "llama-lora", make_optimizer=make_adamw, rows=16),
             *under(zero(3, checkpoint_activations=True), *BOTH, "experts-lora", rows=16),
             *under(zero(3, cpu_offload=True), "gpt2-dora", rows=16),
@@ -108,6 +115,32 @@ def test_adapters_under_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     case = build_case("gpt2-lora", {"zero_optimization": {"stage": 2}}, tmp_path)
     check_adapters(2, [case], DEEPSPEED_LIMITS)
+
+
+def train_given(settings: Settings, folder: str) -> None:
+    """A model that is peft's already, in one or several processes, exported with merged weights."""
+    engine = RapidformerEngine(args={**SETTINGS, "optimizer": "sgd", "train_iters": 2, **settings})
+    given = get_peft_model(
+        build_model("gpt2"),
+        LoraConfig(target_modules=["c_attn"], init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
+    rows = build_rows("gpt2", 16)
+    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    model, *_ = engine.compose(given)
+    assert model is given
+    model.train()
+    run_updates(engine, model, loader)
+    engine.export(folder)
+    engine.close()
+
+
+def test_a_peft_model_is_trained_in_stages_and_merged(tmp_path: Path) -> None:
+    train_given({}, str(tmp_path / "one"))
+    run_in_processes(train_given, 2, {PIPELINE: 2}, str(tmp_path / "two"))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and not any("lora" in name for name in one)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 class Adapted:
