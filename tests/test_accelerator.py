@@ -489,13 +489,15 @@ def test_the_script_of_the_document_on_two_processes(
     make_pair_data(tmp_path / "mrpc", train=20, validation=6)
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE_YAML)
     script = tmp_path / "distribution2.py"
-    script.write_text(SCRIPT.read_text() + 'print(accelerator, "steps", len(train_dataloader))\n')
+    # One string, so that the lines of two ranks do not mix.
+    line = 'print(f"{accelerator} steps {len(train_dataloader)}\\n", end="")\n'
+    script.write_text(SCRIPT.read_text() + line)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAPIDFORMER_FLAGS", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     assert main(["launch", "--config", "accelerate.yaml", str(script)]) == 0
-    told = capfd.readouterr().out
-    assert "num_processes=2, process_index=0" in told and "steps 2" in told
+    printed = capfd.readouterr().out
+    assert "num_processes=2, process_index=0" in printed and "steps 2" in printed
 
 
 def test_an_accelerate_file_with_several_machines(tmp_path: Path) -> None:
