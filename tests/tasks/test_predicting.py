@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from PIL import Image
 
 import rapidformer
 from rapidformer.cli.inputs import name_input_files, read_input
@@ -27,6 +28,7 @@ from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, ModelError
 from rapidformer.tasks.predicting import iterate_predictions, predict_task
+from rapidformer.tasks.progress import show_progress
 from tests.processes import PATIENCE, run_in_processes
 
 from .test_chat import CHATML, build_tokenizer
@@ -129,6 +131,46 @@ def test_a_step_must_return_a_result_per_row() -> None:
     with pytest.raises(Exception, match=r"returned 1 results for a batch of 2 rows"):
         list(engine.predict(rows, lambda batch: [1]))
     engine.close()
+
+
+def test_windows_and_images_come_back_in_order(
+    bert_folder: Path, vit_folder: Path, tmp_path: Path
+) -> None:
+    """Groups of 16 rows, sorted by length, and one group of all in the order of the data."""
+    questions: list[Any] = [
+        {"question": "who lives ?", "context": "john lives in paris . " * (1 + n * 7 % 11)}
+        for n in range(18)
+    ]
+    images: list[Any] = []
+    for number in range(18):
+        images.append({"image": str(tmp_path / f"{number}.png")})
+        Image.new("RGB", (8, 8), (14 * number, 0, 0)).save(images[-1]["image"])
+    for task, folder, rows in (
+        ("question_answering", bert_folder, questions),
+        ("image_classification", vit_folder, images),
+    ):
+        settings = {
+            "task": task, "load": str(folder), "allow_untrained": True, "log_level": "error",
+            "seq_length": 32, "doc_stride": 8,
+        }  # fmt: skip
+        found = []
+        for size in (1, 64):
+            torch.manual_seed(0)  # a head that was never trained
+            found.append(predict({**settings, "eval_micro_batch_size": size}, rows))
+        for one, other, row in zip(*found, rows, strict=True):
+            assert row.items() <= one.items()
+            assert one.pop("score") == pytest.approx(other.pop("score"), abs=1e-4)
+            one.pop("scores", None), other.pop("scores", None)
+            assert one == other
+
+
+def test_a_progress_bar_leaves_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are written while it is shown, and stdout may be a file."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stdout = sys.stdout
+    with show_progress(2, "predicting", wanted=True) as advance:
+        advance(1)
+        assert sys.stdout is stdout
 
 
 # ---- how texts are generated ---------------------------------------------------------------------

@@ -71,7 +71,8 @@ def launch(
             raise
         except SignalException as caught:
             message, code = f"stopped by signal {caught.sigval.name}.", 128 + caught.sigval
-            if plan.nodes == 1 and caught.sigval in (signal.SIGINT, signal.SIGTERM):
+            is_training = argv[:1] not in (["predict"], ["evaluate"])
+            if is_training and plan.nodes == 1 and caught.sigval in (signal.SIGINT, signal.SIGTERM):
                 message += (
                     " All processes were ended; what came after the last checkpoint is lost. "
                     "--load RUN goes on from it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -47,6 +48,8 @@ def iterate_predictions(
     ends = list(accumulate(cut_into_groups(len(rows) - start, size), initial=start))
     counts = task.count_features(prepared) or [1] * len(rows)
     wanted = args.progress if engine.is_main and not args.stream else False
+    if wanted is None and args.output is None and sys.stdout.isatty():
+        wanted = False  # the terminal shows the answers
     with show_progress(len(features), "predicting", wanted=wanted) as advance:
         advance(sum(counts[:start]))
         groups = engine.predict_in_groups(

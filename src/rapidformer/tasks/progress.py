@@ -22,7 +22,9 @@ def show_progress(total: int, what: str, *, wanted: bool | None) -> Iterator[Cal
         TextColumn(what), BarColumn(), MofNCompleteColumn(), Elapsed(), Remaining(),
         TextColumn("left"),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # Not redirected: what is written to stdout meanwhile must go there, to a file perhaps.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, redirect_stdout=False) as progress:
         task = progress.add_task(what, total=total)
         done = 0
 
