@@ -98,12 +98,13 @@ def _list_blocks(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, boo
 
 
 def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
-    return model(**batch)
+    # Not model(...): a user's hooks must not see a batch that is not theirs.
+    return model.forward(**batch)
 
 
 def _call_unpadded(model: nn.Module, batch: dict[str, Any]) -> Any:
     with use_rows(Rows.read(batch["attention_mask"].bool())):
-        return model(**batch)
+        return _call(model, batch)
 
 
 # ---- blocks --------------------------------------------------------------------------------------
