@@ -112,12 +112,19 @@ if rank == "1":
             "ValueError: a defect",
         ),
         (
+            "import threading, time\nif rank == '1':\n"
+            "    threading.Thread(target=time.sleep, args=(9999,)).start()\n"
+            "    raise ValueError('a defect')\n" + WAIT,
+            1,
+            "ValueError: a defect",
+        ),
+        (
             "if rank == '1': os.kill(os.getpid(), 9)\n" + WAIT,
             137,
             "rank 1 was ended by signal SIGKILL",
         ),
     ],
-    ids=["exit status", "traceback", "killed"],
+    ids=["exit status", "traceback", "a thread that still runs", "killed"],
 )
 def test_exit_status_is_that_of_the_process_that_failed(
     code: str, status: int, text: str, run: Run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +89,22 @@ def test_report_names_rank_node_step_and_phase() -> None:
     )
     assert "rank 1 has ended: step 2, phase data" in ended
     assert "nobody is behind" in describe_stall([make(0)], [make(0)], {}, 1)
+
+
+def test_a_suspended_rank_is_named_with_the_way_to_wake_it(beating: Path) -> None:
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        awake = read_beat(beating, 0, 0, sleeper.pid)
+        assert awake is not None and awake.suspended_pid is None
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+        found = read_beat(beating, 0, 0, sleeper.pid)
+        assert found is not None and found.suspended_pid == sleeper.pid
+        text = describe_stall([found, make(1, count=99)], [found], {}, nodes=1)
+        assert f"rank 0 is suspended (`kill -CONT {sleeper.pid}` wakes it)" in text
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_stall_is_said_once_though_others_give_up(

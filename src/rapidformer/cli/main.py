@@ -11,9 +11,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.commands import COMMANDS, OWN_FLAGS
+from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if reason := describe_exhaustion(error):
+            _show(RapidformerError(reason))
+            return 1
         # A bug, ours or the script's. Under our launcher, only the process that failed first is
         # shown: the others fail because of it.
         from rapidformer.launch.failures import report_failure
@@ -190,5 +194,27 @@ def _show(error: RapidformerError) -> None:
         sys.stderr.write(f"error: {error}\n")
 
 
+def _run_and_leave() -> None:
+    """Run the command in a process of its own, and end that process.
+
+    Python waits for threads that are not daemons. After a failure, the other ranks would wait for
+    this one, and the launcher for its end.
+    """
+    try:
+        status: Any = main()
+    except SystemExit as stop:
+        status = stop.code
+    from rapidformer.launch.environment import is_launched
+
+    if status and is_launched():
+        if not isinstance(status, int):
+            sys.stderr.write(f"{status}\n")
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_and_leave()

@@ -33,6 +33,7 @@ from rapidformer.checkpoint.store import (
     bypass_clock,
     move_schedule,
 )
+from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
@@ -88,7 +89,7 @@ class RapidformerEngine(PredictingRun):
             raise RapidformerError(
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
-        with in_phase("save"):
+        with in_phase("save"), writing(Path(target)):
             self.hold_folder(Path(target))
             self.abandon_later(Path(target))
             self.parallelized.settle()
@@ -226,7 +227,7 @@ class RapidformerEngine(PredictingRun):
             merge = adapter is not None and adapter.base is None and not adapter.is_prompt
             if merge and not hasattr(self.parallelized.model, "config"):
                 adapter, merge = None, False
-        with in_phase("save"):
+        with in_phase("save"), writing(Path(folder)):
             self.parallelized.settle()
             deepspeed = self.parallelized.deepspeed
             weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None

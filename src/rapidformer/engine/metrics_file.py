@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
+from rapidformer.checkpoint.writing import writing
 from rapidformer.log import warn_once
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,7 @@ class MetricsFile:
             self.path.unlink(missing_ok=True)
 
     def write(self, line: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             # JSON has neither NaN nor Infinity: write null.
             numbers = {k: None if _is_not_finite(v) else v for k, v in line.items()}
             file.write(json.dumps(numbers, allow_nan=False) + "\n")

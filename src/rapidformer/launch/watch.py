@@ -37,6 +37,8 @@ class Beat:
     age: float
     """Seconds since it got there."""
     has_ended: bool = False
+    suspended_pid: int | None = None
+    """The process that somebody has suspended (SIGSTOP, Ctrl-Z)."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -199,10 +201,19 @@ def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
                     phase=phase,
                     age=max(time.monotonic() - float(since), 0.0),
                     has_ended=not Path(f"/proc/{pid}").exists(),
+                    suspended_pid=pid if _is_suspended(pid) else None,
                 )
         except (OSError, ValueError):
             pass
     return None
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (OSError, ValueError, IndexError):
+        return False
+    return state in "Tt"
 
 
 def is_stalled(beats: Iterable[Beat], seconds: float) -> bool:
@@ -237,6 +248,8 @@ def describe_stall(
         for beat in missing:
             where = f" (node {beat.node})" if nodes > 1 else ""
             what = "has ended" if beat.has_ended else "is missing"
+            if beat.suspended_pid is not None:
+                what = f"is suspended (`kill -CONT {beat.suspended_pid}` wakes it)"
             lines.append(
                 f"  rank {beat.rank}{where} {what}: {beat.describe()}, for {beat.age:.0f} s"
             )

@@ -1,0 +1,128 @@
+"""A full or vanished disk and exhausted memory: one sentence each, and nothing saved is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from rapidformer.checkpoint import store
+from rapidformer.checkpoint.store import find_checkpoints
+from rapidformer.cli.exhaustion import describe_exhaustion
+from rapidformer.errors import CheckpointError
+from tests.training.test_templates import LineFinetuner, make_engine
+
+
+def train(folder: Path, **settings: Any) -> None:
+    values = {"epochs": 1, "save": str(folder), "save_interval": 4, **settings}
+    LineFinetuner(make_engine(**values)).train()
+
+
+def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let the checkpoint of this step meet an error of the file system."""
+    before = store.publish
+
+    def publish(target: Path) -> None:
+        if target.name == f"iter_{step:07d}":
+            raise error
+        before(target)
+
+    monkeypatch.setattr(store, "publish", publish)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),
+        (
+            SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+            r"No space left \(os error 28\)",
+        ),
+    ],
+    ids=["space", "read-only", "quota", "safetensors"],
+)
+def test_a_disk_that_cannot_be_written_to(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(8, monkeypatch, error)
+    with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be written: {reason}. What was"):
+        train(tmp_path)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["iter_0000004"]
+    monkeypatch.undo()
+    train(tmp_path, load=str(tmp_path))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".staging")]
+
+
+def test_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(4, monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0))
+    with pytest.raises(CheckpointError, match="the disk has room, but no inodes"):
+        train(tmp_path)
+
+
+def test_a_folder_that_vanishes_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = store.get_random_states
+
+    def vanish(device: Any) -> Any:
+        shutil.rmtree(tmp_path / "run")
+        return before(device)
+
+    monkeypatch.setattr(store, "get_random_states", vanish)
+    with pytest.raises(CheckpointError, match="the folder has vanished"):
+        train(tmp_path / "run")
+
+
+@pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run"])
+def test_a_folder_that_cannot_exist(folder: str) -> None:
+    with pytest.raises(CheckpointError, match=f"the run's folder {folder} cannot be written to: "):
+        train(Path(folder))
+
+
+def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
+    from rapidformer.engine.metrics_file import MetricsFile
+
+    file = MetricsFile(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl cannot be written: No such file"):
+        file.write({"step": 1})
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "host memory ran out. To fit, use a smaller --micro-batch-size"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."),
+         "host memory ran out: DefaultCPUAllocator"),
+        (OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB."), "GPU memory ran out: CUDA"),
+        (OSError(errno.ENOSPC, "No space left on device", "a.txt"),
+         "No space left on device (a.txt): free some space"),
+        (ValueError("a bug"), None),
+        (FileNotFoundError(errno.ENOENT, "No such file"), None),
+    ],
+)  # fmt: skip
+def test_what_ran_out_is_said_in_one_sentence(error: Exception, sentence: str | None) -> None:
+    found = describe_exhaustion(error)
+    assert (found is None) == (sentence is None)
+    assert found is None or (found.startswith(str(sentence)) and "\n" not in found)
+
+
+def test_a_script_that_runs_out_of_memory_shows_no_traceback(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("raise MemoryError")
+    done = command("--user-script", tmp_path / "large.py")
+    assert done.returncode == 1
+    assert done.stderr.count("error: host memory ran out") == 1
+    assert "Traceback" not in done.stderr
