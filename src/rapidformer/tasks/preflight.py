@@ -141,7 +141,9 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
         yield f"--chat needs --task causal_lm, not {task.name}: only its models answer in turns."
     if args.stream and "generated" not in task.answer_keys:
         yield f"--stream needs a task that generates text; {task.name} does not."
-    given = [f for f, is_given in (("--input", texts), ("--data-path", args.data_path)) if is_given]
+    # A run's own --config file may name its training data.
+    has_data = args.data_path is not None and args.sources.get("data_path") == "command line"
+    given = [flag for flag, is_given in (("--input", texts), ("--data-path", has_data)) if is_given]
     if args.chat and given:
         yield f"--chat takes what you type: leave out {' and '.join(given)}."
     elif len(given) > 1:
