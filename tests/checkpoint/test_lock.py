@@ -123,6 +123,16 @@ def test_a_restart_by_the_launcher_need_not_wait(
     FolderLock(tmp_path).acquire()
 
 
+def test_torchruns_name_for_any_run_does_not_mean_the_same_run(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        FolderLock(tmp_path).acquire()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
 def test_a_lock_that_cannot_be_read_is_stale(content: str, tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text(content)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer import RapidformerEngine
-from rapidformer.errors import ModelError
+from rapidformer.errors import CheckpointError, ModelError
 
 IDS = torch.arange(8)[None]
 
@@ -86,4 +86,26 @@ def test_a_model_without_a_config_is_saved_with_its_adapters(tmp_path: Path) -> 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert saved.keys() == model.state_dict().keys()
     with pytest.raises(ModelError, match="has no config"):
+        engine.export(tmp_path / "merged", merge=True)
+
+
+def test_resuming_without_the_adapter_says_which_flag_is_missing(tmp_path: Path) -> None:
+    build_llama().save_pretrained(tmp_path / "base")
+    engine, model = compose(LlamaForCausalLM.from_pretrained(tmp_path / "base"), lora_rank=2)
+    train(engine, model)
+    engine.save_checkpoint(tmp_path / "run")
+    engine.release_folder()
+    other, _ = compose(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    with pytest.raises(CheckpointError, match=r"holds the adapter of a model.*--lora-rank"):
+        other.load_checkpoint(tmp_path / "run")
+
+
+def test_weights_that_the_base_model_lacks_are_never_merged_at_random(tmp_path: Path) -> None:
+    build_llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(18)
+    engine, _ = compose(base, lora_rank=2)
+    with pytest.raises(
+        ModelError, match=r"base lacks .*model\.embed_tokens\.weight.*modules_to_save"
+    ):
         engine.export(tmp_path / "merged", merge=True)

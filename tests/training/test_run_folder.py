@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.store import TRACKER
 from rapidformer.engine.metrics_file import METRICS_FILE, MetricsFile
 from rapidformer.errors import CheckpointError
@@ -150,6 +152,18 @@ def test_a_run_killed_after_its_first_checkpoint_has_replaced_the_other(used: Pa
     (used / "iter_0000001").mkdir()
     recover(used)
     assert get_content(used) == {"notes.txt", RUN_FILE, "iter_0000001"}
+
+
+def test_a_run_that_lost_its_folder_restores_nothing(used: Path) -> None:
+    """Another run has taken it over, and what is there is that one's."""
+    engine = RapidformerEngine(args={"save": str(used), "log_level": "error"})
+    with pytest.raises(CheckpointError, match="taken over"), Finetuner(engine).holding_folder():
+        begin(used)
+        other = FolderLock(used)
+        other.acquire()
+        engine.hold_folder(used)
+    assert (used / ".replaced" / "best").is_dir() and not (used / "best").exists()
+    other.release()
 
 
 # ---- metrics.jsonl -----------------------------------------------------------------------------

@@ -198,9 +198,11 @@ def test_resume_auto_needs_a_folder_to_resume(words: list[str], problem: str) ->
 
 
 def test_left_over_staging_folders_are_removed_at_the_next_start(tmp_path: Path) -> None:
-    for name in (".staging-iter_0000004", ".staging-best", ".old-last"):
+    staging, old = ".rapidformer-staging-", ".rapidformer-old-"
+    for name in (staging + "iter_0000004", staging + "best", old + "last", ".old-notes"):
         (tmp_path / name).mkdir()
-    (tmp_path / ".staging-metrics.jsonl").write_text("half")
-    shutil.copytree(tmp_path / ".staging-best", tmp_path / ".old-best")
+    (tmp_path / f"{staging}metrics.jsonl").write_text("half")
+    shutil.copytree(tmp_path / f"{staging}best", tmp_path / f"{old}best")
     train(tmp_path)
-    assert [name for name in get_names(tmp_path) if name.startswith((".staging", ".old"))] == []
+    assert [name for name in get_names(tmp_path) if name.startswith((staging, old))] == []
+    assert (tmp_path / ".old-notes").is_dir(), "the user's own"

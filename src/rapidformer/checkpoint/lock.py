@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rapidformer.checkpoint.publish import read_json
+from rapidformer.checkpoint.restart import get_launch_name, is_restart
 from rapidformer.errors import CheckpointError
 
 LOCK_FILE = ".lock"
@@ -47,7 +48,7 @@ class _Holder:
             place=_find_place(),
             pid=pid,
             started=_find_start(pid) or "",
-            launch=os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            launch=get_launch_name() or "",
         )
 
 
@@ -128,7 +129,7 @@ class FolderLock:
             time.sleep(_LOOK_SECONDS)
 
     def _is_mine_or_dead(self, holder: _Holder) -> bool:
-        if holder.launch and holder.launch == self._me.launch and _is_restart():
+        if holder.launch and holder.launch == self._me.launch and is_restart():
             return True  # the launcher starts another attempt only after the last one has ended
         if holder.place != self._me.place:
             return False
@@ -162,10 +163,6 @@ class FolderLock:
 
 def _name(holder: _Holder) -> str:
     return f"process {holder.pid} on {holder.host}"
-
-
-def _is_restart() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def _find_place() -> str:

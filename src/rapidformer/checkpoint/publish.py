@@ -18,8 +18,9 @@ from typing import Any
 from rapidformer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-_STAGING_PREFIX = ".staging-"
-_RETIRED_PREFIX = ".old-"
+# Whatever has these names at the start of a run is deleted, so nobody else may use them.
+_STAGING_PREFIX = ".rapidformer-staging-"
+_RETIRED_PREFIX = ".rapidformer-old-"
 
 
 def start_staging(target: Path) -> Path:

@@ -22,7 +22,7 @@ _RESUME_SOURCE = "derived: --resume auto"
 
 def claim_folder(folder: Path) -> None:
     """Leave the name of this launch in the folder; without a launcher there is none."""
-    name = _get_launch_name()
+    name = get_launch_name()
     if name is not None and _read_owner(folder) != name:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / OWNER_FILE, name)
@@ -35,9 +35,9 @@ def continue_after_restart(args: Settings) -> Settings:
     folder = Path(args.save)
     if args.resume == "auto":
         return _continue(args, folder, _RESUME_SOURCE)
-    if not _is_restart():
+    if not is_restart():
         return args
-    name = _get_launch_name()
+    name = get_launch_name()
     if name is None or _read_owner(folder) != name:
         return args
     return _continue(args, folder, _SOURCE)
@@ -51,17 +51,19 @@ def _continue(args: Settings, folder: Path, source: str) -> Settings:
 
 def find_claimed_folder(root: Path) -> Path | None:
     """The folder under ``root`` that an earlier attempt of this launch claimed."""
-    name = _get_launch_name()
-    if name is None or not _is_restart() or not root.is_dir():
+    name = get_launch_name()
+    if name is None or not is_restart() or not root.is_dir():
         return None
     return next((folder for folder in root.iterdir() if _read_owner(folder) == name), None)
 
 
-def _is_restart() -> bool:
+def is_restart() -> bool:
+    """Whether the launcher has started this run before."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
-def _get_launch_name() -> str | None:
+def get_launch_name() -> str | None:
+    """The launcher's name for this run and its restarts; None if it has none of its own."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return name if name not in ("", "none") else None  # "none" is torchrun's for any run
 

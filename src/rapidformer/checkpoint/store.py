@@ -196,7 +196,7 @@ class CheckpointStore:
                     "%s was saved without optimizer state: the optimizer starts from scratch.",
                     folder,
                 )
-        _check_base(state, run.get("base"))
+        _check_base(folder, state, run.get("base"))
         _load_tensors(folder, state, with_optimizer=with_optimizer)
         with blaming(folder):
             if with_position:
@@ -320,7 +320,12 @@ def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> C
     return {} if state.gathered else compute_checksums(state.model, frozen, state.topology)
 
 
-def _check_base(state: TrainingState, saved: dict[str, Any] | None) -> None:
+def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None) -> None:
+    if saved is not None and not list_frozen(state.model):
+        raise CheckpointError(
+            f"{folder} holds the adapter of a model that is not in it: give the --lora-rank or "
+            "--peft-config of the first run, and the same model."
+        )
     if saved is None or not saved["checksums"] or state.gathered is not None:
         return
     found = compute_checksums(state.model, list_frozen(state.model), state.topology)

@@ -13,6 +13,11 @@ from rapidformer.log import configure_logging
 def run(argv: list[str]) -> None:
     """Write the model of ``--load`` to ``--save``."""
     args = choose_run_model(parse_arguments(argv), "export")
+    if args.load is None and args.is_given("load"):
+        raise ConfigurationError(
+            f"--load {args.pretrained_model_name_or_path}: no such folder. export takes a run, an "
+            "adapter or a model on this machine."
+        )
     missing = [flag for flag in ("load", "save") if getattr(args, flag) is None]
     if missing:
         raise ConfigurationError(

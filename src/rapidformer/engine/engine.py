@@ -126,6 +126,11 @@ class RapidformerEngine(PredictingRun):
             self.release_folder()
             raise CheckpointError(problem)
 
+    @property
+    def holds_folder(self) -> bool:
+        """Whether the folder that was held still belongs to this run."""
+        return self._held is not None
+
     def release_folder(self) -> None:
         """Let other runs write to the folder that this one held."""
         if self._held is not None and self._held[1] is not None:

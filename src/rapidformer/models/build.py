@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn_once
 from rapidformer.models.adapter_folder import (
     find_files,
     is_adapter_folder,
@@ -19,7 +19,12 @@ from rapidformer.models.adapter_folder import (
     load_adapter,
     read_base,
 )
-from rapidformer.models.adapters import add_adapters, forget_base, hide_learned_tokens
+from rapidformer.models.adapters import (
+    add_adapters,
+    find_adapter,
+    forget_base,
+    hide_learned_tokens,
+)
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import (
     check_folder,
@@ -92,6 +97,7 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     if base != location:
         model = load_adapter(model, location)
         report = _drop_known(report, list_weights(location))
+        _warn_of_ignored_flags(model, args, location)
     if must_be_trained:
         _refuse_fresh_weights(report, location)
     _tell_fresh_weights(report, location)
@@ -196,6 +202,16 @@ def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for {names}. Train it "
             "first and name that run, or pass --allow-untrained to go on with random ones."
+        )
+
+
+def _warn_of_ignored_flags(model: nn.Module, args: Any, location: str) -> None:
+    adapter = find_adapter(model)
+    if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
+        warn_once(
+            f"{location} has an adapter already ({adapter.describe()}): --lora-rank and "
+            "--peft-config have no effect. For a new one, start from its base model or merge it "
+            "first (rapidformer export)."
         )
 
 

@@ -37,28 +37,46 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
             f"{type(model).__name__} has no config to build a second one from, so its adapters "
             "cannot be merged: export them with merge=False."
         )
+    base, fresh = _build_base(model, adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted: Any = get_peft_model(
-            _build_base(model, adapter), copy.deepcopy(adapter.config), adapter.name
-        )
+        adapted: Any = get_peft_model(base, copy.deepcopy(adapter.config), adapter.name)
     inner = adapted.get_base_model()
     # peft merges in place, and without sharding these are the trained model's own tensors.
     own = {name: w.clone() if ".base_layer." in name else w for name, w in weights.items()}
-    inner.load_state_dict(own, strict=False, assign=True)
+    result = inner.load_state_dict(own, strict=False, assign=True)
+    _refuse_random(adapter, fresh & {n.replace(".base_layer.", ".") for n in result.missing_keys})
     inner.tie_weights()
     return merge(adapted)
 
 
-def _build_base(model: Any, adapter: Adapter) -> nn.Module:
-    """The frozen model in full precision: a run may have rounded its own copy."""
+def _build_base(model: Any, adapter: Adapter) -> tuple[nn.Module, set[str]]:
+    """The frozen model in full precision (a run may have rounded its own copy).
+
+    Also returns the names of weights that its files do not have in this shape.
+    """
     cls, config = get_own_class(model), copy.deepcopy(model.config)
     if adapter.base is None:
         with torch.device("meta"):
-            return cls(config)  # type: ignore[no-any-return]
+            return cls(config), set()
     with quiet_transformers(adapter.base):
-        return cls.from_pretrained(  # type: ignore[no-any-return]
-            adapter.base, config=config, dtype=torch.float32, ignore_mismatched_sizes=True
+        base, report = cls.from_pretrained(
+            adapter.base,
+            config=config,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return base, {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
+
+
+def _refuse_random(adapter: Adapter, names: set[str]) -> None:
+    if names:
+        raise ModelError(
+            f"the base model {adapter.base} lacks {', '.join(sorted(names))} in the shape that "
+            "this model has (was its vocabulary resized?), so the adapter cannot be merged: train "
+            "and save these layers with it (modules_to_save), or save the changed model first and "
+            "train on that."
         )
 
 

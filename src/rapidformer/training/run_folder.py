@@ -63,8 +63,8 @@ def check_run_folder(
         return
     if is_same and _list_run(folder):
         raise CheckpointError(
-            f"--load {source} lies in --save {folder}, which the new run would overwrite: choose "
-            "another folder."
+            f"{source} lies in --save {folder}, which the new run would overwrite: choose another "
+            "folder."
         )
     if _list_run(folder) and not overwrite:
         has_model = bool(find_checkpoints(folder)) or (folder / LAST).is_dir()

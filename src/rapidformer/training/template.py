@@ -135,7 +135,8 @@ class Template(ABC):
             if self.engine.is_main:
                 drop_replaced(folder)
         except BaseException:
-            if self.engine.is_main:
+            # Another run may have taken the folder over: then nothing in it is ours to restore.
+            if self.engine.is_main and self.engine.holds_folder:
                 restore_replaced(folder)
             raise
         finally:
