@@ -123,6 +123,18 @@ def test_shared_parameter_of_a_users_model_is_found() -> None:
     assert find_plan(model).tied == (("embedding.weight", "head.weight"),)
 
 
+def test_subclasses_and_adapters_shift_labels_as_their_model_does() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = make("llama")
+    model.__class__ = type("Mine", (type(model),), {})
+    assert shifts_labels(model)
+    for family, is_shifted in (("llama", True), ("bert", False)):
+        # No task type: peft's class says nothing about the model.
+        adapted = get_peft_model(make(family), LoraConfig(target_modules="all-linear"))
+        assert shifts_labels(adapted) is is_shifted
+
+
 @pytest.mark.parametrize(
     ("family", "is_shifted"),
     [("gpt2", True), ("llama", True), ("bert", False), ("t5", False), ("custom", False)],

@@ -221,4 +221,8 @@ def shifts_labels(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
-    return any(mark in type(model).__name__ for mark in ("CausalLM", "LMHeadModel"))
+    if hasattr(model, "get_base_model"):  # an adapter's class need not say what it adapts
+        model = model.get_base_model()
+    # A subclass may have any name.
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return any(mark in name for name in names for mark in ("CausalLM", "LMHeadModel"))
