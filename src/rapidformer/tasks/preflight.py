@@ -61,10 +61,13 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 "model."
             )
         elif args.task is None:
-            yield (
-                f"{command} needs --task, since --load does not name a run with a task; "
-                "`rapidformer tasks` lists them."
+            name = args.load or args.pretrained_model_name_or_path
+            reason = (
+                "--load does not name a run with a task"
+                if name is None or Path(name).expanduser().exists()
+                else f"{name} is not a folder here. Check its name, or give the task of a Hub model"
             )
+            yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
 
 
 def _check_save(args: Settings) -> Iterator[str]:
