@@ -287,6 +287,26 @@ def test_a_second_backward_and_a_gradient_of_a_gradient() -> None:
         torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("weight_type", [torch.float32, torch.float16])
+def test_fp16_sums_do_not_overflow(
+    weight_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One word in every row and one large feature: 2,048 * 60 is more than fp16 holds."""
+    monkeypatch.setattr(chunked, "_choose_chunk", lambda rows, width, device: 1024)
+    hidden = torch.ones(2048, 4, dtype=torch.float16)
+    hidden[:, 3] = 60
+    weight = torch.full((8, 4), -0.5, dtype=weight_type)
+    weight[1:] = 0
+    weight.requires_grad_()
+    labels = torch.zeros(2048, dtype=torch.long)
+    loss = sum_losses(hidden, weight, None, labels, Recipe()) / 2048
+    (found,) = torch.autograd.grad(loss, weight)
+    logits = functional.linear(hidden.float(), weight.float())
+    (expected,) = torch.autograd.grad(functional.cross_entropy(logits, labels), weight)
+    assert found.dtype == weight_type
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
 def test_only_ignored_labels_give_what_torch_gives() -> None:
     labels = torch.full((21,), -100)
     ours = make_leaves()

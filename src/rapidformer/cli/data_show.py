@@ -130,8 +130,8 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
         console.print(title, style="bold cyan")
         for row in rows:
             _print_row(row, options, console)
-    if has_trained:
-        has_colours = console.color_system is not None
+    has_colours = console.color_system is not None
+    if has_trained and (has_colours or not options.table):  # a table without colours has words
         mark = "trained on" if has_colours else f"{_OPEN}...{_CLOSE} trained on"
         legend = Text(mark, style=_TRAINED if has_colours else "")
         console.print(Text.assemble(legend, " (all else is only read)"))

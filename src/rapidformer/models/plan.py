@@ -221,8 +221,9 @@ def shifts_labels(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
-    if hasattr(model, "get_base_model"):  # an adapter's class need not say what it adapts
-        model = model.get_base_model()
+    # An adapter's class need not say what it adapts.
+    get_base: Any = getattr(model, "get_base_model", None)
+    model = model if get_base is None else get_base()
     # A subclass may have any name.
     names = [cls.__name__ for cls in type(model).__mro__]
     return any(mark in name for name in names for mark in ("CausalLM", "LMHeadModel"))

@@ -23,6 +23,9 @@ Step = Callable[[Tensor], Tensor]
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """Of a chunk's logits in fp32: large enough for full matrix products, small beside the model."""
 
+_HEADROOM = 2.0**8
+"""By which fp16 rows are divided before they are summed: no bits of a value around 1 are lost."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -111,8 +114,10 @@ def _compute(
     table = weight.to(dtype)
     offset = None if bias is None else bias.to(dtype)
     of_hidden = torch.empty_like(hidden) if needs[0] else None
-    of_weight = torch.zeros_like(weight) if needs[1] else None
-    of_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+    # Sums over all rows, which fp16 may not hold; autograd casts them once they are scaled.
+    wide = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     size = _choose_chunk(len(hidden), len(weight), hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -145,7 +150,10 @@ def _choose_chunk(rows: int, width: int, device: torch.device) -> int:
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
     """Add ``gradient.T @ rows``; sums of 16-bit products are kept in the weight's own type."""
-    if total.dtype == gradient.dtype:
+    if gradient.dtype == torch.float16:
+        # A chunk's sum may overflow. A smaller loss scale could not prevent it: it comes later.
+        total.add_(gradient.T @ (rows / _HEADROOM), alpha=_HEADROOM)
+    elif total.dtype == gradient.dtype:
         total.addmm_(gradient.T, rows)
     else:
         total += gradient.T @ rows
