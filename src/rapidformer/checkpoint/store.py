@@ -278,6 +278,11 @@ def _choose_whole(source: Path) -> Path:
                 continue
             chosen = folder
             break
+        if chosen is None and older:
+            problem = (
+                f"none of the checkpoints in {source} is complete; the oldest: {problem} Start "
+                "again in another --save folder, or replace this run with --overwrite."
+            )
     chosen, problem = broadcast_object((chosen, problem))
     if chosen is None:
         raise CheckpointError(problem)

@@ -18,7 +18,8 @@ def describe_results(
         yield "saved     nothing (--save none)"
         return
     if args.save_strategy == "no":
-        yield f"saved     only metrics, in {args.save} (--save-strategy no)"
+        kept = "only metrics" if best is None else f"only metrics and the {BEST} model"
+        yield f"saved     {kept}, in {args.save} (--save-strategy no)"
         return
     folder = Path(args.save)
     if best is not None:
