@@ -81,9 +81,10 @@ def test_a_table_has_the_id_of_every_token(command: Any, chat_words: list[Any]) 
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert shown[1].split() == ["0", str(start), "'<|im_start|>'"]
     assert shown[3].endswith(" more tokens")
-    tail = command(*chat_words, "--table").stdout.splitlines()[-3]
+    lines = command(*chat_words, "--table").stdout.splitlines()
+    assert "⟦" not in lines[-1], "a table has no brackets to explain"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert tail.split()[1:] == [str(end), "'<|im_end|>'", "trained"]
+    assert lines[-2].split()[1:] == [str(end), "'<|im_end|>'", "trained"]
 
 
 def test_packed_examples_are_kept_apart(command: Any, chat_words: list[Any]) -> None:
