@@ -48,7 +48,9 @@ def test_without_16_bit_hardware_the_run_stays_in_fp32_and_says_so(
 ) -> None:
     use(monkeypatch, NEOVERSE_N1)
     said: list[str] = []
-    monkeypatch.setattr("rapidformer.accel.precision.warn_once", said.append)
+    monkeypatch.setattr(
+        "rapidformer.accel.precision.warn_once", lambda message, **_: said.append(message)
+    )
     engine = RapidformerEngine(args={"mixed_precision": asked})
     assert engine.precision.dtype is None and engine.scaler is None
     assert engine.precision.reason == f"fp32 (this processor has no {missing})"

@@ -100,12 +100,18 @@ def test_resuming_without_the_adapter_says_which_flag_is_missing(tmp_path: Path)
         other.load_checkpoint(tmp_path / "run")
 
 
-def test_weights_that_the_base_model_lacks_are_never_merged_at_random(tmp_path: Path) -> None:
+def test_a_resized_vocabulary_is_saved_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base model's files do not have the rows of the new words."""
     build_llama().save_pretrained(tmp_path / "base")
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(18)
-    engine, _ = compose(base, lora_rank=2)
-    with pytest.raises(
-        ModelError, match=r"base lacks .*model\.embed_tokens\.weight.*modules_to_save"
-    ):
-        engine.export(tmp_path / "merged", merge=True)
+    engine, model = compose(base, lora_rank=2, log_level="warning")
+    assert "has 18 words, its files in" in capsys.readouterr().err
+    train(engine, model)
+    engine.export(tmp_path / "out")
+    model.eval()
+    ids = torch.tensor([[1, 17, 3]])
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(again(ids).logits, model(input_ids=ids).logits)

@@ -35,6 +35,7 @@ from rapidformer.models.adapters import (
     describe_adapter,
     describe_untrainable,
     find_adapter,
+    forget_resized_base,
     get_inner,
 )
 from rapidformer.models.deferred import build_for_split
@@ -176,6 +177,9 @@ class ComposedRun(Run):
         inner = get_inner(model)
         had_adapter = find_adapter(inner) is not None
         adapted = add_adapters(inner, self.args)
+        resized = forget_resized_base(adapted)
+        if resized is not None and self.is_main:
+            get_logger().warning(resized)
         self.adapter = find_adapter(adapted)
         if self.adapter is not None and not had_adapter and has_optimizer:
             raise RapidformerError(

@@ -218,6 +218,27 @@ def forget_base(model: nn.Module) -> None:
         adapter.config.base_model_name_or_path = None
 
 
+def forget_resized_base(model: Any) -> str | None:
+    """Note it, too, if the model has other words than its files; returns what to say about it.
+
+    An adapter without the rows of the new words could not be loaded again.
+    """
+    adapter = find_adapter(model)
+    if adapter is None or adapter.base is None or not Path(adapter.base).is_dir():
+        return None
+    from transformers import PreTrainedConfig
+
+    before = PreTrainedConfig.get_config_dict(adapter.base)[0].get("vocab_size")
+    now = getattr(model.config, "vocab_size", None)
+    if before is None or now is None or before == now:
+        return None
+    forget_base(model)
+    return (
+        f"the model has {now} words, its files in {adapter.base} have {before}: checkpoints hold "
+        "all weights, not only the adapter's, and best/ and last/ are merged models."
+    )
+
+
 def _is_wrapped(model: Any) -> bool:
     # By name: a run without adapters must not import peft.
     return any(

@@ -19,6 +19,7 @@ from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.whole import join_whole
 from rapidformer.optim.observer import RunObserver
+from rapidformer.overlay import list_layers
 from rapidformer.verification.steps import StepRecorder, collect_group_setting, peek_at_draws
 from rapidformer.verification.trace import AXES, Tensors, Trace
 
@@ -55,7 +56,9 @@ class Recorder(RunObserver):
         self.trace.draws = [peek_at_draws(engine.device)]
         self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
         if not engine.args.compile:  # otherwise the hook would be compiled into the block
-            names = engine.parallelized.plan.blocks
+            # Without padding, a block's output has another size than the one it is compared with.
+            is_unpadded = "unpad" in list_layers(model)
+            names = () if is_unpadded else engine.parallelized.plan.blocks
             self._hooks = watch_blocks(model, names, self.trace.blocks)
         self.trace.facts |= {
             "switches": list(engine.parallelized.switches),
