@@ -307,6 +307,15 @@ def test_fp16_sums_do_not_overflow(
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
+def test_a_gradient_of_a_gradient_under_autocast() -> None:
+    leaves = make_leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = sum_losses(leaves[0].bfloat16(), leaves[1], leaves[2], LABELS, Recipe())
+    (slope,) = torch.autograd.grad(loss, leaves[1], create_graph=True)
+    slope.pow(2).sum().backward()
+    assert leaves[0].grad is not None and leaves[0].grad.isfinite().all()
+
+
 def test_only_ignored_labels_give_what_torch_gives() -> None:
     labels = torch.full((21,), -100)
     ours = make_leaves()

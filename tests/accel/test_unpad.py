@@ -136,6 +136,20 @@ def test_recomputed_blocks_have_their_rows_too() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("lengths", [[3, 4, 2, 2], [11, 3, 6, 1]])
+def test_as_many_real_tokens_as_a_padded_row_has(lengths: list[int]) -> None:
+    """11 of 44 is the case: packed states then have the shape of an argument for every row."""
+    model = build(AutoModelForCausalLM, "llama")
+    ids = torch.arange(5, 49).view(4, 11)
+    mask = torch.arange(11) < torch.tensor(lengths)[:, None]
+    labels = ids.masked_fill(~mask, -100)
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+    expected = run(model, batch)
+    assert apply_unpadding(model, find_plan(model)) is None
+    for name, value in run(model, batch).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_a_batch_whose_loss_would_change_stays_padded() -> None:
     model = build(AutoModelForCausalLM, "llama")
     assert shifts_labels(model)

@@ -25,12 +25,11 @@ from rapidformer.accel.frozen_weights import apply_16_bit_frozen_weights
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
-from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES, Moment
 from rapidformer.dist.topology import Topology
-from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
 
@@ -78,8 +77,7 @@ class Parallelized:
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A whole parameter for use in a loss, with the gradient of one process."""
-        gathered = self._gathered_weights
-        return gather_with_gradient(parameter) if gathered is None else gathered.gather(parameter)
+        return gather_weight(self.synchronizer, parameter)
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""

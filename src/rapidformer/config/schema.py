@@ -107,6 +107,7 @@ class Setting:
 
 def _expand_home(text: str) -> str:
     """``~/runs`` as a shell would; a shell does not see YAML files and ``--save=~/runs``."""
+    # Not Path.expanduser: it fails for an unknown user, and drops a trailing slash.
     return os.path.expanduser(text) if text.startswith("~") and "/" in text else text  # noqa: PTH111
 
 

@@ -90,7 +90,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     hidden, weight, bias, labels = ctx.saved_tensors
-    logits = ctx.recipe.run_steps(functional.linear(hidden, weight, bias))
+    # Autocast, which would cast the weight, has ended by now.
+    offset = None if bias is None else bias.to(hidden.dtype)
+    product = functional.linear(hidden, weight.to(hidden.dtype), offset)
+    logits = ctx.recipe.run_steps(product)
     loss = functional.cross_entropy(
         logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
         label_smoothing=ctx.recipe.label_smoothing,

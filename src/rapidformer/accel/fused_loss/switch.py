@@ -1,7 +1,7 @@
 """Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
 
-The loss runs inside a second call of the head, so whatever gathers, casts or counts around that
-module (ZeRO-3, hooks of users) is there when its weight is used.
+The loss runs inside a second call of the head, so that a module which is sharded on its own is
+gathered when its weight is used. A head with a user's hooks is left as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rapidformer.accel.fused_loss.chunked import (
     sum_losses,
 )
 from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer
-from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.watched import find_watched
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
@@ -47,7 +47,12 @@ def apply(assembly: Assembly) -> str | None:
     if mode == "auto" and head.weight.shape[0] < _LARGE:
         return None
     backend = args.compile_backend if args.compile else None
-    gather = functools.partial(_gather, assembly)
+
+    def gather(parameter: Tensor) -> Tensor:
+        # A loss over ``outputs.logits`` may come after the forward pass, when weights are sharded
+        # again. The synchronizer is made by a later switch.
+        return gather_weight(assembly.synchronizer, parameter)
+
     apply_fused_loss(head, backend=backend, always=mode == "on", gather=gather)
     return f"the {head.weight.shape[0]:,} logits of a token exist only chunk by chunk"
 
@@ -87,13 +92,6 @@ def apply_fused_loss(
         compiled = torch.compile(differentiate_in_one_kernel, backend=backend, dynamic=False)
     build = functools.partial(_build_head, compiled=compiled, always=always, gather=gather)
     extend(head, "loss", build)
-
-
-def _gather(assembly: Assembly, parameter: Tensor) -> Tensor:
-    """A sharded weight, whole: a loss over ``outputs.logits`` may come after the forward pass."""
-    if isinstance(assembly.synchronizer, ShardedGradients):
-        return assembly.synchronizer.gathered_weights.gather(parameter)
-    return gather_with_gradient(parameter)
 
 
 def _build_head(

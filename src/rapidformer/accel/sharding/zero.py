@@ -14,16 +14,24 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.outside_calls import serve_outside_calls
 from rapidformer.compat.torch_fsdp import make_root
+from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
+
+
+def gather_weight(synchronizer: object, parameter: Tensor) -> Tensor:
+    """A whole parameter for use in a loss, with the gradient of one process."""
+    if isinstance(synchronizer, ShardedGradients):
+        return synchronizer.gathered_weights.gather(parameter)
+    return gather_with_gradient(parameter)
 
 
 class ShardedGradients:

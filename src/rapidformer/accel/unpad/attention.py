@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.unpad.rows import RowMask, Rows
+from rapidformer.errors import ModelError
 
 _CURRENT: ContextVar[Rows | None] = ContextVar("rows", default=None)
 
@@ -102,7 +103,8 @@ def _attend_by_row(
 ) -> Tensor:
     """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
     if any(extra is not None for extra in (softcap, position_bias, s_aux)):
-        raise NotImplementedError("soft caps, biases and sinks of attention")
+        # At the comparison in compose(), which then leaves the model padded.
+        raise ModelError("its attention has soft caps, biases or sinks")
     lengths = mask.rows.lengths
     pieces: list[Any] = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
     attended = [

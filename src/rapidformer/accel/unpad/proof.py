@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 
 _LENGTHS = (9, 4, 6)
@@ -31,6 +32,8 @@ def find_difference(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             return _compare(model, plan, plain, unpadded)
+    except ModelError as error:
+        return str(error)
     except Exception as error:  # whatever a model's own code raises on tensors it does not expect
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -56,7 +59,7 @@ def _compare(model: nn.Module, plan: ModelPlan, plain: Forward, unpadded: Forwar
 def _make_batch(model: Any) -> dict[str, Any]:
     words = min(int(getattr(model.config, "vocab_size", 0)), 1000)
     if words < 20:
-        raise NotImplementedError("the configuration names no vocabulary")
+        raise ModelError("its configuration names no vocabulary")
     device = next(model.parameters()).device
     ids = torch.randint(10, words, (len(_LENGTHS), max(_LENGTHS)))
     mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]

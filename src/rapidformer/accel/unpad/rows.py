@@ -52,9 +52,10 @@ class Rows:
         """What a block gets beside its hidden states, such as positions: tensors per token."""
         if isinstance(value, tuple):
             return tuple(self.pack_beside(each) for each in value)
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != self.shape[1]:
+        # Not of four dimensions, where the second one is that of heads: there may be as many.
+        if not isinstance(value, Tensor) or value.dim() not in (2, 3):
             return value
-        if value.shape[0] not in (1, self.shape[0]):
+        if value.shape[0] not in (1, self.shape[0]) or value.shape[1] != self.shape[1]:
             return value
         # The same for every block, so done once. It holds the tensor: an id may be used again.
         if id(value) not in self._packed:

@@ -123,16 +123,17 @@ def _run_block(self: nn.Module, cls: Any, is_last: bool, *args: Any, **kwargs: A
     if mask is None:
         return cls.__call__(self, *args, **kwargs)
     rows = mask.rows
-    given = [rows.pack_beside(value) for value in args]
-    named = {name: rows.pack_beside(value) for name, value in kwargs.items()}
     hidden = args[0] if args else kwargs["hidden_states"]
-    if rows.is_padded(hidden):
-        # Not through pack_beside, which would hold it for the whole pass.
-        packed = rows.pack(hidden)
-        if args:
-            given[0] = packed
-        else:
-            named["hidden_states"] = packed
+
+    def convert(value: Any) -> Any:
+        # Hidden states are packed by the first block, and only there: all real tokens together may
+        # be as many as a padded row has, so their shape does not tell.
+        if value is hidden:
+            return rows.pack(value) if rows.is_padded(value) else value
+        return rows.pack_beside(value)
+
+    given = [convert(value) for value in args]
+    named = {name: convert(value) for name, value in kwargs.items()}
     output = cls.__call__(self, *given, **named)
     if not is_last:
         return output
