@@ -39,7 +39,7 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
         pipes.append(receiver)
         workers.append(worker)
     try:
-        return _receive_all(pipes)
+        return _receive_all(pipes, workers)
     finally:
         released.set()
         for worker in workers:
@@ -47,8 +47,8 @@ def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) 
             worker.kill()
 
 
-def _receive_all(pipes: list[Connection]) -> list[Any]:
-    """In whatever order they come: a rank that failed is told though another waits for it."""
+def _receive_all(pipes: list[Connection], workers: list[Any]) -> list[Any]:
+    """In whatever order they come: a rank's failure is reported while others wait for it."""
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
@@ -56,10 +56,31 @@ def _receive_all(pipes: list[Connection]) -> list[Any]:
         if not ready:
             raise AssertionError(f"no answer from {list(waiting.values())} within {PATIENCE} s")
         for pipe in ready:
-            is_fine, results[waiting[pipe]] = pipe.recv()
+            is_fine, results[waiting[pipe]] = _receive(pipe)
             if not is_fine:
-                raise AssertionError(f"rank {waiting[pipe]} failed:\n{results[waiting[pipe]]}")
+                failure = f"rank {waiting[pipe]} failed:\n{results[waiting[pipe]]}"
+                raise AssertionError(failure + _describe_others(waiting[pipe], pipes, workers))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return False, "it ended without an answer"
+
+
+def _describe_others(failed: int, pipes: list[Connection], workers: list[Any]) -> str:
+    """What became of the other ranks: one that crashed makes the rest fail before it is noticed."""
+    lines = []
+    for rank, (pipe, worker) in enumerate(zip(pipes, workers, strict=True)):
+        worker.join(timeout=1)
+        if worker.exitcode not in (None, 0):
+            lines.append(f"rank {rank} ended with {worker.exitcode}")
+        elif rank != failed and pipe.poll():
+            is_fine, result = _receive(pipe)
+            lines += [] if is_fine else [f"rank {rank} failed as well:\n{result}"]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _work(
