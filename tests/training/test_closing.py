@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.errors import RapidformerError
 from rapidformer.log import configure_logging
 from tests.training.test_templates import LineFinetuner, make_engine, read_lines

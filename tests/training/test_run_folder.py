@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.checkpoint.finding import TRACKER
 from rapidformer.checkpoint.lock import FolderLock
-from rapidformer.checkpoint.store import TRACKER
 from rapidformer.engine.metrics_file import METRICS_FILE, MetricsFile
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import (

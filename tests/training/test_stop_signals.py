@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.log import configure_logging
 from rapidformer.training.stop_signals import StopSignals
 from tests.training.test_templates import LineFinetuner, make_engine

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from rapidformer.checkpoint.finding import TRACKER, find_checkpoints, get_step
 from rapidformer.checkpoint.publish import replace_text
-from rapidformer.checkpoint.store import TRACKER, find_checkpoints, get_step
 from rapidformer.log import get_logger
 
 ABANDONED = ".abandoned"

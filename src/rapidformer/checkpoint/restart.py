@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.checkpoint.publish import replace_text
-from rapidformer.checkpoint.store import find_checkpoint
 from rapidformer.config import Settings
 
 OWNER_FILE = ".launch"

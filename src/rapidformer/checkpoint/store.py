@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.description import describe_model
+from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import (
     Checksums,
@@ -63,8 +64,6 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.models.location import DESCRIPTION
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Stateful(Protocol):
@@ -219,37 +218,6 @@ def _restore_position(state: TrainingState, run: dict[str, Any]) -> None:
 def is_without_base(folder: Path) -> bool:
     """Whether a checkpoint holds adapters only, and no weights of the model under them."""
     return "base" in read_run(folder)
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The published checkpoints of a run, oldest first."""
-    found = (p for p in folder.glob("iter_*") if p.is_dir() and _is_number(p.name[5:]))
-    return sorted(found, key=get_step)
-
-
-def _is_number(text: str) -> bool:
-    """Whether the text is a step; Python converts neither `²` nor thousands of digits."""
-    return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def get_step(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
-    return int(checkpoint.name[5:])
-
-
-def find_checkpoint(source: Path) -> Path | None:
-    """A checkpoint's own folder, or the newest of a run's; None if there is none."""
-    if (source / RUN).is_file() and (source / "state").is_dir():
-        return source
-    tracker = source / TRACKER
-    if tracker.is_file():
-        # Megatron may have written `release` there, and a crash anything.
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        named = source / f"iter_{int(text) if _is_number(text) else 0:07d}"
-        if named.is_dir():
-            return named
-    found = find_checkpoints(source)
-    return found[-1] if found else None
 
 
 def check_checkpoint(folder: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.abandoned import ABANDONED, abandon
+from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
-from rapidformer.checkpoint.store import TRACKER, find_checkpoints
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine.metrics_file import METRICS_FILE
 from rapidformer.errors import CheckpointError

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
 from rapidformer.data.loader import Collate, DistributedLoader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError

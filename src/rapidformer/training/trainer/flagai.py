@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
-from rapidformer.checkpoint.store import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.seeding import seed_everything
