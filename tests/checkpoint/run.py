@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.accel.precision import LossScaler
-from rapidformer.checkpoint.store import TrainingState
+from rapidformer.checkpoint.state import TrainingState
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.topology import Topology

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import publish, start_staging
-from rapidformer.checkpoint.store import CheckpointStore
+from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.errors import CheckpointError
 
 from .run import Run
@@ -30,7 +31,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, run = tmp_path_factory.mktemp("original"), Run()
     for _ in range(2):
         run.train(1)
-        CheckpointStore(folder).save(run.state, {})
+        save_checkpoint(folder, run.state, {})
     return folder
 
 
@@ -56,11 +57,11 @@ def check_refused(folder: Path, message: str) -> None:
     run = Run(seed=9)
     before = run.weights()
     with pytest.raises(CheckpointError, match=message) as caught:
-        CheckpointStore.load(folder, run.state)
+        load_checkpoint(folder, run.state)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
     state = Run().state
-    CheckpointStore.load(folder.parent, state)
+    load_checkpoint(folder.parent, state)
     assert state.loaded_from == folder.parent / "iter_0000001"
 
 
@@ -232,7 +233,7 @@ def test_a_state_that_cannot_be_restored_is_the_files_fault(
 ) -> None:
     folder = forge(saved, change)
     with pytest.raises(CheckpointError, match=r"run\.json is not what a run writes: \w+Error"):
-        CheckpointStore.load(folder, Run().state)
+        load_checkpoint(folder, Run().state)
 
 
 @pytest.mark.parametrize("name", ["iter_²", "iter_", "iter_-1", "iter_" + "9" * 60])
@@ -240,5 +241,5 @@ def test_folders_with_odd_names_are_not_checkpoints(name: str, saved: Path) -> N
     (saved / name).mkdir()
     (saved / "latest_checkpointed_iteration.txt").write_text("9" * 5000)
     state = Run().state
-    CheckpointStore.load(saved, state)
+    load_checkpoint(saved, state)
     assert state.step == 2

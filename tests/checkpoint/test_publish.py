@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rapidformer.checkpoint import publish as module
+from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import check_manifest, publish, replace_text, start_staging
-from rapidformer.checkpoint.store import CheckpointStore
+from rapidformer.checkpoint.saving import save_checkpoint
 
 from .run import Run
 
@@ -99,15 +100,15 @@ def test_crash_before_the_rename_keeps_the_last_checkpoint(
 ) -> None:
     run = Run()
     run.train(1)
-    CheckpointStore(tmp_path).save(run.state, {"step": 1})
+    save_checkpoint(tmp_path, run.state, {"step": 1})
     run.train(1)
     with monkeypatch.context() as patch:
         die_at(patch, 1, tmp_path)
         with pytest.raises(Crash):
-            CheckpointStore(tmp_path).save(run.state, {"step": 2})
-    assert CheckpointStore.load(tmp_path, Run().state) == {"step": 1}
-    CheckpointStore(tmp_path).save(run.state, {"step": 2})
-    assert CheckpointStore.load(tmp_path, Run().state) == {"step": 2}
+            save_checkpoint(tmp_path, run.state, {"step": 2})
+    assert load_checkpoint(tmp_path, Run().state) == {"step": 1}
+    save_checkpoint(tmp_path, run.state, {"step": 2})
+    assert load_checkpoint(tmp_path, Run().state) == {"step": 2}
 
 
 def test_crash_between_checkpoint_and_tracker(
@@ -115,31 +116,31 @@ def test_crash_between_checkpoint_and_tracker(
 ) -> None:
     run = Run()
     run.train(1)
-    CheckpointStore(tmp_path).save(run.state, {"step": 1})
+    save_checkpoint(tmp_path, run.state, {"step": 1})
     run.train(1)
     with monkeypatch.context() as patch:
         die_at(patch, 2, tmp_path)  # the first names the checkpoint, the second the tracker
         with pytest.raises(Crash):
-            CheckpointStore(tmp_path).save(run.state, {"step": 2})
-    assert CheckpointStore.load(tmp_path, Run().state)["step"] in (1, 2)
+            save_checkpoint(tmp_path, run.state, {"step": 2})
+    assert load_checkpoint(tmp_path, Run().state)["step"] in (1, 2)
 
 
 def test_crash_while_tensors_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rapidformer.checkpoint import store
+    from rapidformer.checkpoint import saving
 
     run = Run()
     run.train(1)
-    CheckpointStore(tmp_path).save(run.state, {"step": 1})
+    save_checkpoint(tmp_path, run.state, {"step": 1})
     run.train(1)
 
     def die(*_: object) -> None:
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "get_random_states", die)
+        patch.setattr(saving, "get_random_states", die)
         with pytest.raises(Crash):
-            CheckpointStore(tmp_path).save(run.state, {"step": 2})
-    assert CheckpointStore.load(tmp_path, Run().state) == {"step": 1}
+            save_checkpoint(tmp_path, run.state, {"step": 2})
+    assert load_checkpoint(tmp_path, Run().state) == {"step": 1}
 
 
 def test_small_file_is_replaced_in_one_step(

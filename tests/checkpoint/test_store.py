@@ -12,14 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer.checkpoint import store
+from rapidformer.checkpoint import saving
+from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
+from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
-from rapidformer.checkpoint.store import (
-    TRACKER,
-    CheckpointStore,
-    find_checkpoint,
-    find_checkpoints,
-)
+from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.errors import CheckpointError
 
 from .run import Model, Run
@@ -30,14 +27,14 @@ def saved(tmp_path: Path) -> Path:
     """A run's folder with one checkpoint of step 3."""
     run = Run()
     run.train(3)
-    CheckpointStore(tmp_path).save(run.state, {"note": "hello"})
+    save_checkpoint(tmp_path, run.state, {"note": "hello"})
     return tmp_path
 
 
 def load(source: Path, run: Run | None = None, **options: bool) -> Run:
     run = run or Run(seed=99)
     state = run.state
-    CheckpointStore.load(source, state, **options)
+    load_checkpoint(source, state, **options)
     run.step = state.step
     return run
 
@@ -49,7 +46,7 @@ def load(source: Path, run: Run | None = None, **options: bool) -> Run:
 def test_resumed_run_is_bit_equal(kind: str, tmp_path: Path) -> None:
     run = Run(kind=kind)
     run.train(3)
-    CheckpointStore(tmp_path).save(run.state, {})
+    save_checkpoint(tmp_path, run.state, {})
     expected = run.train(6)  # across the end of the epoch, with dropout
     torch.manual_seed(1)
     resumed = load(tmp_path, Run(seed=99, kind=kind))
@@ -68,7 +65,7 @@ def test_saving_changes_nothing_in_the_run(save_at: int, tmp_path: Path) -> None
     expected = plain.train(6)
     saving = Run()
     losses = saving.train(save_at)
-    CheckpointStore(tmp_path).save(saving.state, {})
+    save_checkpoint(tmp_path, saving.state, {})
     assert losses + saving.train(6 - save_at) == expected
     for name, value in plain.weights().items():
         assert torch.equal(saving.weights()[name], value), name
@@ -76,7 +73,7 @@ def test_saving_changes_nothing_in_the_run(save_at: int, tmp_path: Path) -> None
 
 def test_checkpoint_of_a_fresh_run_resumes_bit_equal(tmp_path: Path) -> None:
     run = Run()
-    CheckpointStore(tmp_path).save(run.state, {})
+    save_checkpoint(tmp_path, run.state, {})
     uninterrupted = Run()
     expected = uninterrupted.train(4)
     resumed = load(tmp_path)
@@ -89,7 +86,7 @@ def test_model_with_a_parameter_that_was_never_used_can_be_resumed(tmp_path: Pat
     """It has no gradient, so the optimizer has no state for it (a BERT's unused pooler, say)."""
     run = Run(model=Model(has_unused=True))
     run.train(3)
-    CheckpointStore(tmp_path).save(run.state, {})
+    save_checkpoint(tmp_path, run.state, {})
     expected = run.train(2)
     resumed = load(tmp_path, Run(seed=5, model=Model(has_unused=True)))
     assert resumed.train(2) == expected
@@ -102,7 +99,7 @@ def test_frozen_parameters_come_back(tmp_path: Path) -> None:
     run.model.first.requires_grad_(False)
     run = Run(model=run.model)
     run.train(2)
-    CheckpointStore(tmp_path).save(run.state, {})
+    save_checkpoint(tmp_path, run.state, {})
     expected = run.train(2)
     other = Model()
     other.first.requires_grad_(False)
@@ -112,14 +109,14 @@ def test_frozen_parameters_come_back(tmp_path: Path) -> None:
 
 
 def test_extra_comes_back(saved: Path) -> None:
-    assert CheckpointStore.load(saved, Run().state) == {"note": "hello"}
+    assert load_checkpoint(saved, Run().state) == {"note": "hello"}
 
 
 def test_only_weights(saved: Path) -> None:
     whole = load(saved)
     fresh = Run(seed=99)
     state = fresh.state
-    extra = CheckpointStore.load(
+    extra = load_checkpoint(
         saved,
         state,
         with_optimizer=False,
@@ -138,8 +135,8 @@ def test_only_weights(saved: Path) -> None:
 def test_checkpoint_without_optimizer_and_random_states(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
-    target = CheckpointStore(tmp_path).save(
-        run.state, {}, with_optimizer=False, with_random_states=False
+    target = save_checkpoint(
+        tmp_path, run.state, {}, with_optimizer=False, with_random_states=False
     )
     assert not list(target.glob("random-*"))
     resumed = load(tmp_path)
@@ -160,7 +157,7 @@ def test_schedule_that_goes_step_by_step_comes_back(with_optimizer: bool, tmp_pa
 
     run = make(0)
     run.train(5)
-    CheckpointStore(tmp_path).save(run.state, {}, with_optimizer=with_optimizer)
+    save_checkpoint(tmp_path, run.state, {}, with_optimizer=with_optimizer)
     resumed = load(tmp_path, make(9))
     for _ in range(4):
         rates = [group["lr"] for group in run.optimizer.param_groups]
@@ -192,7 +189,7 @@ def test_newest_is_the_one_that_the_tracker_names(tmp_path: Path) -> None:
     run = Run()
     for _ in range(3):
         run.train(1)
-        CheckpointStore(tmp_path).save(run.state, {})
+        save_checkpoint(tmp_path, run.state, {})
     assert [p.name for p in find_checkpoints(tmp_path)] == [f"iter_000000{i}" for i in (1, 2, 3)]
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000003"
     (tmp_path / TRACKER).write_text("2\n")
@@ -235,7 +232,7 @@ def test_only_the_newest_are_kept(keep: int | None, left: list[int], tmp_path: P
     run = Run()
     for _ in range(4):
         run.train(1)
-        CheckpointStore(tmp_path).save(run.state, {}, keep=keep)
+        save_checkpoint(tmp_path, run.state, {}, keep=keep)
     assert [int(p.name[5:]) for p in find_checkpoints(tmp_path)] == left
     assert load(tmp_path).step == 4
 
@@ -245,10 +242,10 @@ def test_keeping_few_never_drops_the_one_just_saved(tmp_path: Path) -> None:
     run = Run()
     for _ in range(3):
         run.train(10)
-        CheckpointStore(tmp_path).save(run.state, {})
+        save_checkpoint(tmp_path, run.state, {})
     early = load(tmp_path / "iter_0000010")
     early.train(5)
-    CheckpointStore(tmp_path).save(early.state, {}, keep=2)
+    save_checkpoint(tmp_path, early.state, {}, keep=2)
     assert (tmp_path / "iter_0000015").is_dir()
     assert load(tmp_path).step == 15
 
@@ -256,9 +253,9 @@ def test_keeping_few_never_drops_the_one_just_saved(tmp_path: Path) -> None:
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     run = Run()
     run.train(1)
-    CheckpointStore(tmp_path).save(run.state, {"try": 1})
-    CheckpointStore(tmp_path).save(run.state, {"try": 2})
-    assert CheckpointStore.load(tmp_path, Run().state) == {"try": 2}
+    save_checkpoint(tmp_path, run.state, {"try": 1})
+    save_checkpoint(tmp_path, run.state, {"try": 2})
+    assert load_checkpoint(tmp_path, Run().state) == {"try": 2}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
 
 
@@ -355,7 +352,7 @@ def test_other_model_is_named_by_shape_and_name(saved: Path) -> None:
 def test_parameters_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     run = Run(model=Model(has_unused=True))
     run.train(1)
-    CheckpointStore(tmp_path).save(run.state, {}, with_optimizer=False)
+    save_checkpoint(tmp_path, run.state, {}, with_optimizer=False)
     with pytest.raises(
         CheckpointError, match=r"model\.unused\.bias is in it, but not in the model"
     ):
@@ -384,8 +381,8 @@ def test_checkpoint_of_an_unknown_format_is_refused(
 ) -> None:
     """A later version may write what this one would misread."""
     with monkeypatch.context() as patch:
-        patch.setattr(store, "FORMAT", 9)
-        CheckpointStore(tmp_path).save(Run().state, {})
+        patch.setattr(saving, "FORMAT", 9)
+        save_checkpoint(tmp_path, Run().state, {})
     with pytest.raises(CheckpointError, match="format 9"):
         load(tmp_path)
 
@@ -419,14 +416,14 @@ def test_the_newest_whole_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
         run = Run()
         run.train(steps) if hasattr(run, "train") else None
         run.state.step = steps
-        CheckpointStore(tmp_path).save(run.state, {"step": steps})
+        save_checkpoint(tmp_path, run.state, {"step": steps})
     weights = next((tmp_path / "iter_0000002" / "state").glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-1])
     state = Run().state
-    assert CheckpointStore.load(tmp_path, state) == {"step": 1}
+    assert load_checkpoint(tmp_path, state) == {"step": 1}
     assert state.loaded_from == tmp_path / "iter_0000001"
     with pytest.raises(CheckpointError, match="damaged"):
-        CheckpointStore.load(tmp_path / "iter_0000002", Run().state)
+        load_checkpoint(tmp_path / "iter_0000002", Run().state)
 
 
 def test_a_tied_weight_is_stored_once_and_restored_by_each_name(tmp_path: Path) -> None:

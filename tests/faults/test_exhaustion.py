@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from rapidformer.checkpoint import store
-from rapidformer.checkpoint.store import find_checkpoints
+from rapidformer.checkpoint import saving
+from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.errors import CheckpointError
 from tests.training.test_templates import LineFinetuner, make_engine
@@ -26,14 +26,14 @@ def train(folder: Path, **settings: Any) -> None:
 
 def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Let the checkpoint of this step meet an error of the file system."""
-    before = store.publish
+    before = saving.publish
 
     def publish(target: Path) -> None:
         if target.name == f"iter_{step:07d}":
             raise error
         before(target)
 
-    monkeypatch.setattr(store, "publish", publish)
+    monkeypatch.setattr(saving, "publish", publish)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_that_vanishes_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = store.get_random_states
+    before = saving.get_random_states
 
     def vanish(device: Any) -> Any:
         shutil.rmtree(tmp_path / "run")
         return before(device)
 
-    monkeypatch.setattr(store, "get_random_states", vanish)
+    monkeypatch.setattr(saving, "get_random_states", vanish)
     with pytest.raises(CheckpointError, match="the folder has vanished"):
         train(tmp_path / "run")
 

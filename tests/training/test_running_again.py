@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rapidformer import RapidformerEngine
+from rapidformer.checkpoint.finding import find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.lock import LOCK_FILE
-from rapidformer.checkpoint.store import find_checkpoint, find_checkpoints
 from rapidformer.config import parse_arguments
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import RapidformerError, TrainingError

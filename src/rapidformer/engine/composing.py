@@ -22,7 +22,7 @@ from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
 from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
-from rapidformer.checkpoint.store import bypass_clock
+from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run

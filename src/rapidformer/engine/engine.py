@@ -23,16 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finite import check_finite
+from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.run_file import blaming
-from rapidformer.checkpoint.store import (
-    CheckpointStore,
-    TrainingState,
-    bypass_clock,
-    move_schedule,
-)
+from rapidformer.checkpoint.saving import save_checkpoint
+from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
@@ -93,7 +90,8 @@ class RapidformerEngine(PredictingRun):
             self.hold_folder(Path(target))
             self.abandon_later(Path(target))
             self.parallelized.settle()
-            saved = CheckpointStore(Path(target)).save(
+            saved = save_checkpoint(
+                Path(target),
                 self._get_state(),
                 extra or {},
                 keep=self.args.save_total_limit,
@@ -146,7 +144,7 @@ class RapidformerEngine(PredictingRun):
             )
         state, current = self._get_state(), self._describe_facts()
         only_weights = self.args.finetune
-        extra = CheckpointStore.load(
+        extra = load_checkpoint(
             Path(source),
             state,
             with_optimizer=self.args.load_optim and not only_weights,
@@ -195,7 +193,7 @@ class RapidformerEngine(PredictingRun):
 
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
-        CheckpointStore.load(
+        load_checkpoint(
             Path(folder),
             self._get_state(needs_optimizer=False),
             with_optimizer=False,

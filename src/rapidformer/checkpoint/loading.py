@@ -1,0 +1,230 @@
+"""Restore a run's state from a checkpoint, whatever layout of ranks saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rapidformer.checkpoint.checking import choose_complete
+from rapidformer.checkpoint.frozen import compare_checksums, compute_checksums, list_frozen
+from rapidformer.checkpoint.publish import read_json
+from rapidformer.checkpoint.random_states import draw_other_numbers, set_random_states
+from rapidformer.checkpoint.run_file import blaming, read_run
+from rapidformer.checkpoint.state import (
+    Gathered,
+    TrainingState,
+    collect_tensors,
+    get_random_file,
+    get_rank,
+)
+from rapidformer.checkpoint.ties import load_named, read_saved_shapes
+from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
+from rapidformer.dist.collectives import gather_from_stages
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import CheckpointError
+from rapidformer.log import get_logger
+
+
+def load_checkpoint(
+    source: Path,
+    state: TrainingState,
+    *,
+    with_optimizer: bool = True,
+    with_random_states: bool = True,
+    with_position: bool = True,
+) -> dict[str, Any]:
+    """Restore the state in place from a checkpoint, or the newest complete one of a run."""
+    folder = state.loaded_from = choose_complete(source)
+    run = read_run(folder)
+    state.saved_facts = run.get("facts", {})
+    if with_optimizer and run["param_groups"] is None:
+        with_optimizer = False
+        if get_rank() == 0:
+            get_logger().warning(
+                "%s was saved without optimizer state: the optimizer starts from scratch.",
+                folder,
+            )
+    _check_base(folder, state, run.get("base"))
+    _load_tensors(folder, state, with_optimizer=with_optimizer)
+    with blaming(folder):
+        if with_position:
+            _restore_position(state, run)
+        if with_random_states:
+            _load_random_states(folder, run, state)
+    extra: dict[str, Any] = run["extra"] if with_position else {}
+    return extra
+
+
+def _restore_position(state: TrainingState, run: dict[str, Any]) -> None:
+    state.step = run["step"]
+    if state.loader is not None and run["loader"] is not None:
+        state.loader.load_state_dict(run["loader"])
+    if state.scaler is not None and run["scaler"] is not None:
+        state.scaler.load_state_dict(run["scaler"])
+    _restore_schedule(state, run)
+
+
+def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
+    """Move the schedule to the saved position.
+
+    A schedule that is a function of the position follows the current settings: a run may be resumed
+    for longer, or with another rate. Any other kind continues from its saved state.
+    """
+    scheduler, saved = state.scheduler, run["scheduler"]
+    if isinstance(scheduler, LambdaLR):
+        move_schedule(scheduler, state.optimizer, saved["last_epoch"])
+        return
+    # What JSON cannot hold (functions) is the same in the scheduler built now.
+    scheduler.load_state_dict({**scheduler.state_dict(), **saved})
+    # DeepSpeed's schedulers do not keep the rates in their state.
+    rates = get_saved_rates(saved) or scheduler.get_lr()
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def move_schedule(scheduler: LambdaLR, optimizer: Optimizer, position: int) -> None:
+    """Set a schedule, and with it the learning rates, to what they are after this many updates."""
+    rates = [
+        base * function(position)
+        for base, function in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    set_position(scheduler, position, rates)
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -> None:
+    if state.gathered is not None:
+        _load_gathered(folder, state, state.gathered, with_optimizer=with_optimizer)
+        return
+    tensors, _ = collect_tensors(state, with_optimizer=with_optimizer, fills=True)
+    saved = read_saved_shapes(folder)
+    if is_without_base(folder):
+        _drop_base(tensors, state.model, saved)
+    stateless = _drop_stateless(tensors, state.model, saved)
+    _compare(folder, tensors, state.topology)
+    load_named(tensors, folder, state.topology)
+    prefix = "model."
+    model_part: dict[str, Any] = {
+        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+    }
+    # Names were compared above. Batch norms of other stages look for counters and add their own.
+    set_model_state_dict(state.model, model_part, options=StateDictOptions(strict=False))
+    if not with_optimizer:
+        return
+    with state.bypass():
+        content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
+        for name, values in content["state"].items():
+            for key in values:
+                values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
+        set_optimizer_state_dict(state.model, state.optimizer, content)
+    for parameter in stateless:
+        state.optimizer.state.pop(parameter, None)
+
+
+def _load_gathered(
+    folder: Path, state: TrainingState, gathered: Gathered, *, with_optimizer: bool
+) -> None:
+    wanted = gathered.get_wanted(with_optimizer=with_optimizer)
+    saved = read_saved_shapes(folder)
+    if is_without_base(folder):
+        _drop_base(wanted, state.model, saved)
+    _drop_stateless(wanted, state.model, saved)
+    _compare(folder, wanted, state.topology)
+    for part in gathered.iterate_parts(wanted):
+        load_named(part, folder, state.topology)
+        gathered.put(part)
+
+
+def _drop_base(
+    tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
+) -> None:
+    """Frozen weights that the checkpoint does not have are in the model already."""
+    for name in list_frozen(model):
+        if f"model.{name}" not in saved:
+            tensors.pop(f"model.{name}", None)
+
+
+def is_without_base(folder: Path) -> bool:
+    """Whether a checkpoint holds adapters only, and no weights of the model under them."""
+    return "base" in read_run(folder)
+
+
+def _drop_stateless(
+    tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
+) -> list[nn.Parameter]:
+    """Parameters that had no gradient yet when the checkpoint was made have no state in it."""
+    stateless: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer.{name}."
+        if f"model.{name}" in saved and not any(key.startswith(prefix) for key in saved):
+            for key in [key for key in tensors if key.startswith(prefix)]:
+                del tensors[key]
+            stateless.append(parameter)
+    return stateless
+
+
+def _compare(folder: Path, tensors: dict[str, torch.Tensor], topology: Topology) -> None:
+    """Report a checkpoint that was made for another model or optimizer."""
+    saved = read_saved_shapes(folder)
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    # Under a pipeline, each rank has only some of the names.
+    elsewhere = {name for names in gather_from_stages(sorted(wanted), topology) for name in names}
+    problems = [f"{name} is not in it" for name in wanted if name not in saved]
+    problems += [
+        f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    problems += [
+        f"{name} is in it, but not in the model"
+        for name in saved
+        if name not in elsewhere and name.startswith("model.")
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" * (len(problems) > 5))
+        raise CheckpointError(f"{folder} was saved from another model or optimizer: {shown}.")
+
+
+def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None) -> None:
+    if saved is not None and not list_frozen(state.model):
+        raise CheckpointError(
+            f"{folder} holds the adapter of a model that is not in it: give the --lora-rank or "
+            "--peft-config of the first run, and the same model."
+        )
+    if saved is None or not saved["checksums"] or state.gathered is not None:
+        return
+    found = compute_checksums(state.model, list_frozen(state.model), state.topology)
+    compare_checksums(saved["checksums"], found, saved["name"])
+
+
+def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
+    first = folder / get_random_file(0)
+    if not first.is_file():
+        get_logger().warning("%s was saved without random states: dropout starts anew.", folder)
+        return
+    # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
+    # layer the same ones.
+    is_same = run.get("layout") == state.topology.describe()
+    path = folder / get_random_file(get_rank()) if is_same else first
+    states = read_json(path)
+    if is_same:
+        set_random_states(states, state.device)
+        return
+    draw_other_numbers(states, state.topology.get_rank("data"))
+    if get_rank() == 0:
+        get_logger().warning(
+            "%s was saved by another layout of ranks: dropout draws other random numbers than the "
+            "first run would have.", folder,
+        )  # fmt: skip
