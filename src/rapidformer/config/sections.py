@@ -428,7 +428,7 @@ class AccelerationArguments:
     all at once: auto = from 4,096 words on, if it saves memory"""
     dynamic_shape: Literal["auto", "on", "off"] = "auto"
     """remove padding before the first block and restore it after the last: blocks compute on real
-    tokens only. auto = if the model gives the same result (on CPUs so far)"""
+    tokens only. auto = if the model gives the same result"""
     activation_offload: bool = False
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False

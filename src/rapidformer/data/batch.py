@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rapidformer.compat.torch_tensors import count_changes
+
 IGNORED_LABEL = -100
+_HOST_COPY = "rapidformer_host_copy"
+"""Set on tensors of whole numbers on a device, such as masks and labels."""
 
 
 class BatchInfo(NamedTuple):
@@ -66,9 +70,15 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if hasattr(batch, "convert_to_tensors"):  # Hugging Face's BatchEncoding and its kin
-        return batch.to(device, non_blocking=True)
+        moved = batch.to(device, non_blocking=True)
+        _keep_host_copy(moved, batch)
+        return moved
+    if hasattr(batch, "convert_to_tensors"):  # Hugging Face's BatchEncoding and similar
+        before = dict(batch)
+        moved = batch.to(device, non_blocking=True)
+        for name, value in before.items():
+            _keep_host_copy(moved[name], value)
+        return moved
     if isinstance(batch, Mapping):
         return {key: move_to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -76,6 +86,20 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(move_to_device(value, device) for value in batch)
     return batch
+
+
+def get_host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a batch in host memory; waits for the device only if it has changed since."""
+    copy, version = getattr(tensor, _HOST_COPY, (None, None))
+    return tensor.cpu() if copy is None or version != count_changes(tensor) else copy
+
+
+def _keep_host_copy(moved: Any, value: Any) -> None:
+    # Tensors made in inference mode do not count their changes.
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or moved.is_inference():
+        return
+    if not value.is_floating_point():
+        setattr(moved, _HOST_COPY, (value, count_changes(moved)))
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:

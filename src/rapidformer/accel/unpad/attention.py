@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from rapidformer.accel.unpad.rows import RowMask, Rows
-from rapidformer.errors import ModelError
+from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.rows import Rows
 
 _CURRENT: ContextVar[Rows | None] = ContextVar("rows", default=None)
 
@@ -46,7 +45,7 @@ def register() -> str:
     def make_mask(**given: Any) -> Any:
         rows = _CURRENT.get()
         if rows is not None and _is_about(rows, given):
-            return _make_row_mask(rows, given["mask_function"])
+            return make_row_mask(rows, given["mask_function"])
         return make_plain_mask(**given)
 
     def attend(
@@ -58,7 +57,7 @@ def register() -> str:
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, RowMask):
-            return _attend_by_row(query, key, value, attention_mask, **options), None
+            return kernels.attend(query, key, value, attention_mask, **options), None
         found: tuple[Tensor, Tensor | None] = attend_plainly(
             module, query, key, value, attention_mask, **options
         )
@@ -78,7 +77,7 @@ def _is_about(rows: Rows, given: dict[str, Any]) -> bool:
     return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
 
 
-def _make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
+def make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     return RowMask(
@@ -87,32 +86,3 @@ def _make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
         is_causal=may_attend is causal_mask_function,
         is_full=may_attend is bidirectional_mask_function,
     )
-
-
-def _attend_by_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
-    if any(extra is not None for extra in (softcap, position_bias, s_aux)):
-        # At the comparison in compose(), which then leaves the model padded.
-        raise ModelError("its attention has soft caps, biases or sinks")
-    lengths = mask.rows.lengths
-    pieces: list[Any] = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
-    attended = [
-        functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.get_mask(row), dropout_p=dropout, is_causal=mask.is_causal,
-            scale=scaling, enable_gqa=k.shape[1] != q.shape[1],
-        )
-        for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
-        if lengths[row]
-    ]  # fmt: skip
-    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()

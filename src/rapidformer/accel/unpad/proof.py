@@ -23,15 +23,29 @@ Forward = Callable[[dict[str, Any]], Any]
 
 
 def find_difference(
-    model: nn.Module, plan: ModelPlan, plain: Forward, unpadded: Forward
+    model: nn.Module,
+    plan: ModelPlan,
+    plain: Forward,
+    unpadded: Forward,
+    dtype: torch.dtype | None = None,
 ) -> str | None:
-    """Why the two forwards of one model do not agree; None if they do."""
+    """Why the two forwards of one model do not agree; None if they do.
+
+    They are compared in the model's own type and under autocast to ``dtype``, in which a GPU runs
+    other kernels.
+    """
     was_training = model.training
+    device = next(model.parameters()).device
     model.eval()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
-            return _compare(model, plan, plain, unpadded)
+            # Not torch.manual_seed, which seeds GPUs too: their states are not restored.
+            torch.default_generator.manual_seed(0)
+            difference = _compare(model, plan, plain, unpadded)
+            if difference is None and dtype is not None and device.type == "cuda":
+                with torch.autocast(device.type, dtype=dtype):
+                    difference = _compare(model, plan, plain, unpadded, _LIMIT_16_BIT)
+            return difference
     except ModelError as error:
         return str(error)
     except Exception as error:  # whatever a model's own code raises on tensors it does not expect
@@ -40,14 +54,21 @@ def find_difference(
         model.train(was_training)
 
 
-def _compare(model: nn.Module, plan: ModelPlan, plain: Forward, unpadded: Forward) -> str | None:
+def _compare(
+    model: nn.Module,
+    plan: ModelPlan,
+    plain: Forward,
+    unpadded: Forward,
+    limit: float = _LIMIT,
+) -> str | None:
     batch = _make_batch(model)
     blocks = plan.get_blocks(model)
     ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
     expected = _run(plain, batch, weights)
     found = _run(unpadded, batch, weights)
-    limit = _LIMIT_16_BIT if expected[0].dtype in (torch.float16, torch.bfloat16) else _LIMIT
+    if expected[0].dtype in (torch.float16, torch.bfloat16):
+        limit = _LIMIT_16_BIT
     names = ["logits", *["gradients"] * len(weights)]
     for name, mine, theirs in zip(names, found, expected, strict=True):
         scale = theirs.abs().max().clamp(min=1e-3)

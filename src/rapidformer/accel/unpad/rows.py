@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,18 +20,49 @@ class Rows:
     """The place of each real token among all of them."""
     lengths: list[int]
     """Real tokens per row."""
+    columns: Tensor
+    """The column that each real token has in its row."""
+    is_contiguous: bool
+    """Whether the tokens of every row are neighbours in the padded batch."""
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
-    def read(mask: Tensor) -> Rows:
-        """The rows of a mask [batch, tokens] that marks real tokens."""
-        places = mask.flatten().nonzero().squeeze(1)
-        return Rows((mask.shape[0], mask.shape[1]), places, mask.sum(1).tolist())
+    def read(mask: Tensor, device: torch.device | None = None) -> Rows:
+        """The rows of a mask [batch, tokens] that marks real tokens.
 
-    @property
-    def columns(self) -> Tensor:
-        """The column that each real token has in the padded batch."""
-        return self.places % self.shape[1]
+        The mask should be in host memory: reading it waits for the device it is on.
+        """
+        batch, size = mask.shape
+        places = mask.flatten().nonzero().squeeze(1)
+        starts = int((mask[:, 1:] & ~mask[:, :-1]).sum() + mask[:, 0].sum())
+        lengths: list[int] = mask.sum(1).tolist()
+        return Rows(
+            (batch, size),
+            _send(places, device),
+            lengths,
+            _send(places % size, device),
+            is_contiguous=starts == sum(length > 0 for length in lengths),
+        )
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where each row begins, and the end of the last: [0, ...], as fused kernels want it."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
+        return _send(ends, self.places.device)
+
+    @cached_property
+    def grid(self) -> Tensor:
+        """The place of each token in a grid of rows x ``longest``."""
+        lengths = torch.tensor(self.lengths)
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
+        start = (lengths.cumsum(0) - lengths)[row]
+        place = row * self.longest + torch.arange(len(row)) - start
+        return _send(place, self.places.device)
 
     def is_padded(self, tensor: Tensor) -> bool:
         """Whether it has a value for every place of the padded batch."""
@@ -39,14 +70,21 @@ class Rows:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, tokens, ...] -> [1, real tokens, ...]."""
-        packed: Tensor = _Pack.apply(tensor.flatten(0, 1), self.places)  # type: ignore[no-untyped-call]
-        return packed[None]
+        return gather(tensor.flatten(0, 1), self.places)[None]
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        size = self.shape[0] * self.shape[1]
-        padded: Tensor = _Unpack.apply(tensor[0], self.places, size)  # type: ignore[no-untyped-call]
+        padded = scatter(tensor[0], self.places, self.shape[0] * self.shape[1])
         return padded.view(*self.shape, *tensor.shape[2:])
+
+    def to_grid(self, tensor: Tensor) -> Tensor:
+        """[real tokens, ...] -> [rows, longest, ...]: as little padding as there can be."""
+        padded = scatter(tensor, self.grid, len(self.lengths) * self.longest)
+        return padded.view(len(self.lengths), self.longest, *tensor.shape[1:])
+
+    def from_grid(self, tensor: Tensor) -> Tensor:
+        """[rows, longest, ...] -> [real tokens, ...]."""
+        return gather(tensor.flatten(0, 1), self.grid)
 
     def pack_beside(self, value: Any) -> Any:
         """What a block gets beside its hidden states, such as positions: tensors per token."""
@@ -64,7 +102,28 @@ class Rows:
         return self._packed[id(value)][1]
 
 
-class _Pack(torch.autograd.Function):
+def gather(padded: Tensor, places: Tensor) -> Tensor:
+    """The rows of ``padded`` at these places, each of which is there once."""
+    packed: Tensor = _Gather.apply(padded, places)  # type: ignore[no-untyped-call]
+    return packed
+
+
+def scatter(packed: Tensor, places: Tensor, size: int) -> Tensor:
+    """The reverse: ``size`` rows, with zeros at all other places."""
+    padded: Tensor = _Scatter.apply(packed, places, size)  # type: ignore[no-untyped-call]
+    return padded
+
+
+def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
+    if device is None or tensor.device == device:
+        return tensor
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # From pinned memory, the copy does not wait for the work before it.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class _Gather(torch.autograd.Function):
     """A copy in both directions: the gradient of index_select would be a slow index_add."""
 
     @staticmethod
@@ -76,10 +135,10 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        return _Unpack.apply(gradient, places, ctx.size), None  # type: ignore[no-untyped-call]
+        return scatter(gradient, places, ctx.size), None
 
 
-class _Unpack(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, places: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(places)
@@ -88,35 +147,4 @@ class _Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        return _Pack.apply(gradient, places), None, None  # type: ignore[no-untyped-call]
-
-
-MayAttend = Callable[[Any, Any, Any, Any], Any]
-"""transformers' mask functions: (row, head, query's column, key's column) -> may it attend?"""
-
-
-@dataclass(frozen=True)
-class RowMask:
-    """Takes the place of an attention mask: which rows there are, and who attends to whom in one.
-
-    The model itself passes it to every block and from there to attention, so a block that is
-    computed again in the backward pass has it too.
-    """
-
-    rows: Rows
-    may_attend: MayAttend
-    is_causal: bool
-    is_full: bool
-    _masks: dict[int, Tensor] = field(default_factory=dict, compare=False)
-
-    def get_mask(self, row: int) -> Tensor | None:
-        """Of one row, [length, length]; None if ``is_causal`` or ``is_full`` says it all."""
-        if self.is_causal or self.is_full:
-            return None
-        if row not in self._masks:
-            start = sum(self.rows.lengths[:row])
-            columns = self.rows.columns[start : start + self.rows.lengths[row]]
-            number = torch.zeros((), dtype=torch.long, device=columns.device)
-            mask = self.may_attend(number + row, number, columns[:, None], columns[None])
-            self._masks[row] = mask.expand(len(columns), len(columns))
-        return self._masks[row]
+        return gather(gradient, places), None, None

@@ -10,15 +10,18 @@ import functools
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.unpad.attention import register, use_rows
+from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
-from rapidformer.accel.unpad.rows import RowMask, Rows
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.watched import find_asked, find_watched, list_inner_modules
 from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.data.batch import get_host_copy
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, shifts_labels
 from rapidformer.overlay import extend, remove
@@ -30,7 +33,9 @@ _LEAST_PADDING = 0.05
 def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     is_asked = assembly.args.dynamic_shape == "on"
-    obstacle = _find_obstacle(assembly) or apply_unpadding(assembly.model, assembly.plan)
+    obstacle = _find_obstacle(assembly) or apply_unpadding(
+        assembly.model, assembly.plan, assembly.precision.dtype
+    )
     if obstacle is None:
         return "blocks compute on real tokens only"
     if is_asked:
@@ -40,8 +45,8 @@ def apply(assembly: Assembly) -> str | None:
 
 def _find_obstacle(assembly: Assembly) -> str | None:
     topology = assembly.topology
-    if assembly.device.type != "cpu":
-        return "attention over rows of different lengths is implemented for CPUs so far"
+    if assembly.device.type not in ("cpu", "cuda"):
+        return "attention over rows of different lengths is implemented for CPUs and CUDA"
     if assembly.pipeline is not None or topology.tensor * topology.context > 1:
         return "it does not combine with tensor, pipeline and context parallelism yet"
     if topology.expert > 1 or assembly.uses_deepspeed:
@@ -53,8 +58,13 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     return None
 
 
-def apply_unpadding(model: nn.Module, plan: ModelPlan) -> str | None:
-    """Unpad the batches of a model; returns why not, in which case the model is unchanged."""
+def apply_unpadding(
+    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None = None
+) -> str | None:
+    """Unpad the batches of a model; returns why not, in which case the model is unchanged.
+
+    ``dtype`` is that of autocast, under which the model will run.
+    """
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
@@ -63,8 +73,8 @@ def apply_unpadding(model: nn.Module, plan: ModelPlan) -> str | None:
         set_attention(config, register())
     for block, is_last in _list_blocks(model, plan):
         extend(block, "unpad", _build_last if is_last else _build_block, is_shared=True)
-    plain = functools.partial(_call, model)
-    difference = find_difference(model, plan, plain, functools.partial(_call_unpadded, model))
+    forwards = functools.partial(_call, model), functools.partial(_call_unpadded, model)
+    difference = find_difference(model, plan, *forwards, dtype)
     if difference is not None:
         for block, _ in _list_blocks(model, plan):
             remove(block, "unpad")
@@ -103,7 +113,8 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 
 def _call_unpadded(model: nn.Module, batch: dict[str, Any]) -> Any:
-    with use_rows(Rows.read(batch["attention_mask"].bool())):
+    mask = batch["attention_mask"]
+    with use_rows(Rows.read(mask.bool().cpu(), mask.device)):
         return _call(model, batch)
 
 
@@ -166,6 +177,7 @@ def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
         return None
     if find_asked(model, given) or given.get("past_key_values") is not None:
         return None
+    device, mask, labels = mask.device, get_host_copy(mask), get_host_copy(labels)
     is_real = mask.bool()
     if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
         return None
@@ -175,7 +187,7 @@ def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
     # A classifier reads its first token. It must be real, as it was when the two were compared.
     if not is_causal and not bool(is_real[:, 0].all()):
         return None
-    return Rows.read(is_real)
+    return Rows.read(is_real, device)
 
 
 def _are_labels_real(labels: Tensor, is_real: Tensor, is_shifted: bool) -> bool:

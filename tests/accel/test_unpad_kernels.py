@@ -1,0 +1,92 @@
+"""Every way to attend within rows gives what attention row by row gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils as masks
+
+from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad.attention import make_row_mask
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.data.batch import get_host_copy, move_to_device
+
+MASKS = {
+    "causal": masks.causal_mask_function,
+    "full": masks.bidirectional_mask_function,
+    "window": masks.sliding_window_causal_mask_function(3),
+    "two-sided window": masks.sliding_window_bidirectional_mask_function(2),
+}
+
+
+def make_mask(kind: str, lengths: tuple[int, ...] = (5, 1, 7, 3)) -> RowMask:
+    real = torch.arange(8) < torch.tensor(lengths)[:, None]
+    return make_row_mask(Rows.read(real), MASKS[kind])
+
+
+def make_inputs(tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    torch.manual_seed(0)
+    return [
+        torch.randn(1, heads, tokens, 8, dtype=dtype, device=device, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_rows_padded_for_attention_alone(kind: str) -> None:
+    mask, inputs = make_mask(kind), make_inputs(16)
+    expected = kernels.attend(*inputs, mask, scaling=0.3)
+    found = kernels.attend_in_grid(*inputs, mask, 0.0, 0.3)
+    direction = torch.randn_like(expected)
+    for mine, theirs in zip(
+        (found, *torch.autograd.grad((found * direction).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * direction).sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [("causal", (-1, 0)), ("full", (-1, -1)), ("window", (2, 0)), ("two-sided window", (1, 1))],
+)
+def test_the_window_of_a_mask(kind: str, window: tuple[int, int]) -> None:
+    found = make_mask(kind).window
+    if kind == "two-sided window":  # transformers has changed by one what the number means
+        assert found is not None and found[0] == found[1] in (1, 2)
+    else:
+        assert found == window
+
+
+def test_no_window_fits_every_mask() -> None:
+    chunks = masks.chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.long))
+    assert make_row_mask(make_mask("full").rows, chunks).window is None
+    holes = torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]]).bool()
+    sliding = MASKS["window"]
+    assert make_row_mask(Rows.read(holes), sliding).window is None, "columns tell, not neighbours"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", MASKS)
+def test_shapes_and_types_of_flash_attention(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the operator's own rules, checked by tensors without values."""
+    monkeypatch.setattr(kernels, "takes_flash", lambda query: True)
+    inputs = make_inputs(16, dtype, device="meta")
+    found = kernels.attend(*inputs, make_mask(kind), dropout=0.1, scaling=0.3)
+    assert found.shape == (1, 16, 4, 8) and found.dtype == dtype
+    gradients = torch.autograd.grad(found.sum(), inputs)
+    assert [each.shape for each in gradients] == [each.shape for each in inputs]
+
+
+def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:
+    batch = {"attention_mask": torch.ones(2, 3), "labels": torch.tensor([[1, 2], [3, -100]])}
+    moved = move_to_device(batch, torch.device("meta"))
+    assert get_host_copy(moved["labels"]) is batch["labels"]
+    moved["labels"].mul_(2)  # what the host has is out of date
+    with pytest.raises(NotImplementedError, match="meta"):
+        get_host_copy(moved["labels"])

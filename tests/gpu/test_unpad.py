@@ -1,0 +1,134 @@
+"""Blocks on real tokens only, on a GPU: against the padded model in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.masking_utils import bidirectional_mask_function
+
+from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad.attention import make_row_mask
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.switch import apply_unpadding
+from rapidformer.models.plan import find_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 200, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 256, "max_position_embeddings": 128, "n_embd": 128, "n_layer": 3,
+    "n_head": 4, "n_positions": 128, "num_key_value_heads": 2, "pad_token_id": 0,
+    "sliding_window": 16, "local_attention": 16, "global_attn_every_n_layers": 2,
+}  # fmt: skip
+MODELS = {
+    "bert": AutoModelForMaskedLM,
+    "modernbert": AutoModelForMaskedLM,
+    "gpt2": AutoModelForCausalLM,
+    "llama": AutoModelForCausalLM,
+    "mistral": AutoModelForCausalLM,
+}
+LENGTHS = [64, 9, 33, 1, 50]
+TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of the largest gradient of a tensor; the padded model in 16 bits is as far from fp32.
+LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
+
+
+def build(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[kind].from_config(AutoConfig.for_model(kind, **SMALL, **more))
+    return model.cuda().eval()
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(5, 200, mask.shape, generator=generator).masked_fill(~mask, 0)
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+    return {name: value.cuda() for name, value in batch.items()}
+
+
+def run(model: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+        outputs = model(**(batch := make_batch()))
+    outputs.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = outputs.logits[batch["attention_mask"].bool()].detach()
+    return {**found, "loss": outputs.loss.detach(), "logits": logits}
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_logits_and_gradients(
+    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dtype = build(kind), TYPES[precision]
+    expected = run(model, None)
+    assert apply_unpadding(model, find_plan(model), dtype) is None
+    used = []
+    flash = kernels.attend_with_flash
+    monkeypatch.setattr(
+        kernels, "attend_with_flash", lambda *a, **k: used.append(1) or flash(*a, **k)
+    )
+    found = run(model, dtype)
+    assert len(used) == (0 if dtype is None else 3), "flash attention, once per block"
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (found[name] - value).abs().max()
+        assert difference <= LIMITS[precision] * value.abs().max().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_recomputed_blocks(kind: str) -> None:
+    from rapidformer.accel.recompute import apply_recompute
+
+    model = build(kind)
+    expected = run(model, None)
+    apply_recompute(model, find_plan(model))
+    assert apply_unpadding(model, find_plan(model), torch.bfloat16) is None
+    model.train()
+    for name, value in run(model, torch.bfloat16).items():
+        difference = (value - expected[name]).abs().max()
+        assert difference <= LIMITS["bf16"] * expected[name].abs().max().clamp(min=1e-3), name
+
+
+def test_dropout_keeps_as_much_as_it_should() -> None:
+    """With values of 1, attention sums the kept probabilities: 1 on average."""
+    rows, p = 400, 0.3
+    real = torch.ones(rows, 8, dtype=torch.bool)
+    mask = make_row_mask(Rows.read(real, torch.device("cuda")), bidirectional_mask_function)
+    query, key = (torch.randn(1, 4, 8 * rows, 32, device="cuda").half() for _ in range(2))
+    value = torch.ones_like(query)
+    torch.manual_seed(3)
+    first = kernels.attend(query, key, value, mask, dropout=p)
+    second = kernels.attend(query, key, value, mask, dropout=p)
+    torch.manual_seed(3)
+    again = kernels.attend(query, key, value, mask, dropout=p)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    # 12,800 independent sums; each has a variance below p / (1 - p).
+    deviation = (p / (1 - p) / first[..., 0].numel()) ** 0.5
+    assert abs(first[..., 0].double().mean().item() - 1) < 5 * deviation + 1e-3
+    assert first[..., 0].std() > 0.1
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    """Masks and labels are read from the host copies of the batch."""
+    from rapidformer.data.batch import move_to_device
+
+    model = build("bert")
+    assert apply_unpadding(model, find_plan(model), torch.bfloat16) is None
+    on_host = {name: value.cpu().pin_memory() for name, value in make_batch().items()}
+    batch = move_to_device(on_host, torch.device("cuda"))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        model(**batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(**batch).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
