@@ -54,7 +54,7 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import data, data_show, preprocess, verify
+    from rapidformer.cli import check, data, data_show, preprocess, runs, verify
     from rapidformer.config import build_parser
     from rapidformer.config.dialects import REFUSED
 
@@ -65,6 +65,8 @@ def test_flags_in_the_docs_exist() -> None:
         data_show.build_parser(),
         preprocess._build_parser(),
         verify._build_parser(),
+        runs.build_parser(),
+        check.build_parser(),
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}

@@ -14,7 +14,7 @@ import rapidformer
 ROOT = Path(rapidformer.__file__).parent
 # From the top to the bottom; a room may import what stands below it, and its own files.
 LAYERS = [
-    {"preprocess_data"},
+    {"preprocess_data", "__main__"},
     {"cli"},
     {"launch"},
     {"tasks"},

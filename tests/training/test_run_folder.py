@@ -10,10 +10,10 @@ import pytest
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.checkpoint.finding import TRACKER
 from rapidformer.checkpoint.lock import FolderLock
-from rapidformer.engine.metrics_file import METRICS_FILE, MetricsFile
+from rapidformer.checkpoint.run_names import METRICS_FILE, RUN_FILE
+from rapidformer.engine.metrics_file import MetricsFile
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import (
-    RUN_FILE,
     begin_run,
     check_run_folder,
     drop_replaced,

@@ -14,8 +14,13 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, oldest first."""
-    found = (p for p in folder.glob("iter_*") if p.is_dir() and _is_number(p.name[5:]))
+    found = (path for path in folder.glob("iter_*") if path.is_dir() and is_named(path))
     return sorted(found, key=get_step)
+
+
+def is_named(folder: Path) -> bool:
+    """Whether a folder's name is that of a checkpoint."""
+    return folder.name.startswith("iter_") and _is_number(folder.name[5:])
 
 
 def _is_number(text: str) -> bool:

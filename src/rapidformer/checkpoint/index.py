@@ -6,6 +6,8 @@ entry covers as they were.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,36 +22,47 @@ _MOST_CELLS = 10_000_000
 
 def check_index(metadata: Metadata, folder: Path) -> None:
     """Refuse an index that leaves gaps, or leads to anything but the folder's own files."""
-    try:
-        problem = _find_problem(metadata, folder)
-    except (AttributeError, TypeError, ValueError, OSError) as reason:
-        problem = f"it is malformed ({reason})"
-    if problem:
+    for problem in find_index_problems(metadata, folder):
         raise CheckpointError(
             f"{folder / '.metadata'} is not the index of a checkpoint: {problem}."
         )
 
 
-def _find_problem(metadata: Metadata, folder: Path) -> str | None:
+def find_index_problems(metadata: Metadata, folder: Path) -> Iterator[str]:
+    """Every tensor that is not covered, and every place that does not exist."""
+    try:
+        yield from _find_problems(metadata, folder)
+    except (AttributeError, TypeError, ValueError, OSError) as reason:
+        yield f"it is malformed ({reason})"
+
+
+def _find_problems(metadata: Metadata, folder: Path) -> Iterator[str]:
     places: dict[Any, Any] = metadata.storage_data or {}
-    sizes: dict[str, int] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
         if not _covers(entry):
-            return f"its parts do not make up the whole of {name}"
+            yield f"its parts do not make up the whole of {name}"
         for chunk in entry.chunks:
-            if MetadataIndex(name, chunk.offsets) not in places:
-                return f"a part of {name} is nowhere"
+            place = places.get(MetadataIndex(name, chunk.offsets))
+            if place is None:
+                yield f"a part of {name} is nowhere"
+            elif place.length < prod(chunk.sizes) * entry.properties.dtype.itemsize:
+                yield f"a part of {name} has {place.length} bytes, too few for {list(chunk.sizes)}"
+    by_file: dict[str, list[Any]] = defaultdict(list)
     for place in places.values():
-        file = place.relative_path
-        if file not in sizes:
-            if Path(file).name != file or not (folder / file).is_file():
-                return f"it refers to {file}, which is not a file of this folder"
-            sizes[file] = (folder / file).stat().st_size
-        if place.offset < 0 or place.length < 0 or place.offset + place.length > sizes[file]:
-            return f"it refers to bytes that {file} does not have"
-    return None
+        by_file[place.relative_path].append(place)
+    for file, own in by_file.items():
+        size = _measure(folder, file)
+        if size is None:
+            yield f"it refers to {file}, which is not a file of this folder"
+        elif any(p.offset < 0 or p.length < 0 or p.offset + p.length > size for p in own):
+            yield f"it refers to bytes that {file} does not have"
+
+
+def _measure(folder: Path, file: str) -> int | None:
+    is_here = Path(file).name == file and (folder / file).is_file()
+    return (folder / file).stat().st_size if is_here else None
 
 
 def _covers(entry: TensorStorageMetadata) -> bool:

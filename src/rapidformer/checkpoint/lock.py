@@ -161,6 +161,20 @@ class FolderLock:
                 os.utime(self._path)
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether a live run holds a folder, as far as one look can tell; None if it has no lock.
+
+    Only reads. For a holder on another machine, the clocks of the two machines are compared.
+    """
+    lock = FolderLock(folder)
+    holder = lock._read()
+    if holder is None:
+        return None
+    if holder.place == lock._me.place:
+        return _find_start(holder.pid) == holder.started
+    return time.time() - lock._get_beat() / 1e9 < _STALE_SECONDS
+
+
 def _name(holder: _Holder) -> str:
     return f"process {holder.pid} on {holder.host}"
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from rapidformer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 # Whatever has these names at the start of a run is deleted, so nobody else may use them.
-_STAGING_PREFIX = ".rapidformer-staging-"
+STAGING_PREFIX = ".rapidformer-staging-"
 _RETIRED_PREFIX = ".rapidformer-old-"
+_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 def start_staging(target: Path) -> Path:
     """An empty folder beside the target, to write into."""
-    staging = target.with_name(_STAGING_PREFIX + target.name)
+    staging = target.with_name(STAGING_PREFIX + target.name)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     return staging
@@ -33,7 +34,7 @@ def start_staging(target: Path) -> Path:
 
 def get_staging(target: Path) -> Path:
     """The staging folder that rank 0 created."""
-    return target.with_name(_STAGING_PREFIX + target.name)
+    return target.with_name(STAGING_PREFIX + target.name)
 
 
 def publish(target: Path, *, with_manifest: bool = True) -> None:
@@ -67,34 +68,69 @@ def remove_leftovers(folder: Path) -> None:
         target = path.with_name(path.name.removeprefix(_RETIRED_PREFIX))
         # Killed between two renames: the old folder is the only complete one.
         path.rename(target) if not target.exists() else shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(_STAGING_PREFIX + "*"):
+    for path in folder.glob(STAGING_PREFIX + "*"):
         path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 def check_manifest(folder: Path, required: Iterable[str] = ()) -> None:
     """Refuse a folder that lacks a file, or has one of a different content than was written."""
+    for problem in find_damage(folder, required):
+        raise CheckpointError(f"{folder} is damaged: {problem}.")
+
+
+def find_damage(
+    folder: Path,
+    required: Iterable[str] = (),
+    *,
+    hashes: bool = True,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[str]:
+    """What differs from the folder's manifest, in the order of its files.
+
+    Without ``hashes``, only sizes are compared. ``advance`` is called with the number of bytes that
+    were hashed.
+    """
+    try:
+        expected = read_manifest(folder)
+    except CheckpointError as reason:
+        yield str(reason)
+        return
+    yield from (f"its {MANIFEST} does not list {name}" for name in required if name not in expected)
+    home = folder.resolve()
+    for name, (size, digest) in expected.items():
+        try:
+            problem = _compare_file(home, name, size, digest if hashes else None, advance)
+        except OSError as reason:
+            problem = f"{name} cannot be read ({reason.strerror})"
+        except (ValueError, RuntimeError):  # a name with a null byte, a loop of links
+            problem = f"{name!r} is not the name of a file"
+        if problem is not None:
+            yield problem
+
+
+def read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file that was written."""
     try:
         files = read_json(folder / MANIFEST)["files"]
-        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+        return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (CheckpointError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"{folder} is not a whole checkpoint: its {MANIFEST} is missing or unreadable."
-        ) from None
-    for name in required:
-        if name not in expected:
-            raise CheckpointError(f"{folder} is damaged: its {MANIFEST} does not list {name}.")
-    for name, (size, digest) in expected.items():
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{folder} is damaged: {name} leads out of the folder.")
-        if not path.is_file():  # a named pipe is not: reading it would never end
-            raise CheckpointError(f"{folder} is damaged: {name} is missing.")
-        if path.stat().st_size != size:
-            raise CheckpointError(
-                f"{folder} is damaged: {name} has {path.stat().st_size} bytes, {size} were written."
-            )
-        if _hash(path) != digest:
-            raise CheckpointError(f"{folder} is damaged: {name} is not what was written.")
+        raise CheckpointError(f"its {MANIFEST} is missing or unreadable") from None
+
+
+def _compare_file(
+    folder: Path, name: str, size: int, digest: str | None, advance: Callable[[int], None]
+) -> str | None:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder):
+        return f"{name} leads out of the folder"
+    if not path.is_file():  # a named pipe is not: reading it would never end
+        return f"{name} is missing" + (" (it is not a regular file)" if path.exists() else "")
+    found = path.stat().st_size
+    if found != size:
+        return f"{name} has {found} bytes, {size} were written"
+    if digest is not None and _hash(path, advance) != digest:
+        return f"{name} is not what was written"
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,9 +144,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hash(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -125,7 +165,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file atomically."""
-    temporary = path.with_name(_STAGING_PREFIX + path.name)
+    temporary = path.with_name(STAGING_PREFIX + path.name)
     temporary.write_text(text, encoding="utf-8")
     _force_to_disk(temporary)
     temporary.replace(path)

@@ -85,18 +85,24 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
+def read_index(folder: Path) -> Metadata:
+    """The index of a folder's tensors; what it says is not checked yet."""
+    path = folder / ".metadata"
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except Exception as reason:  # damaged bytes can make the unpickler fail in any way
+        raise CheckpointError(f"{path} cannot be read: {reason}") from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} is not the index of a checkpoint.")
+    return metadata
+
+
 class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            if not path.is_file():
-                raise FileNotFoundError("no such file")
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-        except Exception as reason:  # damaged bytes can make the unpickler fail in any way
-            raise CheckpointError(f"{path} cannot be read: {reason}") from None
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} is not the index of a checkpoint.")
+        metadata = read_index(Path(self.path))
         check_index(metadata, Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Commands with their own flags, and therefore their own help.
-OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config", "verify"})
+OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config", "verify", "runs", "check"})
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
@@ -40,5 +40,7 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         False,
         "show a run's data, inspect pre-training files",
     ),
+    "runs": ("rapidformer.cli.runs", False, "list the runs and checkpoints in a folder"),
+    "check": ("rapidformer.cli.check", False, "verify every hash and tensor of a checkpoint"),
     "plot": ("rapidformer.cli.plot", False, "draw a run's loss curve"),
 }

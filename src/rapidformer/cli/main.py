@@ -194,7 +194,7 @@ def _show(error: RapidformerError) -> None:
         sys.stderr.write(f"error: {error}\n")
 
 
-def _run_and_leave() -> None:
+def run_and_leave() -> None:
     """Run the command in a process of its own, and end that process.
 
     Python waits for threads that are not daemons. After a failure, the other ranks would wait for
@@ -217,4 +217,4 @@ def _run_and_leave() -> None:
 
 
 if __name__ == "__main__":
-    _run_and_leave()
+    run_and_leave()

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
+from rapidformer.checkpoint.run_names import METRICS_FILE
 from rapidformer.checkpoint.writing import writing
 from rapidformer.log import warn_once
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.checkpoint.run_names import PREVIOUS
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.config.foreign_names import ForeignName
 from rapidformer.config.mindformers_file import load_mindformers_file
@@ -43,7 +44,7 @@ from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
 from rapidformer.tasks.mindformers_run import GivenTask, is_path, measure_own
 from rapidformer.tasks.predicting import predict_task
-from rapidformer.training.run_folder import BEST, LAST, PREVIOUS, set_aside
+from rapidformer.training.run_folder import BEST, LAST, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
 from rapidformer.training.trainer.mindformers_context import get_context
 from rapidformer.training.trainer.settings import build_settings

@@ -22,9 +22,10 @@ from rapidformer.checkpoint.restart import (
     continue_after_restart,
     find_claimed_folder,
 )
+from rapidformer.checkpoint.run_names import RUN_FILE
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
-from rapidformer.training.run_folder import BEST, LAST, RUN_FILE
+from rapidformer.training.run_folder import BEST, LAST
 
 # Where runs without --save are kept (default: a folder named runs in the current folder).
 RUNS_VARIABLE = "RAPIDFORMER_RUNS"

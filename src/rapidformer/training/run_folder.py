@@ -16,22 +16,18 @@ from rapidformer.checkpoint.abandoned import ABANDONED, abandon
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
+from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
 from rapidformer.dist.collectives import broadcast_object
-from rapidformer.engine.metrics_file import METRICS_FILE
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
-PREVIOUS = "previous"
-RUN_FILE = ".run.json"
 
 _NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", ABANDONED)
 # A run only adds files to a folder for TensorBoard; it would overwrite these.
 _OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST)
-_REPLACED = ".replaced"
-"""A whole earlier run, until the new one has a checkpoint."""
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""
 _DELETED = ".replaced-deleted"
@@ -82,7 +78,7 @@ def recover(folder: Path) -> None:
     shutil.rmtree(folder / _DELETED, ignore_errors=True)
     if (folder / _MOVING).is_dir():
         _move_back(folder)
-    if (folder / _REPLACED).is_dir():
+    if (folder / REPLACED).is_dir():
         if find_checkpoints(folder):
             drop_replaced(folder)
         else:
@@ -91,19 +87,19 @@ def recover(folder: Path) -> None:
 
 def drop_replaced(folder: Path) -> None:
     """Delete the run that was moved aside, if there is one."""
-    if (folder / _REPLACED).is_dir():
+    if (folder / REPLACED).is_dir():
         # Renamed first: what is deleted in part must not be taken for a complete run.
-        (folder / _REPLACED).rename(folder / _DELETED)
+        (folder / REPLACED).rename(folder / _DELETED)
         shutil.rmtree(folder / _DELETED, ignore_errors=True)
 
 
 def restore_replaced(folder: Path) -> None:
     """Move the earlier run back, in place of what the new one has written."""
-    if not (folder / _REPLACED).is_dir():
+    if not (folder / REPLACED).is_dir():
         return
     for path in _list_run(folder):
         _remove(path)
-    (folder / _REPLACED).rename(folder / _MOVING)
+    (folder / REPLACED).rename(folder / _MOVING)
     _move_back(folder)
     get_logger().warning(
         "the run in %s was not replaced: the new one ended before its first checkpoint.", folder
@@ -204,7 +200,7 @@ def _move_aside(folder: Path) -> None:
     (folder / _MOVING).mkdir()
     for path in found:
         path.rename(folder / _MOVING / path.name)
-    (folder / _MOVING).rename(folder / _REPLACED)
+    (folder / _MOVING).rename(folder / REPLACED)
     get_logger().info(f"replacing the run in {folder} once this one has a checkpoint")
 
 

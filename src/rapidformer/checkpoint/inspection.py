@@ -1,0 +1,199 @@
+"""Verify checkpoints, exported models and adapters: for ``rapidformer check``.
+
+Every problem is one sentence without a full stop. A checkpoint is judged by what loading it relies
+on: its manifest, ``run.json``, and the index of its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rapidformer.checkpoint.index import find_index_problems
+from rapidformer.checkpoint.inventory import REQUIRED
+from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
+from rapidformer.checkpoint.run_file import read_run
+from rapidformer.checkpoint.tensors import load_tensors, read_index
+from rapidformer.checkpoint.ties import read_saved_shapes
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import CheckpointError
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were read."""
+_BATCH_BYTES = 1 << 30
+
+
+def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
+    """Everything that is wrong with a checkpoint."""
+    yield from find_damage(folder, REQUIRED, advance=advance)
+    try:
+        run = read_run(folder)
+        index = read_index(folder / "state")
+    except CheckpointError as reason:
+        yield str(reason).removesuffix(".")
+        return
+    problems = [f"state/.metadata: {p}" for p in find_index_problems(index, folder / "state")]
+    yield from problems
+    yield from _find_unlisted(folder, run, index)
+    if problems:
+        return
+    try:
+        shapes = read_saved_shapes(folder)
+    except CheckpointError as reason:
+        yield str(reason).removesuffix(".")
+        return
+    yield from _compare_shapes(run, shapes)
+    if finite:
+        yield from _find_not_finite(folder, run, index)
+
+
+def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
+    """Everything that is wrong with an exported model or adapter; hashes only if it has a manifest.
+
+    Without one, the sizes in the headers of its weight files are compared with the files.
+    """
+    if has_hashes(folder):
+        yield from find_damage(folder, advance=advance)
+    files = sorted(folder.glob("*.safetensors"))
+    names: dict[str, list[str]] = {}
+    for path in files:
+        try:
+            names[path.name] = _read_names(path)
+            if finite:
+                yield from _find_not_finite_in(path, names[path.name])
+        except CheckpointError as reason:
+            yield str(reason)
+    for path in folder.glob("*.safetensors.index.json"):
+        yield from _compare_weight_map(path, names)
+
+
+def has_hashes(folder: Path) -> bool:
+    """Whether a folder has a manifest of ours; other programs have files of that name too."""
+    try:
+        return bool(read_manifest(folder))
+    except CheckpointError:
+        return False
+
+
+def list_unlisted(folder: Path) -> list[str]:
+    """Files that nobody vouches for, since the manifest does not list them."""
+    try:
+        listed = {*read_manifest(folder), MANIFEST}
+    except CheckpointError:
+        return []
+    found = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    return sorted(name for name in found if name not in listed)
+
+
+def _find_unlisted(folder: Path, run: dict[str, Any], index: Any) -> Iterator[str]:
+    """Files that loading reads must be in the manifest, or nobody would notice a change."""
+    try:
+        listed = set(read_manifest(folder))
+    except CheckpointError:
+        return
+    places = (index.storage_data or {}).values()
+    needed = {f"state/{place.relative_path}" for place in places}
+    sizes = run.get("layout")
+    if isinstance(sizes, dict) and any(name.startswith("random-") for name in listed):
+        ranks = prod(size for size in sizes.values() if isinstance(size, int))
+        needed |= {f"random-{rank:05d}.json" for rank in range(min(ranks, 1_000_000))}
+    for name in sorted(needed - listed):
+        yield f"its {MANIFEST} does not list {name}"
+
+
+def _compare_shapes(run: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """The optimizer's parameters are tensors of the model, and its state has their shapes."""
+    for name in _list_trained(run):
+        if f"model.{name}" not in shapes:
+            yield f"the optimizer trains {name}, which is not among the tensors"
+    for name, shape in shapes.items():
+        weight, _, key = name.removeprefix("optimizer.").rpartition(".")
+        wanted = shapes.get(f"model.{weight}")
+        if name.startswith("optimizer.") and key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if wanted is None:
+                yield f"{name} belongs to no tensor of the model"
+            elif wanted != shape:
+                yield f"{name} has shape {list(shape)}, the weight has {list(wanted)}"
+
+
+def _list_trained(run: dict[str, Any]) -> list[str]:
+    groups = [group for group in run["param_groups"] or () if isinstance(group, dict)]
+    lists = [group.get("params") for group in groups]
+    return [str(name) for names in lists if isinstance(names, list) for name in names]
+
+
+def _find_not_finite(folder: Path, run: dict[str, Any], index: Any) -> Iterator[str]:
+    """Only what is trained: some frozen weights hold an infinity on purpose."""
+    trained = {f"model.{name}" for name in _list_trained(run)}
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for name, entry in index.state_dict_metadata.items():
+        properties = getattr(entry, "properties", None)
+        if properties is None or not properties.dtype.is_floating_point:
+            continue
+        if trained and name.startswith("model.") and name not in trained:
+            continue
+        batch[name] = torch.empty(tuple(entry.size), dtype=properties.dtype)
+        size += batch[name].nbytes
+        if size > _BATCH_BYTES:
+            yield from _load_and_judge(folder, batch)
+            batch, size = {}, 0
+    yield from _load_and_judge(folder, batch)
+
+
+def _load_and_judge(folder: Path, batch: dict[str, Tensor]) -> Iterator[str]:
+    try:
+        load_tensors(batch, folder / "state", Topology())
+    except CheckpointError as reason:
+        yield str(reason).removesuffix(".")
+        return
+    for name, tensor in batch.items():
+        yield from _judge(name, tensor)
+
+
+def _judge(name: str, tensor: Tensor) -> Iterator[str]:
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        count = int((~tensor.isfinite()).sum())
+        yield f"{name} has {count:,} of {tensor.numel():,} values that are NaN or infinite"
+
+
+# ---- files of safetensors ------------------------------------------------------------------------
+
+
+def _read_names(path: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is not a regular file")
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            return list(file.keys())
+    except (SafetensorError, OSError) as reason:
+        raise CheckpointError(f"{path.name} cannot be read: {reason}") from None
+
+
+def _find_not_finite_in(path: Path, names: list[str]) -> Iterator[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        for name in names:
+            yield from _judge(name, file.get_tensor(name))
+
+
+def _compare_weight_map(path: Path, names: dict[str, list[str]]) -> Iterator[str]:
+    try:
+        places = read_json(path)["weight_map"].items()
+    except (CheckpointError, KeyError, AttributeError):
+        yield f"{path.name} is missing or unreadable"
+        return
+    for name, file in places:
+        if not isinstance(file, str) or file not in names:
+            yield f"{path.name} says that {name} is in {json.dumps(file)}, which is not readable"
+        elif name not in names[file]:
+            yield f"{path.name} says that {name} is in {file}, but it is not"

@@ -1,0 +1,156 @@
+"""``rapidformer check``: verify every hash and every tensor of a checkpoint, run or model folder.
+
+Prints one line per problem and one per folder; the exit status is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.inventory import is_checkpoint
+from rapidformer.checkpoint.publish import read_manifest
+from rapidformer.cli.own_flags import CommandParser, HelpShownError
+from rapidformer.cli.runs import format_size
+from rapidformer.errors import CheckpointError
+from rapidformer.hub import suggest_path
+
+_MODELS = ("best", "last")
+_WEIGHTS = "*.safetensors"
+
+
+class DamageError(CheckpointError):
+    """Something is wrong; every problem has been printed already."""
+
+    is_told = True
+
+
+def run(argv: list[str]) -> None:
+    """Check each folder that was given."""
+    try:
+        options = build_parser().parse_args(argv)
+    except HelpShownError:
+        return
+    folders = [folder for path in options.paths for folder in _choose(Path(path).expanduser())]
+    is_damaged = False
+    with _show_progress(sum(map(_measure, folders))) as advance:
+        for folder in folders:
+            is_damaged |= _check(folder, advance, finite=options.finite)
+    if is_damaged:
+        raise DamageError("damaged")
+
+
+def build_parser() -> CommandParser:
+    """The command's flags."""
+    parser = CommandParser(
+        prog="rapidformer check",
+        description=(
+            "Verify checkpoints: every file against its hash, and that the index covers every "
+            "tensor. Of a run, all checkpoints and models are checked. Exits with 1 if anything "
+            "is wrong."
+        ),
+    )
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a checkpoint, a run, or a model or adapter folder"
+    )
+    parser.add_argument(
+        "--finite", action="store_true", help="also read all tensors, and look for NaN and infinity"
+    )
+    return parser
+
+
+def _choose(path: Path) -> list[Path]:
+    """The folders to check under a path."""
+    if not path.is_dir():
+        reason = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {reason}.{suggest_path(path)}")
+    if is_checkpoint(path) or _is_model(path):
+        return [path]
+    models = [path / name for name in _MODELS if _is_model(path / name)]
+    found = [*(folder for folder in find_checkpoints(path) if is_checkpoint(folder)), *models]
+    if not found:
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run nor a model folder: there is nothing to "
+            "check. `rapidformer runs` lists the runs in a folder."
+        )
+    return found
+
+
+def _is_model(folder: Path) -> bool:
+    return any(folder.glob(_WEIGHTS))
+
+
+def _measure(folder: Path) -> int:
+    try:
+        sizes = [size for size, _ in read_manifest(folder).values()]
+        return sum(size for size in sizes if isinstance(size, int))
+    except CheckpointError:
+        return 0
+
+
+def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> bool:
+    """Print what is wrong with a folder, and whether anything is."""
+    from rapidformer.checkpoint.inspection import (
+        has_hashes,
+        inspect_checkpoint,
+        inspect_model,
+        list_unlisted,
+    )
+
+    inspect = inspect_checkpoint if is_checkpoint(folder) else inspect_model
+    count = 0
+    for problem in _guarded(inspect(folder, advance, finite=finite)):
+        if not folder.is_dir():
+            _say(f"{folder}: deleted while it was checked")
+            return False
+        _say(f"{folder}: {problem}")
+        count += 1
+    if count:
+        _say(f"{folder}: damaged ({count} problem{'s' * (count > 1)})")
+        return True
+    unlisted = list_unlisted(folder)
+    if unlisted:
+        shown = ", ".join(unlisted[:3]) + (f" and {len(unlisted) - 3} more" if unlisted[3:] else "")
+        _say(f"{folder}: not checked: {shown} (not in the manifest)")
+    if has_hashes(folder):
+        _say(f"{folder}: complete ({format_size(_measure(folder))} verified)")
+    else:
+        _say(f"{folder}: readable, but not verified: it has no hashes")
+    return False
+
+
+def _guarded(problems: Iterator[str]) -> Iterator[str]:
+    """A disk that fails, or files that vanish, are problems like any other."""
+    try:
+        yield from problems
+    except OSError as reason:
+        yield f"{reason.filename or 'a file'} cannot be read ({reason.strerror})"
+
+
+@contextmanager
+def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over the bytes to hash, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("checking"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+        TextColumn("left"),
+    )  # fmt: skip
+    # Lines on the same terminal must go above the bar, and all others where they belong.
+    shares = sys.stdout.isatty()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, redirect_stdout=shares, transient=True) as progress:
+        task = progress.add_task("checking", total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
