@@ -54,7 +54,7 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import check, data, data_show, preprocess, runs, verify
+    from rapidformer.cli import bench, check, data, data_show, preprocess, runs, verify
     from rapidformer.config import build_parser
     from rapidformer.config.dialects import REFUSED
 
@@ -67,6 +67,7 @@ def test_flags_in_the_docs_exist() -> None:
         verify._build_parser(),
         runs.build_parser(),
         check.build_parser(),
+        bench._build_parser(),
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}

@@ -18,7 +18,7 @@ LAYERS = [
     {"cli"},
     {"launch"},
     {"tasks"},
-    {"training", "verification"},
+    {"training", "verification", "benchmarking"},
     {"engine"},
     {"accel", "checkpoint", "optim"},
     {"models", "data"},

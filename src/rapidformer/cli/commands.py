@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 # Commands with their own flags, and therefore their own help.
-OWN_FLAGS = frozenset({"preprocess", "data", "launch", "config", "verify", "runs", "check"})
+OWN_FLAGS = frozenset(
+    {"preprocess", "data", "launch", "config", "verify", "bench", "runs", "check"}
+)
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
     "train": ("rapidformer.cli.train", True, "train or fine-tune (the default)"),
@@ -27,6 +29,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         "rapidformer.cli.verify",
         False,
         "prove that a run's switches do not change its result",
+    ),
+    "bench": (
+        "rapidformer.cli.bench",
+        False,
+        "measure a run's speed and memory, and what would make it faster",
     ),
     "config": (
         "rapidformer.cli.config",

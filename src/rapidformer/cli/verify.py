@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from rapidformer.cli.run_output import write_output_to
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.config.switches import SWITCHES
@@ -263,7 +264,7 @@ class _Verification:
 def _work(job: Job, words: list[str]) -> None:
     """In a process of a run: train as ``rapidformer train`` would, and save the trace."""
     rank = int(os.environ["RANK"])
-    _write_to(Path(job.folder) / f"{job.kind}_{rank}.log")
+    write_output_to(Path(job.folder) / f"{job.kind}_{rank}.log")
     from rapidformer.cli.train import run as train
     from rapidformer.dist.processes import stop_processes
     from rapidformer.verification.verified_run import get_trace_path, record_run
@@ -271,15 +272,6 @@ def _work(job: Job, words: list[str]) -> None:
     trace = record_run(job, lambda: train(words))
     trace.save(get_trace_path(job, rank))
     stop_processes()
-
-
-def _write_to(path: Path) -> None:
-    """Send the run's output to a file, which is of interest only if the run fails."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
 
 
 def _describe(traces: list[Trace], batch: int) -> str:

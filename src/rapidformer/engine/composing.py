@@ -40,6 +40,7 @@ from rapidformer.models.adapters import (
 )
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan, shifts_labels
+from rapidformer.models.work import ModelWork, count_work
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
@@ -74,6 +75,8 @@ class ComposedRun(Run):
         """Whether a model keeps no key/value cache in training."""
         self.shifts_labels = False
         """Whether the model compares each position with the next label; decides what counts."""
+        self.work: ModelWork | None = None
+        """The arithmetic that training the model takes, once composed."""
         self.adapter: Adapter | None = None
         """What is trained instead of the model's own weights, if anything is."""
         self._parameters: list[nn.Parameter] = []
@@ -128,6 +131,7 @@ class ComposedRun(Run):
         ]
         has_optimizer = optimizer is not None
         get_observer().before_compose(model)
+        self.work = count_work(model)
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
         if self.skips_cache:
             skip_cache_in_training(model)

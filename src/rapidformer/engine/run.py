@@ -137,10 +137,12 @@ class Run:
             is_training = self._train_loader is None
         if shuffle is None:
             shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
-        workers = self.args.num_workers
+        workers, collate = self.args.num_workers, collate_fn or PadCollator()
+        if is_training:
+            get_observer().see_training_data(dataset, collate)
         loader = DistributedLoader(
             dataset,
-            collate=collate_fn or PadCollator(),
+            collate=collate,
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
             num_replicas=self.args.data_parallel_size,
             replica=self.topology.get_rank("data"),

@@ -70,6 +70,7 @@ class UpdatingRun(ComposedRun):
                 "and backward passes of several micro-batches at once: use engine.run_update(), "
                 "Finetuner or PreTrainer instead of engine.backward()."
             )
+        get_observer().see_phase("forward")
         in_hand = self._own_loop.in_training
         is_given = weight is not None
         if in_hand is not None and in_hand.is_filler:
@@ -114,6 +115,7 @@ class UpdatingRun(ComposedRun):
         synchronizer.before_backward(is_last)
         self.parallelized.backward(scale_loss(loss, fraction, scale))
         synchronizer.after_backward()
+        get_observer().see_phase("backward")
 
     def backward_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of ``run_update``; several losses add up.
@@ -149,7 +151,7 @@ class UpdatingRun(ComposedRun):
         """The updates of an epoch, for ``run_update``."""
         if self._train_loader is None:
             self._train_loader = loader
-        return loader.iterate_updates()
+        return _observe_wait(loader.iterate_updates())
 
     def run_update(
         self,
@@ -185,6 +187,7 @@ class UpdatingRun(ComposedRun):
             with self.accumulate(is_last=micro_batch is update[-1]):
                 started = self._started = _StartedMicroBatch(micro_batch)
                 result = self.run_forward(forward, micro_batch)
+                get_observer().see_phase("forward")
                 self._started = None
                 if not started.has_run:
                     self._back_propagate(result, micro_batch, ends_update=False)
@@ -218,6 +221,7 @@ class UpdatingRun(ComposedRun):
             step=self.clock.updates,
             synchronizer=self.parallelized.synchronizer,
         )
+        get_observer().see_phase("pipeline")
         beat("update")
         results = pipeline.broadcast_results(count)
         for each, result in zip(update, results, strict=True):
@@ -351,3 +355,14 @@ class UpdatingRun(ComposedRun):
     def no_sync(self) -> Any:
         """Accumulate: the ``backward`` inside does not end an update."""
         return self.accumulate(is_last=False)
+
+
+def _observe_wait(updates: Iterator[Update]) -> Iterator[Update]:
+    """Report when the wait for data begins and ends."""
+    while True:
+        get_observer().see_phase("loop")
+        update = next(updates, None)
+        if update is None:
+            return
+        get_observer().see_phase("data")
+        yield update

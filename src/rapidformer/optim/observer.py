@@ -39,6 +39,13 @@ class RunObserver:
         All stages of a pipeline see what the last one computed.
         """
 
+    def see_training_data(self, dataset: Any, collate: Any) -> None:
+        """The training data, and what makes a batch of its rows."""
+
+    def see_phase(self, phase: str) -> None:
+        """A part of an update has ended: ``data``, ``forward``, ``backward``, or ``loop`` (the
+        training loop's own work). ``see_update`` ends the last part."""
+
     def see_gradients(self) -> None:
         """The gradient of an update is in ``.grad``."""
 

@@ -33,6 +33,7 @@ from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.timetable import Timetable
+from rapidformer.training.utilization import Utilization
 
 Metrics = dict[str, float]
 
@@ -106,6 +107,7 @@ class TrainingLoop:
             )
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
+        self._utilization = Utilization(engine)
         self._saved_at: int | None = None
         self._saved_progress: Progress | None = None
         self._started_at = time.monotonic()
@@ -152,6 +154,7 @@ class TrainingLoop:
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
+        self._utilization.measure_device()
         try:
             self._notify("on_train_begin")
             if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
@@ -322,6 +325,8 @@ class TrainingLoop:
             "padding_share": 1 - measured.tokens / measured.slots if measured.slots else 0.0,
             "seconds_left": max(self.train_iters - self._attempts, 0) * step_time,
         }
+        if (utilization := self._utilization.compute(measured)) is not None:
+            line["mfu"] = utilization
         if self.engine.device.type == "cuda":
             line["memory_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / 2**30
         if self.engine.scaler is not None:

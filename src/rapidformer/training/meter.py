@@ -35,6 +35,7 @@ class Measurement:
     tokens: int
     slots: int
     samples: int
+    labels: int
 
     @property
     def loss(self) -> float:
@@ -85,7 +86,7 @@ class Meter:
         self._losses: list[torch.Tensor] = []
         self._parts: dict[str, list[Mean]] = {}
         self._norms: list[torch.Tensor] = []
-        self._rows = self._tokens = self._slots = 0
+        self._rows = self._tokens = self._slots = self._labels = 0
         self._since = time.perf_counter()
 
     def add_micro_batch(self, means: Mapping[str, Mean], info: BatchInfo) -> None:
@@ -94,6 +95,7 @@ class Meter:
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots
+        self._labels += info.labels
 
     def add_update(self, total_weight: float | torch.Tensor, norm: torch.Tensor | None) -> None:
         """Close an update: its loss is the mean over the whole global batch."""
@@ -123,7 +125,9 @@ class Meter:
         updates = len(self._losses)
         losses = torch.stack(self._losses)
         counts = torch.tensor(
-            [self._rows, self._tokens, self._slots], dtype=torch.float64, device=self._device
+            [self._labels, self._rows, self._tokens, self._slots],
+            dtype=torch.float64,
+            device=self._device,
         )
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
         # Ranks with slices of the same sequences have each counted the same rows.
@@ -136,6 +140,7 @@ class Meter:
             parts=self._read_parts(),
             grad_norm=norm_values[-1],
             seconds=time.perf_counter() - self._since,
+            labels=round(values[-4]),
             samples=round(values[-3]),
             tokens=round(values[-2]),
             slots=round(values[-1]),

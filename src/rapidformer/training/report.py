@@ -121,6 +121,8 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         f"{_shorten(line['samples_per_second'])} samples/s",
         f"{line['padding_share'] * 100:.0f} % padding",
     ]
+    if "mfu" in line:
+        parts.append(f"{line['mfu'] * 100:.1f} % MFU")
     if line.get("memory_gib"):
         parts.append(f"{line['memory_gib']:.1f} GiB")
     if line.get("skipped_updates"):

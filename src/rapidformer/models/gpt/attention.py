@@ -25,6 +25,8 @@ class ResidualLinear(nn.Linear):
 class SelfAttention(nn.Module):
     """Each token attends to itself and to those before it."""
 
+    is_causal = True
+
     def __init__(self, config: GPTConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index

@@ -1,0 +1,67 @@
+"""How fast this device multiplies matrices: measured, since data sheets promise more."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+_REPEATS = 5
+_GPU_SIZES = (8192, 4096, 2048)
+_CPU_SIZE = 512
+
+
+@functools.cache
+def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large square product; measured once."""
+    size = _choose_size(device, dtype)
+    with torch.no_grad():
+        left = torch.randn(size, size, device=device).to(dtype)
+        right = torch.randn(size, size, device=device).to(dtype)
+        product = torch.empty_like(left)
+
+        def multiply() -> None:
+            torch.mm(left, right, out=product)
+
+        seconds = _time_on_gpu(multiply) if device.type == "cuda" else _time_on_host(multiply)
+    if device.type == "cuda":
+        del left, right, product
+        # The product must not show up as the run's peak memory.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * size**3 / seconds
+
+
+def _choose_size(device: torch.device, dtype: torch.dtype) -> int:
+    if device.type != "cuda":
+        return _CPU_SIZE
+    free, _ = torch.cuda.mem_get_info(device)
+    # Three matrices of the dtype, and one of fp32 while a random one is converted.
+    fitting = (s for s in _GPU_SIZES if s * s * (3 * dtype.itemsize + 4) < free / 2)
+    return next(fitting, _GPU_SIZES[-1])
+
+
+def _time_on_gpu(multiply: Callable[[], None]) -> float:
+    """The fastest of a few bursts: clocks take a while to rise."""
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_REPEATS):
+            multiply()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000 / _REPEATS)
+    return min(times)
+
+
+def _time_on_host(multiply: Callable[[], None]) -> float:
+    multiply()
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        multiply()
+        times.append(time.perf_counter() - started)
+    return min(times)

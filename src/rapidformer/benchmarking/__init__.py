@@ -1,0 +1,1 @@
+"""``rapidformer bench``: how fast a run is, where its time goes, and what to try next."""

@@ -1,0 +1,193 @@
+"""A run that is timed from inside: the user's task, template or loop, stopped after a few steps.
+
+The clock is read when a part of a step ends. On a GPU, an event is recorded instead, and all of
+them are read at the end: nothing waits for the device in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.matrix_rate import measure_matrix_rate
+from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_settings
+from rapidformer.config import Settings
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.observer import RunObserver, observe_runs
+
+
+class MeasuringFinished(BaseException):
+    """Enough steps were timed. Not an Exception, so that no handler of the script catches it."""
+
+
+class Clock:
+    """Marks points in time, which are read together at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        if not self._is_gpu:
+            self._marks.append((name, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((name, event))
+
+    def read(self) -> list[tuple[str, float]]:
+        """Seconds from each mark to the next, under the later one's name."""
+        if self._is_gpu:
+            torch.cuda.synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [(name, self._subtract(end, start)) for (_, start), (name, end) in pairs]
+
+    def _subtract(self, end: Any, start: Any) -> float:
+        return float(start.elapsed_time(end) / 1000 if self._is_gpu else end - start)
+
+
+class BenchedRun(RunObserver):
+    """Times a run's steps."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._engine: Any = None
+        self._steps = 0
+        self._counts = [0, 0, 0, 0]
+        self._clock: Clock | None = None
+        self._profiler: Any = None
+        self._profiled_since = 0.0
+        self._started_at = 0.0
+        self.result: Result | None = None
+
+    def change_settings(self, args: Settings) -> Settings:
+        return change_settings(args, self._job)
+
+    def after_compose(self, engine: Any) -> None:
+        self._engine = engine
+        device, dtype = engine.device, engine.precision.dtype or torch.float32
+        is_shared = device.type == "cpu" and engine.args.world_size > 1
+        model: nn.Module = engine.parallelized.model
+        place = {axis: engine.topology.get_rank(axis) for axis in ("tensor", "pipeline", "context")}
+        self.result = Result(
+            model=type(model).__name__.removeprefix("FSDP"),
+            parameters=sum(p.numel() for p in model.parameters()),
+            device=describe_device(device),
+            precision=str(dtype).removeprefix("torch."),
+            global_batch=engine.args.global_batch_size or 0,
+            first_step=0.0,
+            formula=engine.work.describe(),
+            matrix_rate=None if is_shared else measure_matrix_rate(device, dtype),
+            is_counted=not any(place.values()),
+        )
+        self._started_at = time.perf_counter()
+
+    def see_loss(
+        self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
+    ) -> None:
+        if self._clock is not None and info is not None:
+            counts = (info.rows, info.tokens, info.slots, info.labels)
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+
+    def see_phase(self, phase: str) -> None:
+        if self._clock is not None:
+            self._clock.mark(phase)
+
+    def see_update(self) -> None:
+        assert self.result is not None
+        self._steps += 1
+        timed = self._steps - self._job.warm_up
+        if self._steps == 1:
+            wait_for(self._engine.device)
+            self.result.first_step = time.perf_counter() - self._started_at
+        if self._clock is not None:
+            self._clock.mark("update")
+        if timed == 0:
+            wait_for(self._engine.device)
+            self._clock = Clock(self._engine.device)
+            self._clock.mark("update")
+        elif timed == self._job.steps:
+            self._finish()
+        elif timed == self._job.steps + PROFILED_STEPS:
+            self._read_profile()
+            raise MeasuringFinished
+
+    def _finish(self) -> None:
+        assert self._clock is not None and self.result is not None
+        result, clock = self.result, self._clock
+        result.step_times, result.phases = split_steps(clock.read())
+        result.rows, result.tokens, result.slots, labels = self._counts
+        result.operations = self._engine.work.count(
+            tokens=result.tokens,
+            targets=labels,
+            rows=result.rows,
+            is_packed=bool(self._engine.args.packing),
+        )
+        result.peak_memory = read_peak_memory(self._engine.device)
+        self._clock = None
+        if self._engine.device.type != "cuda":
+            raise MeasuringFinished
+        # A few more steps, since the profiler slows down the host.
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profiler.start()
+        self._profiled_since = time.perf_counter()
+
+    def _read_profile(self) -> None:
+        assert self.result is not None
+        wait_for(self._engine.device)
+        seconds = time.perf_counter() - self._profiled_since
+        self._profiler.stop()
+        kernels = sum(event.self_device_time_total for event in self._profiler.key_averages())
+        self.result.busy = min(kernels / 1e6 / seconds, 1.0)
+
+
+def split_steps(marks: list[tuple[str, float]]) -> tuple[list[float], dict[str, float]]:
+    """The duration of every step, and of each part of a step over all steps."""
+    steps, phases, current = [], defaultdict[str, float](float), 0.0
+    for name, seconds in marks:
+        phases[name] += seconds
+        current += seconds
+        if name == "update":
+            steps.append(current)
+            current = 0.0
+    return steps, dict(phases)
+
+
+def measure_run(job: Job, train: Callable[[], None]) -> Result:
+    """Let ``train`` run until enough steps were timed."""
+    run = BenchedRun(job)
+    with observe_runs(run), contextlib.suppress(MeasuringFinished):
+        train()
+    if run.result is None or not run.result.step_times:
+        raise RapidformerError(
+            f"the run ended before {job.warm_up + job.steps} optimizer steps. Does it train with "
+            "an engine, on enough data? --bench-steps and --bench-warmup make the benchmark "
+            "shorter."
+        )
+    return run.result
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def read_peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,188 @@
+"""The same model, data and settings in Hugging Face's Trainer, to compare with.
+
+The user's run is started as usual and interrupted when it has its data and its model, which then go
+to the Trainer. It gets what makes it fast: fused AdamW and, on request, ``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.precision import choose_precision
+from rapidformer.benchmarking.benched_run import describe_device, read_peak_memory, wait_for
+from rapidformer.benchmarking.job import Job, Result, change_settings
+from rapidformer.config import Settings
+from rapidformer.context import get_args
+from rapidformer.data.batch import describe_batch
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.observer import RunObserver, observe_runs
+
+_COUNTS = "rapidformer_counts"
+
+
+class _HandedOver(BaseException):
+    """The run has built what is needed. Not an Exception, so that no handler catches it."""
+
+
+class _Handover(RunObserver):
+    """Takes the model, the data and the settings from a run."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.args: Settings | None = None
+        self.data: Any = None
+        self.collate: Any = None
+        self.model: nn.Module | None = None
+
+    def change_settings(self, args: Settings) -> Settings:
+        return change_settings(args, self._job)
+
+    def see_training_data(self, dataset: Any, collate: Any) -> None:
+        self.data, self.collate = dataset, collate
+
+    def before_compose(self, model: nn.Module) -> None:
+        self.model, self.args = model, get_args()
+        raise _HandedOver
+
+
+def measure_trainer(job: Job, train: Callable[[], None]) -> Result:
+    """Time Hugging Face's Trainer on what ``train`` would train."""
+    taken = _Handover(job)
+    with observe_runs(taken), contextlib.suppress(_HandedOver):
+        train()
+    if taken.model is None or taken.data is None or taken.args is None:
+        raise RapidformerError(
+            "--against hf needs a run that builds its loader with the engine and then composes "
+            "its model: a task, Finetuner, PreTrainer or Trainer."
+        )
+    first = taken.collate([taken.data[0]]) if hasattr(taken.data, "__getitem__") else None
+    if not isinstance(first, dict) or "labels" not in first:
+        raise RapidformerError(
+            "--against hf needs batches with labels, from which the model computes its own loss: "
+            "this run's batches have none."
+        )
+    return _train(job, taken.args, taken.model, taken.data, taken.collate)
+
+
+def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) -> Result:
+    from transformers import Trainer, TrainingArguments
+
+    watch = _Stopwatch(job)
+
+    class TimedTrainer(Trainer):
+        def training_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+            watch.begin_micro_batch(inputs.pop(_COUNTS), self.state.global_step)
+            return super().training_step(model, inputs, *more, **options)
+
+    arguments = TrainingArguments(**_translate(job, args))
+    trainer = TimedTrainer(
+        model=model,  # type: ignore[arg-type]
+        args=arguments,
+        train_dataset=data,
+        data_collator=_Counting(collate),
+    )
+    watch.start()
+    trainer.train()
+    device = arguments.device
+    watch.stop(device)
+    return Result(
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        device=describe_device(device),
+        precision="",
+        global_batch=args.global_batch_size or 0,
+        first_step=watch.first_step,
+        step_times=[watch.seconds / job.steps] * job.steps,
+        rows=watch.counts[0],
+        tokens=watch.counts[1],
+        slots=watch.counts[2],
+        peak_memory=read_peak_memory(device),
+    )
+
+
+class _Counting:
+    """Adds the counts of each batch, taken on the host."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        info = describe_batch(batch)
+        return {**batch, _COUNTS: [info.rows, info.tokens, info.slots]}
+
+
+class _Stopwatch:
+    """Starts after the warm-up steps."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._began = self._timed_since = 0.0
+        self._last_step = -1
+        self.first_step = self.seconds = 0.0
+        self.counts = [0, 0, 0]
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def begin_micro_batch(self, counts: list[int], step: int) -> None:
+        """At the beginning of a micro-batch of optimizer step ``step``, counted from 0."""
+        if step != self._last_step:
+            self._last_step = step
+            self._begin_step(step)
+        if step >= self._job.warm_up:
+            self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def _begin_step(self, step: int) -> None:
+        if step in (1, self._job.warm_up):
+            wait_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if step == 1:
+            self.first_step = time.perf_counter() - self._began
+        if step == self._job.warm_up:
+            self._timed_since = time.perf_counter()
+
+    def stop(self, device: torch.device) -> None:
+        wait_for(device)
+        self.seconds = time.perf_counter() - self._timed_since
+
+
+def _count_accumulation(args: Settings) -> int:
+    if args.gradient_accumulation_steps:
+        return args.gradient_accumulation_steps
+    if args.global_batch_size and args.micro_batch_size:
+        return max(args.global_batch_size // args.micro_batch_size, 1)
+    return 1
+
+
+def _translate(job: Job, args: Settings) -> dict[str, Any]:
+    """The run's settings under the Trainer's names."""
+    has_gpu = torch.cuda.is_available()
+    dtype = choose_precision(args.mixed_precision, torch.device("cuda" if has_gpu else "cpu")).dtype
+    return {
+        "output_dir": job.folder,
+        "max_steps": job.warm_up + job.steps,
+        "per_device_train_batch_size": args.micro_batch_size or 8,
+        "gradient_accumulation_steps": _count_accumulation(args),
+        "learning_rate": args.lr,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": args.clip_grad,
+        "optim": "adamw_torch_fused",
+        "seed": args.seed,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "torch_compile": job.peer == "hf-compile",
+        "use_cpu": not has_gpu,
+        "dataloader_num_workers": 2 * has_gpu if args.num_workers is None else args.num_workers,
+        "logging_steps": args.log_interval or 10,
+        "remove_unused_columns": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "log_level": "error",
+    }

@@ -1,0 +1,102 @@
+"""One run of a benchmark: what to measure, and what was measured. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rapidformer.config import Settings
+
+SOURCE = "rapidformer bench"
+PROFILED_STEPS = 3
+"""Further steps on a GPU, which are not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as described to each of its ranks."""
+
+    folder: str
+    name: str
+    steps: int
+    warm_up: int
+    peer: str | None = None
+    """Another trainer that gets the same model and data: ``hf`` or ``hf-compile``."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+    def get_path(self, rank: int) -> Path:
+        return Path(self.folder) / f"{self.name}_{rank}.json"
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one rank measured; counts are of the timed steps."""
+
+    model: str
+    parameters: int
+    device: str
+    precision: str
+    global_batch: int
+    first_step: float
+    """Seconds: compilation and other preparations included."""
+    step_times: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of all timed steps, by part of the step."""
+    rows: int = 0
+    tokens: int = 0
+    slots: int = 0
+    peak_memory: int = 0
+    """Bytes: of the GPU, or of the process on a CPU."""
+    operations: float = 0.0
+    formula: str = ""
+    matrix_rate: float | None = None
+    """Floating-point operations per second; None if ranks share the CPU's cores."""
+    busy: float | None = None
+    """The fraction of the time in which the GPU computes; None on a CPU."""
+    graphs: int = 0
+    recompilations: int = 0
+    is_counted: bool = True
+    """False for a rank that sees the same rows as another."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_times)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def change_settings(args: Settings, job: Job) -> Settings:
+    """The user's settings for a short run that keeps nothing and evaluates nothing."""
+    steps = job.warm_up + job.steps + PROFILED_STEPS + 1
+    return args.keep_nothing(SOURCE).replace(
+        SOURCE,
+        train_iters=steps, epochs=None, train_samples=None, train_tokens=None,
+        lr_warmup_samples=0, lr_decay_samples=None, rampup_batch_size=None,
+        eval_iters=0, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
+        progress=False, log_level="warning",
+        data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
+    )  # fmt: skip
+
+
+def merge(results: list[Result]) -> Result:
+    """The run as a whole, from what its ranks measured."""
+    first = results[0]
+    counted = [result for result in results if result.is_counted]
+    first.rows = sum(result.rows for result in counted)
+    first.tokens = sum(result.tokens for result in counted)
+    first.slots = sum(result.slots for result in counted)
+    first.operations = sum(result.operations for result in counted)
+    first.peak_memory = max(result.peak_memory for result in results)
+    return first

@@ -1,0 +1,104 @@
+"""The benchmark's results as text. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+
+from rapidformer.benchmarking.job import Result
+
+_PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "pipeline": "forward and backward",
+    "update": "optimizer step",
+    "loop": "training loop",
+}
+_GIB = 2**30
+
+
+def describe_result(result: Result) -> list[str]:
+    """A table with one figure per line."""
+    times = result.step_times
+    rows = [
+        ("tokens/s", f"{result.tokens / result.seconds:,.0f}", "padding is not counted"),
+        ("samples/s", f"{result.rows / result.seconds:,.1f}", ""),
+        ("step", _format_time(statistics.median(times)), _describe_spread(times)),
+        ("first step", _format_time(result.first_step), "with compilation and other preparations"),
+        ("MFU", *_describe_utilization(result)),
+        ("peak memory", f"{result.peak_memory / _GIB:.2f} GiB", _name_memory(result)),
+        ("padding", f"{_get_padding(result):.0%}", "of the positions in the batches"),
+    ]
+    if result.graphs:
+        note = f"{result.recompilations} recompilations after the warm-up"
+        rows.append(("compiled", f"{result.graphs} graphs", note))
+    width = max(len(value) for _, value, _ in rows)
+    lines = [f"{name:<12} {value:>{width}}   {note}".rstrip() for name, value, note in rows]
+    return [*lines, *_describe_phases(result)]
+
+
+def describe_ratio(base: Result, other: Result) -> str:
+    """How much faster ``base`` is than another trainer, per token."""
+    ratio = get_rate(base) / get_rate(other)
+    memory = base.peak_memory / other.peak_memory if other.peak_memory else 0.0
+    return f"{get_rate(other):,.0f} tokens/s: rapidformer is {ratio:.2f} x as fast, with " + (
+        f"{memory:.0%} of its memory"
+    )
+
+
+def describe_gain(base: Result, changed: Result) -> str:
+    """What a further switch gives."""
+    gain = get_rate(changed) / get_rate(base)
+    memory = (changed.peak_memory - base.peak_memory) / _GIB
+    return f"{gain:.2f} x as fast, {memory:+.2f} GiB, first step {changed.first_step:.1f} s"
+
+
+def get_rate(result: Result) -> float:
+    """Real tokens per second; samples for a model without tokens."""
+    return result.tokens / result.seconds
+
+
+def _describe_spread(times: list[float]) -> str:
+    if len(times) < 3:
+        return ""
+    ordered = sorted(times)
+    return f"median; fastest {_format_time(ordered[0])}, slowest {_format_time(ordered[-1])}"
+
+
+def _describe_utilization(result: Result) -> tuple[str, str]:
+    if result.matrix_rate is None:
+        return "-", "the ranks share this CPU's cores"
+    rate = result.operations / result.seconds
+    formula = f"({result.formula}) / {_format_rate(result.matrix_rate)} in {result.precision}"
+    return f"{rate / result.matrix_rate:.1%}", formula
+
+
+def _describe_phases(result: Result) -> list[str]:
+    total = sum(result.phases.values())
+    parts = [
+        f"{text} {result.phases[name] / total:.0%}"
+        for name, text in _PHASES.items()
+        if name in result.phases
+    ]
+    lines = ["", f"A step is: {', '.join(parts)}."] if parts else []
+    if result.busy is not None:
+        lines.append(
+            f"The GPU computes {result.busy:.0%} of the time, and otherwise waits for the host."
+        )
+    return lines
+
+
+def _get_padding(result: Result) -> float:
+    return 1 - result.tokens / result.slots if result.slots else 0.0
+
+
+def _name_memory(result: Result) -> str:
+    return "of the process" if result.device.startswith("CPU") else "of the GPU"
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1000:.1f} ms"
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:.0f} GFLOP/s"

@@ -1,0 +1,44 @@
+"""Model FLOP utilization: the model's arithmetic as a fraction of what the device can do.
+
+Both sides are exact or measured: ``models.work`` counts the arithmetic, and the device's rate is
+that of a large matrix product in the run's precision.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rapidformer.accel.matrix_rate import measure_matrix_rate
+from rapidformer.engine import RapidformerEngine
+from rapidformer.training.meter import Measurement
+
+
+class Utilization:
+    """Computes the utilization of each log interval, on rank 0."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self._engine = engine
+        self._rate: float | None = None
+
+    def measure_device(self) -> None:
+        """Measure before the first step: at most tenths of a second."""
+        engine = self._engine
+        # Ranks on one CPU share its cores, so the rate of one rank would mean nothing.
+        is_shared = engine.device.type == "cpu" and engine.args.world_size > 1
+        if engine.is_main and engine.work is not None and not is_shared:
+            dtype = engine.precision.dtype or torch.float32
+            self._rate = measure_matrix_rate(engine.device, dtype)
+
+    def compute(self, measured: Measurement) -> float | None:
+        """The utilization of all devices; None on other ranks, and where nothing was measured."""
+        if self._rate is None:
+            return None
+        assert self._engine.work is not None
+        operations = self._engine.work.count(
+            tokens=measured.tokens,
+            targets=measured.labels,
+            rows=measured.samples,
+            is_packed=bool(self._engine.args.packing),
+        )
+        devices = self._engine.args.world_size
+        return operations / (measured.seconds * self._rate * devices)

@@ -1,0 +1,104 @@
+"""What a benchmark measures, on a run in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForSequenceClassification
+
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.benchmarking.benched_run import measure_run, split_steps
+from rapidformer.benchmarking.hugging_face import measure_trainer
+from rapidformer.benchmarking.job import Job, Result, merge
+from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
+from rapidformer.errors import RapidformerError
+
+ROWS = [{"input_ids": [1 + i % 7] * (3 + i % 4), "labels": i % 2} for i in range(16)]
+SETTINGS = {"micro_batch_size": 2, "global_batch_size": 4, "epochs": 1, "lr": 1e-3}
+
+
+class Bench(Finetuner):
+    rows: Any = ROWS
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return self.rows, self.rows, None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1}
+        config = BertConfig(**sizes, num_attention_heads=2, intermediate_size=16)
+        return BertForSequenceClassification(config), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+
+def train() -> None:
+    Bench(RapidformerEngine(args=SETTINGS)).train()
+
+
+def make_job(folder: Path, **more: Any) -> Job:
+    return Job(folder=str(folder), name="run", steps=5, warm_up=2, **more)
+
+
+def test_a_run_is_timed_and_counted(tmp_path: Path) -> None:
+    result = measure_run(make_job(tmp_path), train)
+    assert len(result.step_times) == 5
+    assert result.rows == 5 * 4
+    assert result.tokens < result.slots
+    assert set(result.phases) == {"loop", "data", "forward", "backward", "update"}
+    assert sum(result.phases.values()) == pytest.approx(result.seconds)
+    assert result.operations > 0
+    assert not list(tmp_path.iterdir()), "a benchmark keeps nothing"
+    text = "\n".join(describe_result(result))
+    for word in ("tokens/s", "MFU", "6 x", "peak memory", "padding", "waiting for data"):
+        assert word in text
+
+
+def test_the_trainer_of_hugging_face_gets_the_same_work(tmp_path: Path) -> None:
+    ours = measure_run(make_job(tmp_path), train)
+    theirs = measure_trainer(make_job(tmp_path, peer="hf"), train)
+    assert (theirs.rows, theirs.model) == (ours.rows, ours.model)
+    assert theirs.tokens < theirs.slots
+    assert "x as fast" in describe_ratio(ours, theirs)
+    assert "x as fast" in describe_gain(ours, theirs)
+
+
+def test_a_run_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RapidformerError, match="ended before 7 optimizer steps"):
+        measure_run(make_job(tmp_path), lambda: None)
+
+
+def test_batches_without_labels_cannot_be_compared(tmp_path: Path) -> None:
+    class Unlabelled(Bench):
+        rows = [{"input_ids": [1, 2]}] * 4
+
+    def train_unlabelled() -> None:
+        Unlabelled(RapidformerEngine(args=SETTINGS)).train()
+
+    with pytest.raises(RapidformerError, match="needs batches with labels"):
+        measure_trainer(make_job(tmp_path, peer="hf"), train_unlabelled)
+
+
+def test_steps_are_the_sums_of_their_parts() -> None:
+    marks = [("data", 1.0), ("forward", 2.0), ("update", 3.0), ("data", 1.0), ("update", 1.0)]
+    steps, phases = split_steps(marks)
+    assert steps == [6.0, 2.0]
+    assert phases == {"data": 2.0, "forward": 2.0, "update": 4.0}
+
+
+def test_ranks_that_share_rows_count_once(tmp_path: Path) -> None:
+    ranks = [
+        Result(
+            model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
+            first_step=1.0, step_times=[1.0], rows=4, tokens=20, slots=30, operations=5.0,
+            peak_memory=memory, is_counted=is_counted,
+        )
+        for memory, is_counted in ((10, True), (30, False), (20, True))
+    ]  # fmt: skip
+    whole = merge(ranks)
+    assert (whole.rows, whole.tokens, whole.slots, whole.peak_memory) == (8, 40, 60, 30)
+    path = make_job(tmp_path).get_path(1)
+    whole.save(path)
+    assert Result.load(path) == whole

@@ -1,0 +1,54 @@
+"""``rapidformer bench``: what it refuses at once, and one benchmark from the shell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from rapidformer.cli.bench import run
+from rapidformer.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "1"], "nothing to measure"),
+        (["--task", "causal_lm", "--bench-steps", "0"], "--bench-steps must be at least 1, got 0"),
+        (["--task", "causal_lm", "--nproc-per-node", "2", "--against", "hf"], "of one process"),
+        (["--task", "causal_lm", "--nnodes", "2", "--master-port", "1"], "runs on one node"),
+        (["--task", "causal_lm", "--against", "x"], "invalid choice: 'x'"),
+        (["--task", "causal_lm", "--lerning-rate", "1"], "--lerning-rate"),
+    ],
+)
+def test_bad_flags_are_refused_at_once(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run(words)
+
+
+def test_help_names_its_own_flags(capsys: Any) -> None:
+    run(["--help"])
+    text = capsys.readouterr().out
+    assert "--against" in text
+    assert "--bench-steps" in text
+
+
+def test_a_benchmark_prints_json(
+    rapidformer: Callable[..., CompletedProcess[str]],
+    small_model: Path,
+    small_data: Path,
+) -> None:
+    done = rapidformer(
+        "bench", "--task", "sequence_classification", "--pretrained-model-name-or-path",
+        small_model, "--data-path", small_data, "--micro-batch-size", 4, "--epochs", 1,
+        "--bench-steps", 2, "--bench-warmup", 1, "--no-tries", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)["run"]
+    assert result["model"] == "BertForSequenceClassification"
+    assert len(result["step_times"]) == 2
+    assert result["rows"] == 8
