@@ -1,8 +1,8 @@
-"""No key/value cache in training: a Hugging Face model would fill one in every forward pass.
+"""No key/value cache where a loss is computed: a Hugging Face model would fill one in every call.
 
-It is for generation, and in training only keeps all keys and values alive. The configuration stays
-as it is, so evaluation, ``generate`` and an exported model use the cache as before; so does a call
-that says ``use_cache=True``.
+It is for generation, and otherwise only keeps all keys and values alive. The configuration stays
+as it is, so ``generate`` and an exported model use the cache as before; so does a call that says
+``use_cache=True``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = "use_cache"
 
 
 def skip_cache_in_training(model: nn.Module) -> None:
-    """Pass ``use_cache=False`` in training, unless the call says something else."""
+    """Pass ``use_cache=False`` in training and with labels, unless the call says something else."""
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
         inner = inner.get_base_model()
@@ -28,7 +28,8 @@ def skip_cache_in_training(model: nn.Module) -> None:
 
     def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_given = len(args) > position or kwargs.get(_NAME) is not None
-        if is_given or not (module.training and torch.is_grad_enabled()):
+        is_training = module.training and torch.is_grad_enabled()
+        if is_given or not (is_training or kwargs.get("labels") is not None):
             return None
         return args, {**kwargs, _NAME: False}
 

@@ -6,21 +6,25 @@ around the blocks (user code, losses, data-dependent branches) cannot break a gr
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import os
+from pathlib import Path
 
-import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
+from rapidformer.accel.compiled_blocks import Backend, CompiledBlocks
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import put_fact
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def apply(assembly: Assembly) -> str:
     """Compile the blocks of this rank."""
     args, plan = assembly.args, assembly.plan
+    if args.compile_backend == "inductor":
+        keep_compiled_code()
     apply_compile(assembly.model, plan, backend=args.compile_backend)
     what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
     why = (
@@ -31,23 +35,32 @@ def apply(assembly: Assembly) -> str:
     return f"torch.compile of {what} with {args.compile_backend}{why}"
 
 
-def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: str = "inductor") -> nn.Module:
+def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: Backend = "inductor") -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
-    if plan.blocks:
-        compiled = torch.compile(_run, backend=backend)
-        for block in plan.get_blocks(model):
-            # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's
-            # own layers would silently stay uncompiled. The frame of `_run` is ours.
-            set_compiled_call(block, functools.partial(compiled, block))
-    else:
+    compiled = CompiledBlocks(backend)
+    put_fact(model, compiled)
+    if not plan.blocks:
         warn_once(
             f"--compile: no repeated blocks were found in {type(model).__name__}, "
             "so the whole model is compiled."
         )
-        compiled = torch.compile(_run, backend=backend)
-        set_compiled_call(model, functools.partial(compiled, model))
+    for block in plan.get_blocks(model) if plan.blocks else [model]:
+        compiled.add(block)
     return model
 
 
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return call_plainly(module, *args, **kwargs)
+def keep_compiled_code() -> None:
+    """Let the next run find this one's kernels: torch keeps them in /tmp, which is often cleared.
+
+    A folder that the user has chosen stays; so does torch's choice if there is no home to write to.
+    """
+    if os.environ.get(_CACHE):
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = Path(base) / "rapidformer" / "torchinductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ[_CACHE] = str(folder)

@@ -17,15 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.overlay import find_fact
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
+from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.first_labels import check_first_labels
 from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
@@ -105,6 +108,9 @@ class TrainingLoop:
                     processor=processor,
                 )
             )
+        compiled = find_fact(engine.parallelized.model, CompiledBlocks)
+        if compiled is not None:
+            self._callbacks.append(CompileReport(compiled))
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._utilization = Utilization(engine)

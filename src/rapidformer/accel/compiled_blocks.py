@@ -1,0 +1,158 @@
+"""Which compiled function runs a call of a block, so that each is compiled exactly once.
+
+Left to itself, torch keeps all versions of all blocks in one list: it compiles for the first
+length, again for the second, again for a batch of one row or without padding, again for
+evaluation, and after 8 versions it silently runs everything else uncompiled. Here every form of
+call has its own function: the first sizes seen are compiled as they are, all others share one
+function that takes any size. What torch compiles beyond that is a recompilation, and is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.compat.torch_compile import (
+    copy_function,
+    count_graphs,
+    get_compile_seconds,
+    get_recompile_reason,
+    tell_sizes_apart,
+)
+from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
+from rapidformer.log import warn_once
+
+Backend = str | Callable[..., Any]
+
+
+@dataclass
+class _Compiled:
+    """One compiled function, and the blocks it has run."""
+
+    run: Callable[..., Any]
+    takes_all_sizes: bool
+    seen: set[int] = field(default_factory=set)
+
+
+class CompiledBlocks:
+    """The compiled functions of a model, and a count of what was compiled."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.graphs = 0
+        self.recompilations = 0
+        self._backend = backend
+        self._kinds: dict[Hashable, int] = {}
+        self._sizes_vary = False
+        self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
+        self._functions: dict[Hashable, _Compiled] = {}
+        self._started_at = get_compile_seconds()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlocks:
+        # A copied model (a teacher, an average) may share the compiled functions.
+        return self
+
+    def add(self, block: nn.Module) -> None:
+        """Compile this block when it is called."""
+        kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
+        set_compiled_call(block, functools.partial(self._call, block, kind))
+
+    def describe(self) -> str:
+        """What was compiled so far."""
+        graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
+        again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
+        return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s, {again}"
+
+    def _call(self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any) -> Any:
+        form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
+        sizes: list[torch.Size] = []
+        if not _describe((*args, *kwargs.values()), form, sizes):
+            return call_plainly(block, *args, **kwargs)
+        compiled = self._choose((*form, *kwargs), tuple(sizes))
+        if id(block) in compiled.seen:
+            return self._run(compiled, block, args, kwargs)
+        with tell_sizes_apart() if compiled.takes_all_sizes else nullcontext():
+            return self._run(compiled, block, args, kwargs)
+
+    def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
+        # An evaluation ends with a smaller batch: one graph for all sizes from the start.
+        takes_all = not torch.is_grad_enabled()
+        if not takes_all:
+            first = self._first_sizes.setdefault(form, None if self._sizes_vary else sizes)
+            takes_all = first != sizes
+            self._sizes_vary |= takes_all
+        # torch compiles a size of 1 separately, since such a dimension broadcasts.
+        ones = tuple(tuple(length == 1 for length in size) for size in sizes)
+        key = (form, ones if takes_all else None)
+        if key not in self._functions:
+            name = f"block_{len(self._functions)}"
+            run = torch.compile(copy_function(_run, name), backend=self._backend, dynamic=takes_all)
+            self._functions[key] = _Compiled(run=run, takes_all_sizes=takes_all)
+        return self._functions[key]
+
+    def _run(
+        self, compiled: _Compiled, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = count_graphs()
+        output = compiled.run(block, *args, **kwargs)
+        new = count_graphs() - before
+        if new:
+            self._count(compiled, block, new)
+        compiled.seen.add(id(block))
+        return output
+
+    def _count(self, compiled: _Compiled, block: nn.Module, new: int) -> None:
+        self.graphs += new
+        if id(block) in compiled.seen:
+            self.recompilations += new
+            warn_once(
+                f"--compile: {type(block).__name__} was compiled again, which stalls the step: "
+                f"{get_recompile_reason()}",
+                is_local=True,
+            )
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's own
+    # layers would silently stay uncompiled. This frame is ours.
+    return call_plainly(module, *args, **kwargs)
+
+
+def _describe_kind(block: nn.Module) -> Hashable:
+    """Equal for blocks that can share a graph; what else differs, torch finds by itself."""
+    parameters = [
+        (name, each.shape, each.dtype, each.requires_grad)
+        for name, each in block.named_parameters()
+    ]
+    classes = [type(module) for module in block.modules()]
+    return (*parameters, *classes)
+
+
+def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -> bool:
+    """Add what decides which function runs; False if the call should not be compiled.
+
+    A call that fills a key/value cache is not: the cache has another length at each call, and each
+    block another place in it.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            # An expanded tensor (a mask without padding, say) has its own arithmetic of addresses.
+            form += [value.dtype, tuple(step == 0 for step in value.stride())]
+            sizes.append(value.shape)
+        elif value is None or isinstance(value, bool):
+            form.append(value)
+        elif isinstance(value, (tuple, list)):
+            form.append(len(value))
+            if not _describe(value, form, sizes):
+                return False
+        else:
+            form.append(type(value))
+            # By name: models without transformers must not import it.
+            if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+                return False
+    return True

@@ -1,0 +1,59 @@
+"""``torch.compile``: how much was compiled, why something was compiled again, and dynamic sizes.
+
+``torch._dynamo`` takes a second to import, so it is imported only when something is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+PRIVATE_NAMES = {
+    "torch._dynamo.utils.counters": "counting compiled graphs",
+    "torch._dynamo.utils.calculate_time_spent": "the time spent on compiling",
+    "torch._dynamo.utils.get_compilation_metrics": "why a block was compiled again",
+    "torch.fx.experimental._config.use_duck_shape": "graphs for all sizes",
+    "torch.fx.experimental._config.patch": "the same",
+}
+
+
+def count_graphs() -> int:
+    """Graphs compiled by this process so far, forward passes only."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def get_compile_seconds() -> float:
+    """Seconds this process has spent on compiling, backward passes included."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent()["total_wall_time"])
+
+
+def get_recompile_reason() -> str:
+    """The guard whose failure caused the latest compilation, in torch's words."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = [each.recompile_reason for each in get_compilation_metrics()]
+    latest = next((reason for reason in reversed(reasons) if reason), "torch gives no reason")
+    return latest.splitlines()[0].split("  #")[0].strip()
+
+
+def tell_sizes_apart() -> AbstractContextManager[Any]:
+    """Compile without assuming that sizes which are equal now always are.
+
+    Otherwise a first batch whose length happens to be the head size gets a graph for that length.
+    """
+    from torch.fx.experimental import _config
+
+    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def copy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with its own code object: torch keeps compiled code with that object."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=name)
+    return FunctionType(code, function.__globals__, name)

@@ -1,0 +1,24 @@
+"""The line about ``--compile``: when a step has compiled nothing, and again if more follows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.training.callbacks import Control
+from rapidformer.training.compile_report import CompileReport
+
+
+def test_the_line_appears_when_a_step_has_compiled_nothing() -> None:
+    blocks, said = CompiledBlocks("eager"), []
+    report = CompileReport(blocks)
+    loop: Any = SimpleNamespace(say=said.append)
+    counts = []
+    for graphs in (1, 2, 2, 2, 3, 3):
+        blocks.graphs = graphs
+        report.on_step_end(loop, Control())
+        counts.append(len(said))
+    assert counts == [0, 0, 1, 1, 1, 2]
+    assert said[0].startswith("compiled  2 graphs in ")
+    assert said[1].endswith(" s, 0 recompilations")
