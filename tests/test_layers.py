@@ -24,7 +24,7 @@ LAYERS = [
     {"models", "data"},
     {"dist"},
     {"compat"},
-    {"config", "errors", "hub", "nearest", "log", "timers", "context", "overlay"},
+    {"config", "errors", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 BOTTOM = LEVEL["config"]

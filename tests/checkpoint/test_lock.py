@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,11 +97,18 @@ def test_a_lock_on_another_machine_that_is_no_longer_refreshed_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_STALE_SECONDS", 0.3)
+    lines: list[str] = []
+    monkeypatch.setattr(module, "get_logger", lambda: SimpleNamespace(info=lines.append))
+    # No age is over the limit at the first look, however slow the machine is.
+    ages = iter([0.0, 0.1])
+    monkeypatch.setattr(FolderLock, "_measure_age", lambda lock: next(ages, 1.0))
     holder = FolderLock(tmp_path)
     holder.acquire()
     holder._is_over.set()  # its machine has crashed
     pretend_elsewhere(tmp_path)
     FolderLock(tmp_path).acquire()
+    (line,) = lines
+    assert line.startswith(f"waiting   {tmp_path} is locked by process {os.getpid()} on far: ")
 
 
 def test_a_suspended_run_that_lost_its_folder_stops(tmp_path: Path) -> None:

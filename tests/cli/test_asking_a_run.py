@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import rapidformer
-from rapidformer.cli.output import write_predictions
+from rapidformer.cli.output import format_lines, write_predictions
 from rapidformer.errors import DataError
+from rapidformer.tasks.evaluation_report import EvaluationReport
+from rapidformer.tasks.metrics.tables import ScoreTable
 from tests.small import make_model_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -62,6 +65,12 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     done = command("evaluate", "--load", checkpoint)
     assert json.loads(done.stdout)["loss"] == pytest.approx(found["loss"], rel=1e-6)
 
+    done = command("evaluate", "--load", run, "--data-path", rows)
+    assert json.loads(done.stdout)["split"] == "rows", done.stderr
+    assert json.loads(done.stdout)["examples"] == 20, "all of the file that was asked for"
+    assert json.loads((run / "evaluation_validation.json").read_text()) == found
+    assert (run / "evaluation_rows.json").is_file()
+
     done = command("evaluate", "--load", run, "--eval-split", "train", "--max-eval-samples", "3")
     assert json.loads(done.stdout)["examples"] == 3
 
@@ -107,6 +116,21 @@ def test_a_head_that_was_never_trained_is_refused_unless_asked_for(
     assert done.returncode == 1
     assert "was never trained for this task: it has no weights for cls.predictions" in done.stderr
     assert command(*words, "--allow-untrained").returncode == 0
+
+
+def test_reports_have_null_in_place_of_nan(tmp_path: Path) -> None:
+    scores = {"yes": {"f1": math.nan, "support": 3}}
+    report = EvaluationReport(
+        task="t", split="s", metrics={"loss": math.inf, "f1": 0.5}, examples=3, seconds=1.0,
+        tables=[ScoreTable(key="classes", title="by class", rows=scores, averages={})],
+    )  # fmt: skip
+    report.save(tmp_path / "report.json")
+    for text in ((tmp_path / "report.json").read_text(), json.dumps(report.to_json())):
+        found = json.loads(text, parse_constant=pytest.fail)
+        assert found["loss"] is None and found["f1"] == 0.5
+        assert found["classes"]["yes"] == {"f1": None, "support": 3}
+    rows = [{"scores": [math.nan, {"a": -math.inf}]}]
+    assert json.loads(format_lines(rows)) == {"scores": [None, {"a": None}]}
 
 
 def test_predictions_have_the_type_that_the_name_says(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,15 @@ def test_help_of_a_sub_command(command: Any) -> None:
     assert "rapidformer predict" in command("predict", "--help").stdout
 
 
-def test_version(command: Any) -> None:
-    assert command("--version").stdout.startswith("rapidformer 0.")
+def test_version(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = command("--version").stdout
+    assert shown.startswith("rapidformer 0.")
+    monkeypatch.setattr(sys, "argv", ["python -m rapidformer", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("rapidformer", run_name="__main__")
+    assert capsys.readouterr().out == shown
 
 
 def test_tasks_are_listed_with_their_columns(command: Any) -> None:

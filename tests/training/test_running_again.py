@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from rapidformer.checkpoint.finding import find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.lock import LOCK_FILE
 from rapidformer.config import parse_arguments
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import RapidformerError, TrainingError
+from rapidformer.errors import CheckpointError, RapidformerError, TrainingError
+from rapidformer.training.run_folder import set_aside
+from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, Regression, make_engine, read_lines
 
 
@@ -182,6 +185,44 @@ def test_one_command_starts_a_run_and_resumes_it(
     assert [line["step"] for line in read_lines(tmp_path) if "loss" in line] == [1, 4, 8, 10]
     again = train(tmp_path, **command)
     assert again.engine.clock.updates == 10
+
+
+def test_resume_auto_says_that_it_replaces_a_run_with_only_a_best_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, save_strategy="no")
+    assert (tmp_path / "best").is_dir() and not find_checkpoints(tmp_path)
+    train(tmp_path, resume="auto", log_level="warning")
+    assert "has a model in best/, but no checkpoint to resume from: it is replaced" in (
+        capsys.readouterr().err
+    )
+
+
+def _fail_on_rank_0(folder: Path) -> list[str]:
+    """What each rank meets if only rank 0 touches the disk, and the disk is full."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    problems = []
+    engine = make_engine(save=str(folder), epochs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rapidformer.training.template.begin_run", fail)
+        with pytest.raises(CheckpointError) as caught:
+            LineFinetuner(engine).train()
+        problems.append(str(caught.value))
+        patch.setattr("rapidformer.training.run_folder._list_run", fail)
+        with pytest.raises(CheckpointError) as caught:
+            set_aside(folder, is_main=engine.is_main)
+        problems.append(str(caught.value))
+    return problems
+
+
+def test_a_full_disk_on_rank_0_stops_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    found = run_in_processes(_fail_on_rank_0, 2, tmp_path)
+    assert found[0] == found[1]
+    for problem in found[0]:
+        assert problem.startswith(f"{tmp_path} cannot be written: No space left on device")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pathlib import Path
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.checkpoint.restart import get_launch_name, is_restart
 from rapidformer.errors import CheckpointError
+from rapidformer.log import get_logger
 
 LOCK_FILE = ".lock"
 _BEAT_SECONDS = 10.0
@@ -56,7 +57,7 @@ class FolderLock:
     """The lock of one folder; only rank 0 takes it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._path = folder / LOCK_FILE
         self._me = _Holder.describe_self()
         self._is_over = threading.Event()
@@ -64,11 +65,11 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the lock, or say who has it."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as reason:
             raise CheckpointError(
-                f"the run's folder {self._folder} cannot be written to: {reason.strerror}. Choose "
+                f"the run's folder {self.folder} cannot be written to: {reason.strerror}. Choose "
                 "another one with --save."
             ) from None
         threading.Thread(target=self._beat, name="rapidformer-lock", daemon=True).start()
@@ -78,7 +79,7 @@ class FolderLock:
         holder = self._read()
         if holder is not None and holder.token != self._me.token:
             raise CheckpointError(
-                f"{self._folder} was taken over by another run ({_name(holder)}) while this one "
+                f"{self.folder} was taken over by another run ({_name(holder)}) while this one "
                 "did not respond: nothing more is saved here. Resume with another --save."
             )
 
@@ -120,11 +121,16 @@ class FolderLock:
             beat = self._get_beat()
             if holder.place == self._me.place or (first is not None and beat != first):
                 raise CheckpointError(
-                    f"{self._folder} is in use by another run ({_name(holder)}): wait for it, stop "
+                    f"{self.folder} is in use by another run ({_name(holder)}): wait for it, stop "
                     "it, or choose another --save folder."
                 )
             if self._measure_age() > _STALE_SECONDS:
                 return
+            if first is None:
+                get_logger().info(
+                    f"waiting   {self.folder} is locked by {_name(holder)}: it counts as dead "
+                    f"after {_STALE_SECONDS:.0f} seconds without a sign of life"
+                )
             first = beat
             time.sleep(_LOOK_SECONDS)
 

@@ -5,7 +5,6 @@ Tables are for people and go to stderr; if stdout is not a terminal, it gets the
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
+from rapidformer.strict_json import format_json
 from rapidformer.tasks.registry import is_pretraining
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> None:
 
     report.show(Console(stderr=True))
     if not sys.stdout.isatty():
-        sys.stdout.write(json.dumps(report.to_json(), indent=1) + "\n")
+        sys.stdout.write(format_json(report.to_json(), indent=1) + "\n")
     file = _choose_file(given, report.split)
     if file is not None:
         report.save(file)

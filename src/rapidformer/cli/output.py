@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rapidformer.strict_json import format_json
+
 Row = dict[str, Any]
 _KEY = "rapidformer_run"
 
@@ -95,13 +97,13 @@ def format_lines(rows: Iterable[Row]) -> str:
 
 def _iterate_lines(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
-        yield json.dumps(row, ensure_ascii=False) + "\n"
+        yield format_json(row) + "\n"
 
 
 def _format_document(rows: Iterable[Row]) -> Iterator[str]:
     opening = "[\n"
     for row in rows:
-        yield opening + json.dumps(row, ensure_ascii=False)
+        yield opening + format_json(row)
         opening = ",\n"
     yield "\n]\n" if opening != "[\n" else "[]\n"
 
@@ -127,7 +129,7 @@ def _format_table(rows: Iterable[Row], separator: str) -> Iterator[str]:
 
 def _to_cell(value: Any) -> Any:
     """Tables cannot hold lists and objects: write them as JSON."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+    return format_json(value) if isinstance(value, (list, dict)) else value
 
 
 def _write_parquet(rows: list[Row], path: Path) -> None:

@@ -5,7 +5,6 @@ Imports no torch and hashes nothing, so it answers at once; ``rapidformer check`
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from rapidformer.checkpoint.inventory import (
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
+from rapidformer.strict_json import format_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> None:
         raise CheckpointError(f"the folder {folder} {reason}.{suggest_path(folder)}")
     inventory = take_inventory(folder)
     if options.json:
-        sys.stdout.write(json.dumps(_to_json(inventory), indent=1, allow_nan=False) + "\n")
+        sys.stdout.write(format_json(_to_json(inventory), indent=1) + "\n")
     else:
         _show(inventory, shows_all=options.all)
 

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finite import check_finite
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
@@ -32,7 +33,7 @@ from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.dist.collectives import broadcast_object, wait_for_all
+from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.facts import describe_facts, find_differences
@@ -114,15 +115,16 @@ class RapidformerEngine(PredictingRun):
         if self._held is None or self._held[0] != folder:
             self.release_folder()
             self._held = folder, FolderLock(folder) if self.is_main else None
-            problem = _find_problem(FolderLock.acquire, self._held[1])
-            if self.is_main and problem is None:
-                remove_leftovers(folder)
+            action: Callable[[FolderLock], None] = _take_folder
         else:
-            problem = _find_problem(FolderLock.check, self._held[1])
-        problem = broadcast_object(problem)
-        if problem is not None:
+            action = FolderLock.check
+        try:
+            # Only rank 0 has a lock, and runs this.
+            lock = cast(FolderLock, self._held[1])
+            run_on_first(lambda: action(lock), folder, is_main=self.is_main)
+        except CheckpointError:
             self.release_folder()
-            raise CheckpointError(problem)
+            raise
 
     @property
     def holds_folder(self) -> bool:
@@ -186,10 +188,10 @@ class RapidformerEngine(PredictingRun):
         """Move checkpoints after the loaded one aside, if it is one of this folder's."""
         source, has_gone_back = self.resumed_from, self._has_gone_back
         self._has_gone_back = True
-        if source is None or has_gone_back or not self.is_main:
+        if source is None or has_gone_back or source.resolve().parent != folder.resolve():
             return
-        if source.resolve().parent == folder.resolve():
-            abandon_later(folder, self._first_update, results)
+        step = self._first_update
+        run_on_first(lambda: abandon_later(folder, step, results), folder, is_main=self.is_main)
 
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
@@ -279,14 +281,9 @@ class RapidformerEngine(PredictingRun):
         )
 
 
-def _find_problem(action: Callable[[FolderLock], None], lock: FolderLock | None) -> str | None:
-    """Why rank 0 cannot hold the folder; None on the other ranks."""
-    try:
-        if lock is not None:
-            action(lock)
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _take_folder(lock: FolderLock) -> None:
+    lock.acquire()
+    remove_leftovers(lock.folder)
 
 
 def _close(reference: weakref.ref[RapidformerEngine]) -> None:

@@ -7,7 +7,6 @@ removing the lines of steps that it will repeat.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.run_names import METRICS_FILE
 from rapidformer.checkpoint.writing import writing
 from rapidformer.log import warn_once
+from rapidformer.strict_json import format_json
 
 
 class MetricsFile:
@@ -30,18 +30,12 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            # JSON has neither NaN nor Infinity: write null.
-            numbers = {k: None if _is_not_finite(v) else v for k, v in line.items()}
-            file.write(json.dumps(numbers, allow_nan=False) + "\n")
+            file.write(format_json(line) + "\n")
 
     def _drop_after(self, step: float) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _get_step(line) <= step]
         replace_text(self.path, "".join(line + "\n" for line in kept))
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _get_step(line: str) -> float:

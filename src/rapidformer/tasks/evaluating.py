@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.sources import load_splits
+from rapidformer.data.sources import as_list, load_splits
 from rapidformer.data.splits import name_splits
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.predicting import gather_rounds
@@ -81,11 +82,14 @@ def evaluate_task(
     ``measure_more(model, loader)`` returns further ones.
     """
     args = engine.args
-    task, split = get_task(args.task or ""), args.eval_split
-    rows = take_first(_choose_rows(args, split, data), args.max_eval_samples)
+    task = get_task(args.task or "")
+    file = _find_single_file(args) if data is None else None
+    split = args.eval_split if file is None else file.name.split(".")[0]
+    chosen = _choose_rows(args, split, data) if file is None else _read_single_file(args)
+    rows = take_first(chosen, args.max_eval_samples)
     # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
     # they would be prepared for training and decide which classes exist.
-    name = "validation" if split == "train" else split
+    name = split if split == "test" else "validation"
     # The limit above is the one that applies: --max-predict-samples would cut test rows again.
     uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
     prepared = task.prepare(uncapped, {name: rows})
@@ -117,6 +121,25 @@ def evaluate_task(
         examples=len(rows),
         seconds=round(seconds, 3),
     )
+
+
+def _find_single_file(args: Any) -> Path | None:
+    """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
+
+    Not the file of the run that is evaluated: that one was trained on.
+    """
+    given = as_list(args.data_path)
+    is_asked = args.sources.get("data_path") in ("command line", "code")
+    others = ("eval_split", "validation_split", "train_data", "valid_data", "test_data")
+    if len(given) != 1 or not is_asked or any(args.is_given(name) for name in others):
+        return None
+    path = Path(given[0]).expanduser()
+    return path if path.is_file() else None
+
+
+def _read_single_file(args: Any) -> Any:
+    (rows,) = load_splits(args).values()
+    return rows
 
 
 def _choose_rows(args: Any, split: str, data: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.strict_json import drop_not_finite, format_json
 from rapidformer.tasks.metrics.tables import ReportTable, start_table
 
 if TYPE_CHECKING:
@@ -31,13 +31,10 @@ class EvaluationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as it is written to a file."""
-        # JSON has no NaN and no infinity.
-        numbers = {
-            name: value if math.isfinite(value) else None
-            for name, value in self.get_numbers().items()
-        }
-        result: dict[str, Any] = {"task": self.task, "split": self.split, **numbers}
-        return result | {table.key: table.to_json() for table in self.tables}
+        result: dict[str, Any] = {"task": self.task, "split": self.split, **self.get_numbers()}
+        result |= {table.key: table.to_json() for table in self.tables}
+        whole: dict[str, Any] = drop_not_finite(result)
+        return whole
 
     def get_numbers(self) -> dict[str, float]:
         """The metrics, the number of examples and the seconds."""
@@ -45,7 +42,7 @@ class EvaluationReport:
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        text = format_json(self.to_json(), indent=1)
         Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
     def show(self, console: Console) -> None:

@@ -23,6 +23,7 @@ from rapidformer.checkpoint.restart import (
     find_claimed_folder,
 )
 from rapidformer.checkpoint.run_names import RUN_FILE
+from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import BEST, LAST
@@ -42,7 +43,8 @@ def choose_folder(args: Settings) -> Settings:
     if claimed is not None:
         return continue_after_restart(args.replace(_SOURCE, save=str(claimed)))
     folder = _make_folder(root, "-".join([*_describe_run(args), time.strftime("%Y%m%d-%H%M%S")]))
-    claim_folder(folder)
+    with writing(folder):
+        claim_folder(folder)
     return args.replace(_SOURCE, save=str(folder))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from rapidformer.checkpoint.abandoned import ABANDONED, abandon
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
 from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
-from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -128,18 +128,14 @@ def set_aside(folder: Path, *, is_main: bool) -> None:
     For front ends that train into the same folder again without asking. Every rank must call it:
     rank 0 moves, and what it finds wrong stops all ranks.
     """
-    problem = None
-    if is_main:
-        try:
-            foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]
-            _refuse_foreign(folder, [*_find_foreign(folder), *_keep_filled(foreign)])
-            if _list_run(folder):
-                _move_to_previous(folder)
-        except CheckpointError as error:
-            problem = str(error)
-    problem = broadcast_object(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
+
+    def move() -> None:
+        foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]
+        _refuse_foreign(folder, [*_find_foreign(folder), *_keep_filled(foreign)])
+        if _list_run(folder):
+            _move_to_previous(folder)
+
+    run_on_first(move, folder, is_main=is_main)
 
 
 def _list_run(folder: Path) -> list[Path]:
@@ -201,7 +197,14 @@ def _move_aside(folder: Path) -> None:
     for path in found:
         path.rename(folder / _MOVING / path.name)
     (folder / _MOVING).rename(folder / REPLACED)
-    get_logger().info(f"replacing the run in {folder} once this one has a checkpoint")
+    if (folder / REPLACED / BEST).is_dir() and not find_checkpoints(folder / REPLACED):
+        get_logger().warning(
+            f"the run in {folder} has a model in {BEST}/, but no checkpoint to resume from: it is "
+            "replaced, and deleted once this run has a checkpoint or ends. To keep it, stop now "
+            "and choose another --save folder."
+        )
+    else:
+        get_logger().info(f"replacing the run in {folder} once this one has a checkpoint")
 
 
 def _move_back(folder: Path) -> None:

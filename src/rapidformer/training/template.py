@@ -5,6 +5,7 @@ A template only sets the order: data, loaders, model, compose, resume, loop.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
 from rapidformer.data.loader import Collate, DistributedLoader
@@ -129,8 +131,7 @@ class Template(ABC):
         folder = Path(self.args.save)
         self.engine.hold_folder(folder)
         try:
-            if self.engine.is_main:
-                recover(folder)
+            run_on_first(lambda: recover(folder), folder, is_main=self.engine.is_main)
             yield
             if self.engine.is_main:
                 drop_replaced(folder)
@@ -214,20 +215,15 @@ class Template(ABC):
 
     def _begin_run(self, folder: Path, *, continues: bool) -> None:
         """Rank 0 looks; what it finds wrong stops all ranks."""
-        problem, load = None, self.args.load
-        if self.engine.is_main:
-            try:
-                begin_run(
-                    folder,
-                    source=None if load is None else Path(load).expanduser(),
-                    continues=continues,
-                    overwrite=self.args.overwrite,
-                )
-            except CheckpointError as error:
-                problem = str(error)
-        problem = broadcast_object(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
+        load = self.args.load
+        begin = functools.partial(
+            begin_run,
+            folder,
+            source=None if load is None else Path(load).expanduser(),
+            continues=continues,
+            overwrite=self.args.overwrite,
+        )
+        run_on_first(begin, folder, is_main=self.engine.is_main)
 
     def compose(self) -> Any:
         """Get model, optimizer and schedule from the hook and apply all switches."""

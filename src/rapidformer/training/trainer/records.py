@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.dist.collectives import wait_for_all
 from rapidformer.log import get_logger
+from rapidformer.strict_json import format_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,4 +172,4 @@ class RunRecords:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=str), encoding="utf-8")
+    path.write_text(format_json(values, indent=4, sort_keys=True, default=str), encoding="utf-8")

@@ -1,0 +1,27 @@
+"""What rank 0 does to a run's folder for all ranks, and how its failure stops all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rapidformer.checkpoint.writing import writing
+from rapidformer.dist.collectives import broadcast_object
+from rapidformer.errors import CheckpointError
+
+
+def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:
+    """Run the action on rank 0; every rank must call this, and raises what rank 0 meets.
+
+    Otherwise the other ranks would wait for one that is gone.
+    """
+    problem = None
+    if is_main:
+        try:
+            with writing(folder):
+                action()
+        except CheckpointError as error:
+            problem = str(error)
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
