@@ -179,7 +179,8 @@ class DataArguments:
     group_by_length: bool = False
     """batch samples of similar length together: less padding; the order stays random"""
     length_column: str = "length"
-    """column with the lengths for --group-by-length (if the data has none, tokens are counted)"""
+    """column with the lengths for --group-by-length and --tokens-per-micro-batch (if the data has
+    none, tokens are counted)"""
     data_seed: int | None = None
     """seed for the data order (default: --seed)"""
     dataloader_type: Literal["single", "cyclic"] | None = None
@@ -429,6 +430,9 @@ class AccelerationArguments:
     dynamic_shape: Literal["auto", "on", "off"] = "auto"
     """remove padding before the first block and restore it after the last: blocks compute on real
     tokens only. auto = if the model gives the same result"""
+    tokens_per_micro_batch: int | None = None
+    """fill micro-batches up to this many tokens, padding included, instead of --micro-batch-size
+    samples. An optimizer step still takes --global-batch-size samples"""
     activation_offload: bool = False
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False

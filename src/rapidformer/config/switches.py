@@ -275,6 +275,23 @@ SWITCHES: tuple[Switch, ...] = (
         module="unpad.switch",
         exact=f"to 1e-6{_NEW_DROPOUT}",
     ),
+    # The loader's: a step takes the same samples, divided into other micro-batches.
+    Switch(
+        name="token budget",
+        turned_on_by=("tokens_per_micro_batch",),
+        excludes=(
+            Rule(
+                switch="pipeline",
+                reason="stages exchange micro-batches of one size; use --micro-batch-size",
+            ),
+            Rule(
+                switch="DeepSpeed",
+                reason="it expects equally many micro-batches in every step; use "
+                "--zero-1-memory-optimization, -2- or -3- instead of DeepSpeed",
+            ),
+        ),
+        exact=f"to 1e-6{_NEW_DROPOUT}",
+    ),
     # Outside all of these: tokens are split before the first block and joined after the last.
     Switch(
         name="context parallelism",

@@ -18,10 +18,10 @@ from rapidformer.errors import DataError
 _BATCHES_PER_GROUP = 50
 
 
-def measure_lengths(dataset: Any, column: str) -> list[int]:
+def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") -> list[int]:
     """The length of every sample: a column of the data, or the number of its tokens."""
     if not hasattr(dataset, "__len__"):
-        raise DataError("--group-by-length needs to know all lengths: a stream has no length.")
+        raise DataError(f"{flag} needs to know all lengths: a stream has no length.")
     names = getattr(dataset, "column_names", None) or []
     if column in names:
         return [int(length) for length in dataset[column]]
@@ -29,10 +29,20 @@ def measure_lengths(dataset: Any, column: str) -> list[int]:
         return [len(ids) for ids in dataset["input_ids"]]
     try:
         return [_measure(dataset[index]) for index in range(len(dataset))]
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, IndexError):
         raise DataError(
-            f"--group-by-length: the samples have neither a column {column!r} nor input_ids. Name "
+            f"{flag}: the samples have neither a column {column!r} nor input_ids. Name "
             "the column with --length-column."
+        ) from None
+
+
+def measure_sample(sample: Any) -> int:
+    """The tokens of a stream's sample."""
+    try:
+        return _measure(sample)
+    except (TypeError, KeyError, IndexError):
+        raise DataError(
+            "--tokens-per-micro-batch: the samples of the stream have no input_ids to count."
         ) from None
 
 

@@ -5,13 +5,16 @@ micro-batch size x ranks, and rank r the r-th slice of them; an update is a fixe
 The position is one number of samples, the same on every rank, so a run resumes at the very next
 sample, whatever its batch size is by then. A rank without samples in the last round gets a *filler*
 (another rank's sample, with weight 0), because all ranks must run the model equally often.
+
+With a token budget, an update takes the same samples, but deals them out in as many rounds as their
+lengths need. The position then moves on with each whole update.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,15 +23,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.digest import compute_digest
-from rapidformer.data.lengths import GroupedOrder
+from rapidformer.data.lengths import GroupedOrder, measure_sample
 from rapidformer.data.prefetch import read_ahead
+from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
 Collate = Callable[[list[Any]], Any]
-_Key = tuple[int, list[int], bool]
-_Fetched = tuple[Any, tuple[int, ...], int, bool]
+_Dealt = tuple[int, list[Any], bool, bool]
+"""A micro-batch's number and samples, whether it is a filler, and whether it is the last one."""
+_Fetched = tuple[Any, tuple[int, ...], int, bool, bool]
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
@@ -52,6 +57,8 @@ class DistributedLoader:
         order: Callable[[], Sequence[int]] | None = None,
         num_samples: int | None = None,
         get_batch_size: Callable[[int], int] | None = None,
+        token_budget: int | None = None,
+        lengths: Sequence[int] | None = None,
         sum_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         gather_digests: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
@@ -70,6 +77,10 @@ class DistributedLoader:
         self._order = order
         self._get_batch_size = get_batch_size
         """Samples of the next update after this many samples, if updates differ in size."""
+        self._token_budget = token_budget
+        """Tokens per micro-batch, if their number is limited and not that of samples."""
+        self._lengths = lengths
+        """Tokens of every sample; not known beforehand for a stream."""
         self._sum_counts = sum_counts
         """Adds counts over all replicas; given if updates are counted ahead."""
         self._gather_digests = gather_digests
@@ -92,6 +103,11 @@ class DistributedLoader:
     @property
     def is_stream(self) -> bool:
         return self._is_stream
+
+    @property
+    def has_token_budget(self) -> bool:
+        """Whether updates differ in their number of micro-batches."""
+        return self._token_budget is not None
 
     @property
     def samples_per_round(self) -> int:
@@ -120,7 +136,7 @@ class DistributedLoader:
 
     @property
     def updates_per_epoch(self) -> int:
-        return -(-len(self) // self._rounds_per_update)
+        return -(-self._count_rounds_after(0) // self._rounds_per_update)
 
     @property
     def consumed_samples(self) -> int:
@@ -132,6 +148,11 @@ class DistributedLoader:
         if self._is_stream:
             raise TypeError(
                 "a stream of data has no length: say how long to train in --train-iters"
+            )
+        if self._token_budget is not None:
+            raise TypeError(
+                "with --tokens-per-micro-batch, the number of micro-batches depends on their "
+                "lengths: count optimizer steps (loader.updates_per_epoch)"
             )
         return self._count_rounds_after(0)
 
@@ -184,12 +205,16 @@ class DistributedLoader:
         rounds_left = 0
         beat("data")
         for micro_batch in rounds:
-            rounds_left = (rounds_left or self._count_rounds()) - 1
+            if self._token_budget is None:
+                rounds_left = (rounds_left or self._count_rounds()) - 1
+                self._consumed += self.samples_per_round
+                micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
+            elif micro_batch.is_last:
+                self._consumed += self._get_update_size(self._consumed)
             self._rounds += 1
-            self._consumed += self.samples_per_round
             if not self._is_stream:
                 self._consumed = min(self._consumed, self.num_samples)
-            yield micro_batch._replace(is_last=micro_batch.is_last or rounds_left == 0)
+            yield micro_batch
             beat("data")
         was_over = was_resumed and self._rounds == first_round
         self.epoch, self._consumed = self.epoch + 1, 0
@@ -234,14 +259,19 @@ class DistributedLoader:
         """Rounds until the end of the current update."""
         if self._get_batch_size is None:
             return self._rounds_per_update - self._rounds % self._rounds_per_update
-        consumed = self.epoch * self.num_samples + self.consumed_samples
-        return self._get_batch_size(consumed) // self.samples_per_round
+        return self._get_update_size(self._consumed) // self.samples_per_round
+
+    def _get_update_size(self, consumed: int) -> int:
+        """Samples of the update that begins after so many samples of the epoch."""
+        if self._get_batch_size is None:
+            return self.samples_per_update
+        return self._get_batch_size(self.epoch * self.num_samples + consumed)
 
     def _count_ahead(
         self, rounds: Iterator[MicroBatch], sum_counts: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[MicroBatch]:
         """Hold the rounds of each update until they are counted, on every process."""
-        while held := list(islice(rounds, self._count_rounds())):
+        while held := self._take_update(rounds):
             counts = torch.tensor([(each.info.rows, each.info.labels) for each in held]).sum(0)
             total = sum_counts(counts)
             if self._device.type == "cuda":
@@ -250,8 +280,21 @@ class DistributedLoader:
             for each in held:
                 yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
 
+    def _take_update(self, rounds: Iterator[MicroBatch]) -> list[MicroBatch]:
+        if self._token_budget is None:
+            return list(islice(rounds, self._count_rounds()))
+        held: list[MicroBatch] = []
+        for each in rounds:
+            held.append(each)
+            if each.is_last:
+                break
+        return held
+
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
-        """An epoch's rounds; the last of them is marked, wherever it stands in its update."""
+        """An epoch's rounds; the last of them is marked, wherever it is in its update.
+
+        With a token budget, the last one of every update is.
+        """
         rounds_left = self._count_rounds_after(self._consumed)
         num_workers = min(self._num_workers, rounds_left)
         fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
@@ -267,21 +310,47 @@ class DistributedLoader:
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
         )
-        for count_, (batch, info, number, is_filler) in enumerate(loader, start=1):
+        for batch, info, number, is_filler, is_last in loader:
             if isinstance(batch, RapidformerError):
                 raise batch
-            ends_epoch = count_ == rounds_left
-            yield MicroBatch(batch, BatchInfo(*info), is_filler, ends_epoch, self.epoch, number)
+            yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
-    def _build_keys(self) -> Iterator[_Key]:
+    def _build_keys(self) -> Iterator[_Dealt]:
         order = self._get_order()
-        first, rounds = self._consumed, self._count_rounds_after(self._consumed)
-        for start in islice(count(first, self.samples_per_round), rounds):
-            samples = order[start : start + self.samples_per_round]
+        if self._token_budget is not None:
+            assert self._lengths is not None
+            for start, size in self._iterate_update_sizes():
+                samples = [int(i) for i in order[start : start + size]]
+                yield from self._deal_by_tokens(start, samples, [self._lengths[i] for i in samples])
+            return
+        rounds = self._count_rounds_after(self._consumed)
+        end = self._consumed + rounds * self.samples_per_round
+        for start in range(self._consumed, end, self.samples_per_round):
+            samples = [int(i) for i in order[start : start + self.samples_per_round]]
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            is_filler = len(mine) == 0
-            number = self._get_number(start)
-            yield number, [int(i) for i in (samples[:1] if is_filler else mine)], is_filler
+            is_last = start + self.samples_per_round == end
+            yield self._get_number(start), mine or samples[:1], not mine, is_last
+
+    def _iterate_update_sizes(self) -> Iterator[tuple[int, int]]:
+        """The first sample and the number of samples of each update still to come."""
+        start, end = self._consumed, self.num_samples
+        if self._drop_last:
+            end = start + self._count_rounds_after(start) * self.samples_per_round
+        while start < end:
+            size = min(self._get_update_size(start), end - start)
+            yield start, size
+            start += size
+
+    def _deal_by_tokens(
+        self, start: int, samples: list[Any], lengths: Sequence[int]
+    ) -> Iterator[_Dealt]:
+        """This rank's micro-batches of one update, which begins with sample ``start``."""
+        assert self._token_budget is not None
+        parts = split_by_tokens(lengths, self._token_budget, self._num_replicas)
+        for place in range(self._replica, len(parts), self._num_replicas):
+            mine = [samples[index] for index in parts[place]]
+            is_last = place + self._num_replicas >= len(parts)
+            yield start + place, mine or samples[:1], not mine, is_last
 
     def _get_number(self, start: int) -> int:
         """A micro-batch's place in the one global order, the same for any number of processes.
@@ -300,28 +369,33 @@ class DistributedLoader:
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
+        for number, mine, is_filler, is_last in self._deal_stream():
+            with _random_numbers_from((self._seed, self.epoch, 0, number)):
+                batch = self.collate_fn(mine)
+            info = describe_batch(batch)
+            info = info.as_filler() if is_filler else info
+            yield MicroBatch(batch, info, is_filler, is_last, self.epoch, number)
+
+    def _deal_stream(self) -> Iterator[_Dealt]:
+        if self._token_budget is not None:
+            for start, samples in self._read_stream():
+                lengths = [measure_sample(sample) for sample in samples]
+                yield from self._deal_by_tokens(start, samples, lengths)
+            return
         rounds = self._read_stream()
         current = next(rounds, None)
         while current is not None:
             following = next(rounds, None)
             start, samples = current
             mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            number = self._get_number(start)
-            with _random_numbers_from((self._seed, self.epoch, 0, number)):
-                batch = self.collate_fn(mine or samples[:1])
-            info = describe_batch(batch)
-            yield MicroBatch(
-                batch,
-                info if mine else info.as_filler(),
-                is_filler=not mine,
-                is_last=following is None,
-                epoch=self.epoch,
-                number=number,
-            )
+            yield self._get_number(start), mine or samples[:1], not mine, following is None
             current = following
 
     def _read_stream(self) -> Iterator[tuple[int, list[Any]]]:
-        """The rounds from the current position on; whole updates only, if the last is dropped."""
+        """The rounds from the current position on; whole updates only, if the last is dropped.
+
+        With a token budget, whole updates instead of rounds.
+        """
         # Not the process's own numbers: all must read the same samples. And one sequence of numbers
         # for the whole pass: where rounds begin must not change what is read.
         numbers = _random_numbers_from((self._seed, self.epoch), is_continued=True)
@@ -336,14 +410,18 @@ class DistributedLoader:
                 return
             left -= len(skipped)
         waiting: list[tuple[int, list[Any]]] = []
-        for start in count(self._consumed, self.samples_per_round):
+        has_budget = self._token_budget is not None
+        start = self._consumed
+        while True:
+            size = self._get_update_size(start) if has_budget else self.samples_per_round
             with numbers:
-                samples = list(islice(rows, self.samples_per_round))
+                samples = list(islice(rows, size))
             self._check_equal_streams(samples)
-            if not samples or (self._drop_last and len(samples) < self.samples_per_round):
+            if not samples or (self._drop_last and len(samples) < size):
                 return
             waiting.append((start, samples))
-            if not self._drop_last or len(waiting) == self._rounds_per_update:
+            start += size
+            if has_budget or not self._drop_last or len(waiting) == self._rounds_per_update:
                 yield from waiting
                 waiting = []
 
@@ -366,7 +444,7 @@ class DistributedLoader:
             return
         if self.num_samples == 0:
             raise DataError("the data set is empty: there is nothing to train or evaluate on.")
-        if len(self) == 0:
+        if self._count_rounds_after(0) == 0:
             needed = self.samples_per_round * self._rounds_per_update
             raise DataError(
                 f"the data set has {self.num_samples} samples, less than one global batch of "
@@ -388,8 +466,8 @@ class _Fetcher:
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, key: _Key) -> _Fetched:
-        number, indices, is_filler = key
+    def __getitem__(self, key: _Dealt) -> _Fetched:
+        number, indices, is_filler, is_last = key
         try:
             with _random_numbers_from((*self._seed, number)):
                 fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -397,9 +475,9 @@ class _Fetcher:
                 batch = self._collate(rows)
         except RapidformerError as error:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
-            return error, (), number, is_filler
+            return error, (), number, is_filler, is_last
         info = describe_batch(batch)
-        return batch, tuple(info.as_filler() if is_filler else info), number, is_filler
+        return batch, tuple(info.as_filler() if is_filler else info), number, is_filler, is_last
 
 
 class _random_numbers_from:  # noqa: N801 - reads as a statement

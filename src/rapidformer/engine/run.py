@@ -155,12 +155,19 @@ class Run:
             get_batch_size=(
                 self.batches.get_size if is_training and not self.batches.is_constant else None
             ),
+            token_budget=self.args.tokens_per_micro_batch if is_training else None,
+            lengths=self._measure_for_budget(dataset) if is_training else None,
             gather_digests=None if is_alone() else gather_from_all,
             sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
             order=self._choose_order(dataset, order, groups=shuffle and is_training),
             num_samples=None if order is None else len(order),
         )
         return self._watch(loader, is_training=is_training)
+
+    def _measure_for_budget(self, dataset: Any) -> list[int] | None:
+        if self.args.tokens_per_micro_batch is None or not hasattr(dataset, "__len__"):
+            return None
+        return measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
 
     def _choose_order(
         self, dataset: Any, given: Sequence[int] | None, *, groups: bool
@@ -246,6 +253,7 @@ class Run:
         self._own_loop.watch(loader, is_training=is_training)
         if is_training:
             self._train_loader = loader
+            self.clock.follows_loader = loader.has_token_budget
         return loader
 
     # ---- between processes ---------------------------------------------------------------------

@@ -23,7 +23,10 @@ SCHEDULE = (
     "lr_decay_style", "min_lr", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",
     "lr_warmup_fraction", "lr_warmup_samples",
 )  # fmt: skip
-LOADER = ("micro_batch_size", "num_workers", "keep_last", "group_by_length", "dataloader_type")
+LOADER = (
+    "micro_batch_size", "tokens_per_micro_batch", "num_workers", "keep_last", "group_by_length",
+    "dataloader_type",
+)  # fmt: skip
 LENGTH = ("epochs", "train_iters", "train_samples", "train_tokens")
 LOOP = (
     "eval_interval", "eval_strategy", "eval_on_start", "eval_delay", "eval_iters",

@@ -50,6 +50,8 @@ class UpdateClock:
 
     def __init__(self, rounds_per_update: int, topology: Topology) -> None:
         self.rounds_per_update = rounds_per_update
+        self.follows_loader = False
+        """Whether only the loader knows which micro-batch ends an update."""
         self._topology = topology
         self.updates = 0
         """Updates done, not counting those skipped after an fp16 overflow."""
@@ -114,6 +116,8 @@ class UpdateClock:
         self._rounds += 1
         if self.forced is not None:
             return self.forced
+        if self.follows_loader:
+            return ends_update
         return ends_update or self._rounds >= self.rounds_per_update
 
     def add_weight(

@@ -42,8 +42,7 @@ def describe_run(
         + (f", {_count(trained)} trained" if trained != total else "")
         + f"; {len(plan.blocks)} blocks ({plan.source})",
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
-        f"batch     {args.global_batch_size} = {loader.batch_size} micro x "
-        f"{args.data_parallel_size} data parallel x {engine.clock.rounds_per_update} accumulation",
+        f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} steps"
         + (f" = {args.epochs:g} epochs" if args.epochs and not args.train_iters else "")
         + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
@@ -57,6 +56,19 @@ def describe_run(
     if resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.clock.updates}")
     return lines
+
+
+def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str:
+    args, replicas = engine.args, f"{engine.args.data_parallel_size} data parallel"
+    if loader.has_token_budget:
+        return (
+            f"{args.global_batch_size} over {replicas}, in micro-batches of up to "
+            f"{args.tokens_per_micro_batch} tokens"
+        )
+    rounds = engine.clock.rounds_per_update
+    return (
+        f"{args.global_batch_size} = {loader.batch_size} micro x {replicas} x {rounds} accumulation"
+    )
 
 
 def _get_version() -> str:
