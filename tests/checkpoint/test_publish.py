@@ -11,7 +11,14 @@ import pytest
 
 from rapidformer.checkpoint import publish as module
 from rapidformer.checkpoint.loading import load_checkpoint
-from rapidformer.checkpoint.publish import check_manifest, publish, replace_text, start_staging
+from rapidformer.checkpoint.publish import (
+    check_manifest,
+    publish,
+    remove_leftovers,
+    replace_text,
+    start_staging,
+    withdraw,
+)
 from rapidformer.checkpoint.saving import save_checkpoint
 
 from .run import Run
@@ -156,3 +163,18 @@ def test_small_file_is_replaced_in_one_step(
     replace_text(path, "three")
     assert path.read_text() == "three"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_whose_deletion_is_cut_short_is_not_there_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill while an old checkpoint was deleted left half of it, which looked damaged."""
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (folder / "file").touch()
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: None)
+    withdraw(folder)
+    assert [path.name for path in tmp_path.iterdir()] == [".rapidformer-staging-iter_0000001"]
+    monkeypatch.undo()
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())

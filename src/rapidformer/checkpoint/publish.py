@@ -6,6 +6,7 @@ then renamed: a crash at any moment leaves the old folder or the new one, never 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -60,6 +61,15 @@ def publish(target: Path, *, with_manifest: bool = True) -> None:
         staging.rename(target)
     _force_to_disk(target.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def withdraw(folder: Path) -> None:
+    """Delete a published folder. It loses its name first: half of it must not look damaged."""
+    withdrawn = get_staging(folder)
+    shutil.rmtree(withdrawn, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rename(withdrawn)
+    shutil.rmtree(withdrawn, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:

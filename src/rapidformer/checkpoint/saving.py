@@ -8,7 +8,6 @@ model's configuration and tokenizer (``model/``).
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,13 @@ from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import Checksums, compute_checksums, list_frozen
-from rapidformer.checkpoint.publish import get_staging, publish, replace_text, start_staging
+from rapidformer.checkpoint.publish import (
+    get_staging,
+    publish,
+    replace_text,
+    start_staging,
+    withdraw,
+)
 from rapidformer.checkpoint.random_states import get_random_states
 from rapidformer.checkpoint.run_file import FORMAT, RUN
 from rapidformer.checkpoint.state import (
@@ -81,7 +86,7 @@ def _drop_old(folder: Path, newest: Path, keep: int | None, protected: Path | No
     older = [path for path in find_checkpoints(folder) if path != newest]
     for path in [*older, newest][:-keep] if keep else []:
         if path != protected:
-            shutil.rmtree(path, ignore_errors=True)
+            withdraw(path)
 
 
 def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> Checksums | None:

@@ -334,6 +334,14 @@ class TrainingLengthArguments:
     """stop after this many evaluations in a row without an improvement"""
     early_stopping_threshold: float = 0.0
     """smallest improvement that counts for --early-stopping-patience"""
+    on_bad_loss: Literal["stop", "skip", "rollback"] = "stop"
+    """what to do about a loss or gradient that is NaN, infinite or a spike: stop the run, skip the
+    batch, or return to the newest checkpoint and continue with the samples after the batch"""
+    loss_spike_threshold: float | None = None
+    """a loss or gradient norm above this many times its median over the last 64 steps is bad, too
+    (default: off)"""
+    max_rollbacks: int = 3
+    """--on-bad-loss rollback: stop instead if the run has been rolled back this often"""
     label_smoothing: float = 0.0
     """fraction of each label's probability that is spread over all classes"""
     neftune_noise_alpha: float | None = None

@@ -30,7 +30,7 @@ _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
-    "early_stopping_threshold",
+    "early_stopping_threshold", "max_rollbacks",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -64,6 +64,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_learning_rate(args),
         *_check_length(args),
         *_check_evaluation(args),
+        *_check_bad_loss(args),
         *_check_generation(args),
         *_check_switches(args),
         *_check_processes(args),
@@ -99,6 +100,8 @@ def find_idle_settings(args: Settings) -> list[str]:
             for name in ("save_interval", "save_total_limit")
             if args.is_given(name)
         ]
+    if args.on_bad_loss != "rollback" and args.is_given("max_rollbacks"):
+        idle.append("--max-rollbacks has no effect without --on-bad-loss rollback.")
     if args.lr_decay_style == "constant" and args.is_given("min_lr"):
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
     if args.train_iters is not None and args.is_given("epochs"):
@@ -183,6 +186,22 @@ def _check_length(args: Settings) -> Iterator[str]:
     limit = args.max_position_embeddings
     if limit is not None and args.seq_length is not None and args.seq_length > limit:
         yield f"--seq-length {args.seq_length} is above --max-position-embeddings {limit}."
+
+
+def _check_bad_loss(args: Settings) -> Iterator[str]:
+    threshold = args.loss_spike_threshold
+    if threshold is not None and not threshold > 1:
+        yield f"--loss-spike-threshold must be above 1 (a multiple of the median), got {threshold}."
+    if args.on_bad_loss == "rollback" and (args.keeps_nothing or args.save_strategy == "no"):
+        yield (
+            "--on-bad-loss rollback needs checkpoints to return to: leave out --save none and "
+            "--save-strategy no, or use --on-bad-loss skip."
+        )
+    if args.on_bad_loss == "skip" and threshold is not None and args.deepspeed is not None:
+        yield (
+            "DeepSpeed applies every finite gradient, so --on-bad-loss skip cannot skip spikes "
+            "under --deepspeed: use --on-bad-loss rollback, or leave out --loss-spike-threshold."
+        )
 
 
 def _check_evaluation(args: Settings) -> Iterator[str]:

@@ -95,6 +95,10 @@ class DistributedLoader:
         """Samples of the current epoch that have been handed out, over all ranks."""
         self._rounds = 0
         """Rounds of the current pass so far, counted from the start of an update."""
+        self._update_start = 0
+        """Samples of the epoch before the current update."""
+        self._known_order: tuple[int, Sequence[int] | np.ndarray[Any, Any]] | None = None
+        """The epoch that was ordered last, and its order."""
         self._is_resuming = False
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
@@ -186,8 +190,24 @@ class DistributedLoader:
         for micro_batch in self._hand_out():
             collected.append(micro_batch)
             if micro_batch.is_last:
-                update, collected = Update(tuple(collected)), []
+                update, collected = Update(tuple(collected), self.positions), []
                 yield update
+
+    @property
+    def positions(self) -> range:
+        """The places of the current update's samples in the epoch's order, over all ranks."""
+        return range(self._update_start, self._consumed)
+
+    def list_samples(self, epoch: int, positions: range) -> list[int]:
+        """The numbers that samples have in the data set, by their places in the epoch's order.
+
+        Those of a stream are counted from its start.
+        """
+        if self._is_stream:
+            return list(positions)
+        known, order = self._known_order or (None, [])
+        order = order if known == epoch else self._get_order(epoch)
+        return [int(number) for number in order[positions.start : positions.stop]]
 
     def _hand_out(self) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
@@ -202,9 +222,11 @@ class DistributedLoader:
         rounds = read_ahead(rounds, self._device)
         if self._sum_counts is not None:
             rounds = self._count_ahead(rounds, self._sum_counts)
-        rounds_left = 0
+        rounds_left, starts_update = 0, True
         beat("data")
         for micro_batch in rounds:
+            if starts_update:
+                self._update_start = self._consumed
             if self._token_budget is None:
                 rounds_left = (rounds_left or self._count_rounds()) - 1
                 self._consumed += self.samples_per_round
@@ -214,6 +236,7 @@ class DistributedLoader:
             self._rounds += 1
             if not self._is_stream:
                 self._consumed = min(self._consumed, self.num_samples)
+            starts_update = micro_batch.is_last
             yield micro_batch
             beat("data")
         was_over = was_resumed and self._rounds == first_round
@@ -316,7 +339,8 @@ class DistributedLoader:
             yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
     def _build_keys(self) -> Iterator[_Dealt]:
-        order = self._get_order()
+        order = self._get_order(self.epoch)
+        self._known_order = self.epoch, order
         if self._token_budget is not None:
             assert self._lengths is not None
             for start, size in self._iterate_update_sizes():
@@ -359,13 +383,13 @@ class DistributedLoader:
         """
         return start // self.batch_size + self._replica
 
-    def _get_order(self) -> Sequence[int] | np.ndarray[Any, Any]:
+    def _get_order(self, epoch: int) -> Sequence[int] | np.ndarray[Any, Any]:
         if self._order is not None:
-            with _random_numbers_from((self._seed, self.epoch)):
+            with _random_numbers_from((self._seed, epoch)):
                 return self._order()
         if not self._shuffle:
             return range(len(self.dataset))
-        return np.random.default_rng((self._seed, self.epoch)).permutation(len(self.dataset))
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self.dataset))
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""

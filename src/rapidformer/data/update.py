@@ -41,6 +41,12 @@ class Update:
     """The micro-batches of one optimizer step on this process."""
 
     micro_batches: tuple[MicroBatch, ...]
+    positions: range = range(0)
+    """The places of its samples in the epoch's order, over all ranks."""
+
+    @property
+    def epoch(self) -> int:
+        return self.micro_batches[0].epoch
 
     def __len__(self) -> int:
         return len(self.micro_batches)

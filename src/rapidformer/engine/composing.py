@@ -24,6 +24,7 @@ from rapidformer.accel.dropout import seed_dropout
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.engine.bad_batches import describe_bad_batch
 from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
@@ -41,6 +42,7 @@ from rapidformer.models.adapters import (
 from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan, shifts_labels
 from rapidformer.models.work import ModelWork, count_work
+from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
@@ -81,6 +83,7 @@ class ComposedRun(Run):
         """What is trained instead of the model's own weights, if anything is."""
         self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
+        self.recent_values = RecentValues(self.args.loss_spike_threshold)
         self._is_by_row = False
         self._parallelized: Parallelized | None = None
 
@@ -166,6 +169,7 @@ class ComposedRun(Run):
             optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
+        self.clock.guard = self._build_guard(model, self.optimizer)
         seed_dropout(model, self.args.seed, self.topology)
         get_observer().after_compose(self)
         self._warn_about_unused_settings(
@@ -202,9 +206,34 @@ class ComposedRun(Run):
         if not self.warns_of_unused_settings:
             return
         own = list_own_parts(has_loop=self.is_own_loop, **own_parts)
+        if self.is_own_loop and self.clock.guard is None:
+            own["loop"] = (*own["loop"], "on_bad_loss", "loss_spike_threshold", "max_rollbacks")
         message = describe_unused(self.args, own)
         if message is not None and self.is_main:
             get_logger().warning(message)
+
+    def _build_guard(self, model: nn.Module, optimizer: Optimizer) -> LossGuard | None:
+        """What judges every update; a run that stops at a bad loss needs none."""
+        policy = self.args.on_bad_loss
+        if policy == "stop" or (policy == "rollback" and self.is_own_loop):
+            return None
+        if self.is_own_loop:
+            self.clock.on_bad_update = self._report_bad_update
+        return LossGuard(
+            self.recent_values,
+            model,
+            optimizer,
+            self.topology,
+            self.device,
+            prevents=policy == "skip",
+        )
+
+    def _report_bad_update(self, bad: BadUpdate) -> None:
+        loader = self._train_loader
+        samples = loader.list_samples(loader.epoch, loader.positions) if loader else []
+        what = describe_bad_batch(bad.reason, self.clock.updates + 1, samples)
+        if self.is_main:
+            get_logger().warning(f"{what}: the batch was skipped.")
 
     def _start_deepspeed(
         self, strategy: DeepSpeedStrategy, optimizer: Optimizer | None

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
@@ -33,13 +34,13 @@ from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.dist.collectives import wait_for_all
+from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.facts import describe_facts, find_differences
 from rapidformer.engine.predicting import PredictingRun
 from rapidformer.engine.run import Arguments
-from rapidformer.errors import CheckpointError, RapidformerError
+from rapidformer.errors import CheckpointError, RapidformerError, TrainingError
 from rapidformer.log import get_logger
 
 
@@ -154,6 +155,8 @@ class RapidformerEngine(PredictingRun):
             with_position=not only_weights,
         )
         self.clock.updates = self._first_update = state.step
+        if self.clock.guard is not None:
+            self.clock.guard.forget()
         self.resumed_from = state.loaded_from
         self._has_gone_back = only_weights
         if not only_weights:
@@ -162,6 +165,35 @@ class RapidformerEngine(PredictingRun):
                 self._follow_samples(state.saved_facts, int(extra.get("attempts", state.step)))
             self._report_differences(state.saved_facts, current)
         return extra
+
+    def roll_back(self) -> dict[str, Any]:
+        """Restore this run's newest checkpoint, but not its place in the data.
+
+        Returns what was saved as extra.
+        """
+        state = self._get_state()
+        state.loader = None
+        source = self._find_rollback()
+        if source is None:
+            raise TrainingError(
+                "there is no checkpoint to return to yet (--on-bad-loss rollback): save earlier "
+                "with --save-interval, or use --on-bad-loss skip."
+            )
+        extra = load_checkpoint(
+            source,
+            state,
+            with_optimizer=self.args.save_optim,
+            with_random_states=self.args.save_rng,
+        )
+        self.clock.start_over(self._parameters, state.step)
+        self.resumed_from = state.loaded_from
+        return extra
+
+    def _find_rollback(self) -> Path | None:
+        """The run's own folder if it holds a checkpoint, else what the run was resumed from."""
+        own = Path(self.args.save) if self.args.save is not None else None
+        has_own = self.is_main and own is not None and bool(find_checkpoints(own))
+        return own if broadcast_object(has_own) else self.resumed_from
 
     def _describe_facts(self) -> dict[str, Any]:
         return describe_facts(self.args, self._train_loader, self.parallelized.model)

@@ -24,7 +24,7 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         if resume_step and self.path.exists():
-            self._drop_after(resume_step)
+            self.drop_after(resume_step)
         elif not resume_step:
             self.path.unlink(missing_ok=True)
 
@@ -32,7 +32,8 @@ class MetricsFile:
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(format_json(line) + "\n")
 
-    def _drop_after(self, step: float) -> None:
+    def drop_after(self, step: float) -> None:
+        """Remove the lines of later steps, and one that a crash has cut off."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _get_step(line) <= step]
         replace_text(self.path, "".join(line + "\n" for line in kept))

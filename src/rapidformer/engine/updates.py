@@ -85,6 +85,7 @@ class UpdatingRun(ComposedRun):
     ) -> None:
         is_last, fraction = self._count_micro_batch(result, micro_batch, ends_update=ends_update)
         self._run_backward(result.loss, fraction, is_last=is_last)
+        self.clock.add_loss(result.loss, fraction)
         if is_last:
             beat("update")
             self._finish_gradients()
@@ -144,6 +145,7 @@ class UpdatingRun(ComposedRun):
                 )
             earlier = take_gradients(self._parameters)
         self._run_backward(loss, started.fraction, is_last=started.is_last)
+        self.clock.add_loss(loss, started.fraction)
         if earlier:
             add_gradients(self._parameters, earlier)
 
@@ -227,6 +229,7 @@ class UpdatingRun(ComposedRun):
         for each, result in zip(update, results, strict=True):
             # Only the last stage knows who gave the weight.
             get_observer().see_loss(result.loss, result.weight, each.info, is_given=True)
+            self.clock.add_loss(result.loss, result.weight / unit)
         self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
         self._finish_gradients(pipeline.measure_norm)
         return results

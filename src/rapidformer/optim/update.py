@@ -22,6 +22,7 @@ from rapidformer.compat.torch_tensors import compute_norms, multiply_all
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
+from rapidformer.optim.guard import BadUpdate, LossGuard
 from rapidformer.optim.observer import get_observer
 
 
@@ -54,7 +55,7 @@ class UpdateClock:
         """Whether only the loader knows which micro-batch ends an update."""
         self._topology = topology
         self.updates = 0
-        """Updates done, not counting those skipped after an fp16 overflow."""
+        """Updates done, not counting skipped ones; ``settle`` may still take back the last one."""
         self.skipped = 0
         self.forced: bool | None = None
         """What ``accumulate`` says about the next micro-batch; None lets the count decide."""
@@ -65,6 +66,13 @@ class UpdateClock:
         self.is_bypassed = False
         """True while checkpoint code drives the optimizer itself."""
         self.keeper: GradientKeeper | None = None
+        self.guard: LossGuard | None = None
+        """Judges each update; None unless bad ones are to be skipped or rolled back."""
+        self.on_bad_update: Callable[[BadUpdate], None] | None = None
+        """Called for an update that was skipped at once; for loops that do not ask ``settle``."""
+        self._bad: BadUpdate | None = None
+        self._late_schedule: Callable[[], None] | None = None
+        self._total: float | torch.Tensor = 1.0
         self._rounds = 0
         self._is_complete = False
         self._outcome: str | None = None
@@ -85,7 +93,7 @@ class UpdateClock:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last update was skipped after an fp16 overflow."""
+        """Whether the last update was skipped: fp16 overflowed, or its loss is bad."""
         return self._outcome == "skipped"
 
     def set_aside(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
@@ -136,6 +144,11 @@ class UpdateClock:
         self._weight = self._weight + fraction
         return fraction
 
+    def add_loss(self, loss: torch.Tensor, fraction: float | torch.Tensor) -> None:
+        """Add a micro-batch's mean loss to the one that is judged, if any is."""
+        if self.guard is not None:
+            self.guard.add_loss(scale_loss(loss.detach(), fraction, 1.0))
+
     def set_weight(self, total: torch.Tensor, unit: float) -> None:
         """Set the weight of all micro-batches at once, if they were not added one by one."""
         self._weight, self._unit = total / unit, unit
@@ -151,7 +164,7 @@ class UpdateClock:
         ``measure`` is for a gradient of which other pipeline stages hold parts.
         """
         if self.keeper is not None:
-            total = _sum_weights(self._weight, self.keeper.device, self._topology)
+            total = self._total = _sum_weights(self._weight, self.keeper.device, self._topology)
             self.total_weight = total * self._unit
             scale = scaler.scale if scaler else 1.0
             self.grad_norm = self.keeper.finish(float(total) * scale)
@@ -160,7 +173,7 @@ class UpdateClock:
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [_get_local(g) for g in gradients]
         device = gradients[0].device if gradients else None
-        total = _sum_weights(self._weight, device, self._topology)
+        total = self._total = _sum_weights(self._weight, device, self._topology)
         self.total_weight = total * self._unit
         factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
         if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
@@ -186,7 +199,7 @@ class UpdateClock:
     def use_gradients(
         self, step: Callable[[], object], clip_grad: float, scaler: LossScaler | None
     ) -> None:
-        """Do the update, unless it is not due yet or fp16 overflowed."""
+        """Do the update, unless it is not due yet, its loss is bad or fp16 overflowed."""
         if self._rounds == 0 or self._outcome is not None:
             raise RapidformerError(
                 "optimizer.step() without a gradient: call engine.backward(loss) instead of "
@@ -194,13 +207,13 @@ class UpdateClock:
             )
         if not self._is_complete:
             return
+        if self.guard is not None and self._is_refused(self.guard, scaler):
+            self._skip()
+            return
         if scaler is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
-            self._outcome = "skipped"
             self.skipped += 1
-            if self.keeper is not None:
-                self.keeper.drop()
+            self._skip()
             scaler.update(overflowed=True)
-            self._pending_schedule = None
             return
         if self.keeper is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
             # Such a strategy would silently skip this update and every later one.
@@ -210,7 +223,7 @@ class UpdateClock:
             )
         if not self._is_clipped:
             self.clip(clip_grad)
-        step()
+        self.guard.run_step(step) if self.guard is not None else step()
         # Dropped now: the next backward pass must find the memory of these gradients free.
         self._gradients = []
         if scaler is not None:
@@ -218,16 +231,66 @@ class UpdateClock:
         self._outcome = "done"
         self.updates += 1
         if self._pending_schedule is not None:
-            self._pending_schedule()
+            self._move_schedule(self._pending_schedule)
             self._pending_schedule = None
         get_observer().see_update()
+
+    def _is_refused(self, guard: LossGuard, scaler: LossScaler | None) -> bool:
+        """Judge the update; False if it is good, or if the verdict is read later."""
+        assert self.grad_norm is not None
+        guard.judge(self.grad_norm, self._total, tolerates_infinity=scaler is not None)
+        if guard.is_late:
+            return False
+        self._bad = guard.settle()
+        if self._bad is not None and self.on_bad_update is not None:
+            self.on_bad_update(self._bad)
+        return self._bad is not None
+
+    def _skip(self) -> None:
+        self._outcome = "skipped"
+        self._gradients = []
+        self._pending_schedule = None
+        if self.keeper is not None:
+            self.keeper.drop()
+
+    def settle(self) -> BadUpdate | None:
+        """Read the verdict on the last update; returns it if it was bad and was not returned yet.
+
+        The step counter and the schedule then stand where they were before that update.
+        """
+        if self.guard is None or not self.guard.is_pending:
+            bad, self._bad = self._bad, None
+            return bad
+        bad = self.guard.settle()
+        schedule, self._late_schedule = self._late_schedule, None
+        if bad is not None:
+            self.updates -= 1
+        elif schedule is not None:
+            schedule()
+        return bad
+
+    def start_over(self, parameters: Sequence[nn.Parameter], updates: int) -> None:
+        """Forget gradients and verdicts: the weights of an earlier update were restored."""
+        take_gradients(parameters)
+        self._reset()
+        self.updates = updates
+        self._bad = self._late_schedule = self._pending_schedule = None
+        if self.guard is not None:
+            self.guard.forget()
+
+    def _move_schedule(self, step: Callable[[], None]) -> None:
+        """With the update, or with its verdict if that is read later."""
+        if self.guard is not None and self.guard.is_pending:
+            self._late_schedule = step
+        else:
+            step()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: right away, when the update comes, or not at all."""
         if not self._is_complete or self._outcome == "skipped":
             return
         if self._outcome == "done":
-            step()
+            self._move_schedule(step)
         else:
             self._pending_schedule = step
 

@@ -20,11 +20,12 @@ import torch
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.update import Update
+from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import find_fact
+from rapidformer.training.bad_batches import BadBatches
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
@@ -114,6 +115,7 @@ class TrainingLoop:
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._utilization = Utilization(engine)
+        self._bad_batches = BadBatches(engine, loader, reporter)
         self._saved_at: int | None = None
         self._saved_progress: Progress | None = None
         self._started_at = time.monotonic()
@@ -204,11 +206,17 @@ class TrainingLoop:
         self._notify("on_epoch_end")
         self._act()
 
-    def _run_update(self, update: Update) -> None:
-        self._notify("on_step_begin")
-        results = self.engine.run_update(
+    def _run_passes(self, update: Update) -> list[MicroBatchResult]:
+        return self.engine.run_update(
             self.forward, update, after_micro_batch=lambda: self._notify("on_substep_end")
         )
+
+    def _run_update(self, update: Update) -> None:
+        self._notify("on_step_begin")
+        results = self._run_passes(update)
+        # Only now, with this work queued, is it read whether the last update was good.
+        if self._settle():
+            results = self._run_passes(update)  # the first time, it was with other weights
         if self._attempts == 0:
             check_first_labels(update, results)
         for each, result in zip(update, results, strict=True):
@@ -219,16 +227,50 @@ class TrainingLoop:
         self._notify("on_optimizer_step")
         self._attempts += 1
         self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
+        self._bad_batches.see(update)
+        if not self._bad_batches.is_late or self._is_anything_due():
+            self._settle()
         self._plan_end_of_step()
         self._notify("on_step_end")
         self._act()
+
+    def _is_anything_due(self) -> bool:
+        """Whether something comes next that needs to know if the last update was good."""
+        timetable, step = self.timetable, self.step
+        return (
+            self._is_over()
+            or self._signals.caught is not None
+            or timetable.is_log_due(self._attempts, step)
+            or timetable.is_evaluation_due(step)
+            or timetable.is_save_due(step)
+            or bool(self.args.exit_interval and step % self.args.exit_interval == 0)
+        )
+
+    def _settle(self) -> bool:
+        """Deal with the last update if it was bad; returns whether the weights were restored."""
+        bad = self.engine.clock.settle()
+        if bad is None:
+            return False
+        self.meter.drop_update()
+        self._bad_batches.report(bad, self.step + 1)
+        self._step_before = self.step
+        if self.args.on_bad_loss != "rollback":
+            return False
+        attempts = self._attempts
+        self.restore(self.engine.roll_back())
+        self._attempts = attempts  # the data goes on, only the weights go back
+        self.meter.reset()
+        self._bad_batches.forget()
+        self.reporter.go_back(self.step)
+        self.say(f"went back to step {self.step} ({self.engine.resumed_from})")
+        return True
 
     def _plan_end_of_step(self) -> None:
         """Request what is due at this step according to the settings."""
         control, timetable = self.control, self.timetable
         control.should_log |= timetable.is_log_due(self._attempts, self.step)
         if self.step == self._step_before:
-            return  # fp16 skipped this update: nothing else is due
+            return  # this update was skipped: nothing else is due
         self._step_before = self.step
         control.should_evaluate |= timetable.is_evaluation_due(self.step)
         control.should_save |= timetable.is_save_due(self.step)
@@ -289,7 +331,7 @@ class TrainingLoop:
         return Path(save) / f"iter_{step:07d}"
 
     def _is_over(self) -> bool:
-        # Attempts, not updates: fp16 overflows consume data without an update.
+        # Attempts, not updates: skipped updates consume data, too.
         return self.control.should_training_stop or self._attempts >= self.train_iters
 
     def _check_exit(self) -> None:
@@ -308,11 +350,12 @@ class TrainingLoop:
 
     def _log(self) -> None:
         self.control.should_log = False
+        self._settle()
         if not self.meter.has_updates():
             return
-        measured = self.meter.read(
-            self._attempts, tolerates_infinity=self.engine.scaler is not None
-        )
+        measured = self.meter.read()
+        has_scaler = self.engine.scaler is not None
+        self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
         self._notify("on_log", self._describe(measured))
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
@@ -372,14 +415,19 @@ class TrainingLoop:
     def save(self) -> None:
         """Save a checkpoint, unless this step already has one."""
         self.control.should_save = False
+        self._settle()
         if self._saved_at == self.step and self._saved_progress == self.progress:
             return
-        # Reading the meter raises an error if a loss is NaN: such a state is never saved.
+        # Logging raises an error if a loss is NaN: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
         progress = dataclasses.asdict(self.progress)
         folder = self.engine.save_checkpoint(
-            extra={"progress": progress, "attempts": self._attempts},
+            extra={
+                "progress": progress,
+                "attempts": self._attempts,
+                "bad_batches": self._bad_batches.state_dict(),
+            },
             protected=self._best_folder,
             processor=self.processor,
         )
@@ -393,6 +441,7 @@ class TrainingLoop:
         with blaming(self.engine.resumed_from):
             self.progress = Progress(**extra.get("progress", {}))
             self._attempts = int(extra.get("attempts", self.step))
+            self._bad_batches.load_state_dict(extra.get("bad_batches", {}))
         save = self.args.save
         best_step = self.progress.best_step
         if save is not None and not broadcast_object(

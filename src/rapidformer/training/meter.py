@@ -1,8 +1,8 @@
 """What the loop measures between two log lines, without ever waiting for the device.
 
 Losses and norms stay on the device as one small tensor per update; at a log interval they are
-reduced over the ranks together and read once. So a NaN loss is reported with its exact step,
-although nobody looked when it happened.
+reduced over the ranks together and read once. So a NaN loss is found with its exact step, although
+nobody looked when it happened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rapidformer.data.batch import BatchInfo
 from rapidformer.data.update import Mean
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
-from rapidformer.errors import TrainingError
 from rapidformer.training.live_loss import LiveLoss
 
 
@@ -30,7 +29,7 @@ class Measurement:
     losses: list[float]
     parts: dict[str, float]
     """The parts of the loss by name, as means over the interval."""
-    grad_norm: float
+    norms: list[float]
     seconds: float
     tokens: int
     slots: int
@@ -40,6 +39,11 @@ class Measurement:
     @property
     def loss(self) -> float:
         return sum(self.losses) / len(self.losses)
+
+    @property
+    def grad_norm(self) -> float:
+        """The last update's."""
+        return self.norms[-1]
 
 
 class WeightedSums:
@@ -120,8 +124,20 @@ class Meter:
     def has_updates(self) -> bool:
         return bool(self._losses)
 
-    def read(self, step: int, *, tolerates_infinity: bool) -> Measurement:
-        """Reduce, read and reset; raises an error if a loss or a norm is not finite."""
+    def drop_update(self) -> None:
+        """Take back the loss of the last update, which was skipped; its samples were consumed."""
+        self._losses.pop()
+        self._norms.pop()
+        for pairs in self._parts.values():
+            pairs.pop()
+
+    def reset(self) -> None:
+        """Forget everything since the last reading."""
+        self._start()
+        self._update = WeightedSums()
+
+    def read(self) -> Measurement:
+        """Reduce, read and reset."""
         updates = len(self._losses)
         losses = torch.stack(self._losses)
         counts = torch.tensor(
@@ -134,11 +150,10 @@ class Meter:
         counts /= self._topology.context
         packed = sum_over_replicas(torch.cat([losses.double(), counts]), self._topology)
         values: list[float] = packed.tolist()
-        norm_values: list[float] = norms.tolist()
         measurement = Measurement(
             losses=values[:updates],
             parts=self._read_parts(),
-            grad_norm=norm_values[-1],
+            norms=norms.tolist(),
             seconds=time.perf_counter() - self._since,
             labels=round(values[-4]),
             samples=round(values[-3]),
@@ -146,7 +161,6 @@ class Meter:
             slots=round(values[-1]),
         )
         self._start()
-        _check_numbers(measurement.losses, norm_values, step, tolerates_infinity=tolerates_infinity)
         return measurement
 
     def _read_parts(self) -> dict[str, float]:
@@ -168,20 +182,3 @@ def _sum_pairs(pairs: list[Mean], topology: Topology) -> list[tuple[float, float
     weights = torch.tensor([float(weight) for _, weight in pairs], dtype=sums.dtype).to(sums.device)
     totals, counts = sum_over_replicas(torch.stack([sums, weights]), topology).tolist()
     return list(zip(totals, counts, strict=True))
-
-
-def _check_numbers(
-    losses: list[float], norms: list[float], step: int, *, tolerates_infinity: bool
-) -> None:
-    first = step - len(losses) + 1
-    for offset, (loss, norm) in enumerate(zip(losses, norms, strict=False)):
-        # Under fp16, gradient overflows are normal: the scaler skips that update.
-        is_bad = not math.isfinite(loss) or (not math.isfinite(norm) and not tolerates_infinity)
-        if is_bad:
-            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient is {norm}"
-            raise TrainingError(
-                f"{what} at step {first + offset}: training has stopped, and nothing was saved"
-                " after that step. Check the data of that step (empty or broken rows), lower --lr,"
-                " lengthen the warm-up, or set --clip-grad; --mixed-precision fp16 is less robust"
-                " than bf16."
-            )

@@ -85,6 +85,16 @@ class Reporter(Callback):
         what = "test data" if any(key.startswith("test_") for key in line) else "evaluation"
         get_logger().info("%s at step %d | %s", what, line["step"], values)
 
+    def record(self, line: dict[str, Any]) -> None:
+        """Write numbers to the files only."""
+        if self._speaks:
+            self._record(line)
+
+    def go_back(self, step: int) -> None:
+        """Remove the lines of steps that will be repeated."""
+        if self._file is not None:
+            self._file.drop_after(step)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -1,0 +1,124 @@
+"""What the loop does about a batch whose loss is NaN, infinite or a spike (``--on-bad-loss``).
+
+``stop`` looks at the numbers of a log interval when they are read anyway. ``skip`` and ``rollback``
+hear of each bad update from the engine's guard.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import Update
+from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.bad_batches import describe_bad_batch
+from rapidformer.errors import TrainingError
+from rapidformer.log import get_logger
+from rapidformer.optim.guard import BadUpdate, RecentValues
+from rapidformer.training.meter import Measurement
+from rapidformer.training.report import Reporter
+
+_ADVICE = (
+    "Check the data of that step (empty or broken rows), lower --lr, lengthen the warm-up, or set "
+    "--clip-grad; --mixed-precision fp16 is less robust than bf16."
+)
+
+
+class BadBatches:
+    """Names bad batches, and counts how often the run was rolled back for one."""
+
+    def __init__(
+        self, engine: RapidformerEngine, loader: DistributedLoader, reporter: Reporter
+    ) -> None:
+        self.rollbacks = 0
+        self._engine = engine
+        self._loader = loader
+        self._reporter = reporter
+        self._recent = engine.recent_values
+        self._seen: list[tuple[int, range]] = []
+        """Epoch and positions of each batch since the numbers were read last."""
+        guard = engine.clock.guard
+        if guard is not None:
+            guard.is_late = (
+                guard.can_be_late and engine.scaler is None and engine.clock.keeper is None
+            )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the verdict on an update is still unknown after it."""
+        guard = self._engine.clock.guard
+        return guard is not None and guard.is_late
+
+    def see(self, update: Update) -> None:
+        """Remember which samples an update was made of."""
+        self._seen.append((update.epoch, update.positions))
+
+    def check(self, measured: Measurement, step: int, *, tolerates_infinity: bool) -> None:
+        """Stop at the first bad update of a log interval, which ends with this step."""
+        seen, self._seen = self._seen, []
+        if self._engine.clock.guard is not None:
+            return  # it has judged them
+        found = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
+        if found is None:
+            return
+        offset, reason = found
+        samples = self._list_samples(seen[offset])
+        what = describe_bad_batch(reason, step - len(measured.losses) + 1 + offset, samples)
+        raise TrainingError(
+            f"{what}: training has stopped, and nothing was saved after that step. {_ADVICE} With "
+            "--on-bad-loss skip or rollback, a run continues without such a batch."
+        )
+
+    def report(self, bad: BadUpdate, step: int) -> None:
+        """Log the batch that was just found bad, with its samples; stop if it is one too many."""
+        samples = self._list_samples(self._seen.pop()) if self._seen else []
+        args = self._engine.args
+        what = describe_bad_batch(bad.reason, step, samples)
+        self._reporter.record(
+            {"step": step - 1, "bad_loss": bad.loss, "bad_grad_norm": bad.norm, "samples": samples}
+        )
+        if args.on_bad_loss == "skip":
+            self._warn(f"{what}: the batch was skipped.")
+            return
+        if self.rollbacks >= args.max_rollbacks:
+            raise TrainingError(
+                f"{what}: training has stopped, because it has been rolled back {self.rollbacks} "
+                f"times already (--max-rollbacks). {_ADVICE}"
+            )
+        self.rollbacks += 1
+        self._warn(
+            f"{what}: going back to the newest checkpoint, to continue with the samples after this "
+            f"batch (rollback {self.rollbacks} of at most {args.max_rollbacks})."
+        )
+
+    def forget(self) -> None:
+        """The steps since the numbers were read were taken back."""
+        self._seen = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rollbacks": self.rollbacks, "recent": self._recent.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollbacks = max(self.rollbacks, int(state.get("rollbacks", 0)))
+        self._recent.load_state_dict(state.get("recent", []))
+
+    def _list_samples(self, batch: tuple[int, range]) -> list[int]:
+        return self._loader.list_samples(*batch)
+
+    def _warn(self, sentence: str) -> None:
+        if self._engine.is_main:
+            get_logger().warning(sentence)
+
+
+def find_first_bad(
+    measured: Measurement, recent: RecentValues, *, tolerates_infinity: bool
+) -> tuple[int, str] | None:
+    """The first bad update of an interval and what is wrong with it; the others become recent."""
+    for offset, (loss, norm) in enumerate(zip(measured.losses, measured.norms, strict=True)):
+        reason = recent.find_problem(loss, norm, tolerates_infinity=tolerates_infinity)
+        if reason is not None:
+            return offset, reason
+        if math.isfinite(norm):
+            recent.add(loss, norm)
+    return None
