@@ -8,6 +8,7 @@ PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
     "transformers.PreTrainedConfig._attn_implementation_internal": "context parallelism",
     "transformers.PreTrainedModel._can_set_attn_implementation": "context parallelism",
+    "transformers.PreTrainedModel._supports_flex_attn": "choosing an attention",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
     "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
 }
@@ -32,6 +33,11 @@ def has_fixed_attention(model: Any) -> bool:
     """Whether a model computes attention in its own code, bypassing transformers' interface."""
     can_set = getattr(model, "_can_set_attn_implementation", None)
     return callable(can_set) and not can_set()
+
+
+def supports_flex_attention(model: Any) -> bool:
+    """Whether transformers says that a model runs with FlexAttention."""
+    return bool(getattr(model, "_supports_flex_attn", False))
 
 
 def get_tensor_plan(model: Any) -> dict[str, str]:

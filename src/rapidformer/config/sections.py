@@ -441,6 +441,10 @@ class AccelerationArguments:
     tokens_per_micro_batch: int | None = None
     """fill micro-batches up to this many tokens, padding included, instead of --micro-batch-size
     samples. An optimizer step still takes --global-batch-size samples"""
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "flex", "eager"] = "auto"
+    """how attention is computed: auto = the kernel measured fastest on this device; sdpa = the
+    model's own, in torch's order of kernels; cudnn, flash = that kernel first; flex, eager = as
+    implemented by transformers"""
     activation_offload: bool = False
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False

@@ -226,6 +226,14 @@ SWITCHES: tuple[Switch, ...] = (
         needs=(Rule(switch="tensor parallelism"),),
         exact="to 3e-6",
     ),
+    # Before everything that replaces a model's sdpa attention by its own.
+    Switch(
+        name="attention",
+        turned_on_by=("attention",),
+        off={"attention": "sdpa"},
+        module="attention",
+        exact=f"up to rounding: kernels sum in a different order{_NEW_DROPOUT}",
+    ),
     Switch(
         name="fused loss",
         turned_on_by=("fused_loss",),

@@ -1,0 +1,119 @@
+"""``--attention``: what is chosen, what is refused, and T5's bias in a layout that kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rapidformer.accel.attention import Device, apply_bias_layout, choose, find_obstacle
+from rapidformer.accel.context.attention import find_configs
+from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError
+
+from .models import get_gradients, get_loss, make
+
+CPU = Device(kind="cpu")
+HOPPER = Device(kind="cuda", capability=(9, 0), dtype=torch.bfloat16)
+AMPERE = Device(kind="cuda", capability=(8, 0), dtype=torch.bfloat16)
+IN_FP32 = Device(kind="cuda", capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "chosen"),
+    [("auto", CPU, None), ("auto", HOPPER, "cudnn"), ("auto", AMPERE, None),
+     ("auto", IN_FP32, None), ("flash", AMPERE, "flash"), ("cudnn", AMPERE, "cudnn"),
+     ("sdpa", HOPPER, None)],
+)  # fmt: skip
+def test_the_kernel_tried_first(asked: str, device: Device, chosen: str | None) -> None:
+    assert choose(asked, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "device", "reason"),
+    [("bert", "cudnn", CPU, "it runs on GPUs, and this run is on CPU"),
+     ("bert", "flash", IN_FP32, "it computes in 16 bits, and this run is in fp32"),
+     ("t5", "flash", HOPPER, "does not take the relative position bias of T5For"),
+     ("bert", "flex", CPU, "FlexAttention has no backward pass on CPUs"),
+     ("t5", "flex", HOPPER, "FlexAttention has no dropout"),
+     ("custom", "eager", CPU, "is not a model of transformers")],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_the_reason(
+    family: str, asked: str, device: Device, reason: str
+) -> None:
+    assert reason in str(find_obstacle(make(family, dropout=0.1), asked, device))
+
+
+@pytest.mark.parametrize(("family", "asked"), [("bert", "flash"), ("llama", "flex")])
+def test_what_can_run_is_not_refused(family: str, asked: str) -> None:
+    assert find_obstacle(make(family), asked, HOPPER) is None
+
+
+def test_heads_that_are_too_large_are_refused() -> None:
+    model: Any = make("llama")
+    model.config.head_dim = 256
+    assert "heads of up to 128, and LlamaForCausalLM has 256" in str(
+        find_obstacle(model, "cudnn", HOPPER)
+    )
+    assert find_obstacle(model, "flash", HOPPER) is None
+
+
+def compose(asked: str, model: nn.Module) -> RapidformerEngine:
+    engine = RapidformerEngine(
+        args=["--attention", asked, "--device", "cpu", "--log-level", "error"]
+    )
+    try:
+        engine.compose_for_evaluation(model)
+    finally:
+        engine.close()
+    return engine
+
+
+def test_eager_reaches_every_part_of_the_model_and_the_start_up_line() -> None:
+    model = make("t5")
+    engine = compose("eager", model)
+    assert {get_attention(config) for config in find_configs(model)} == {"eager"}
+    assert "attention: eager attention" in engine.parallelized.switches
+
+
+def test_a_refusal_stops_the_run() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"--attention flash: it runs on GPUs.* Leave the flag out\."
+    ):
+        compose("flash", make("bert"))
+
+
+def test_the_bias_of_t5_is_laid_out_for_fused_kernels_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("t5")
+    loss, expected = get_loss(model, "t5"), get_gradients(model, "t5")
+    steps: list[int] = []
+    attend = functional.scaled_dot_product_attention
+
+    def watch(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is not None:
+            steps.append(attn_mask.stride(-1))
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watch)
+    get_loss(model, "t5")
+    assert set(steps) != {1}  # otherwise transformers does it itself, and our layout can go
+    apply_bias_layout(model)
+    steps.clear()
+    assert torch.equal(get_loss(model, "t5"), loss)
+    assert set(steps) == {1}
+    assert_close(get_gradients(model, "t5"), expected)
+    for config in find_configs(model):
+        set_attention(config, "eager")
+    assert_close(get_gradients(model, "t5"), expected)
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
