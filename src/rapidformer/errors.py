@@ -38,6 +38,21 @@ class CheckpointError(RapidformerError):
     """A checkpoint that is missing, incomplete or made for another model."""
 
 
+class WriteError(CheckpointError):
+    """A checkpoint or model that could not be written; what was there before is as it was."""
+
+    def __init__(self, target: str, reason: str) -> None:
+        super().__init__(target, reason)  # both, so that the error can travel between ranks
+        self.reason = reason
+
+    def __str__(self) -> str:
+        target, reason = self.args
+        return (
+            f"{target} cannot be written: {reason}. What was saved before is as it was: resume the "
+            "run with --load once this is fixed."
+        )
+
+
 class TrainingError(RapidformerError):
     """A run that must not continue, such as one whose loss is NaN."""
 

@@ -75,7 +75,7 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("name", ["run.json", "state/.metadata"])
+@pytest.mark.parametrize("name", ["run.json", "state/index.json"])
 def test_a_manifest_must_list_what_every_checkpoint_has(name: str, saved: Path) -> None:
     folder = saved / "iter_0000002"
     change_manifest(folder, lambda files: files.pop(name))
@@ -91,7 +91,7 @@ def test_a_manifest_stays_in_its_folder(name: str, saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "run.json", "random-00000.json", "state/.metadata"]
+    "name", ["manifest.json", "run.json", "random-00000.json", "state/index.json"]
 )
 def test_a_named_pipe_is_not_read(name: str, saved: Path) -> None:
     folder = saved / "iter_0000002"
@@ -103,64 +103,52 @@ def test_a_named_pipe_is_not_read(name: str, saved: Path) -> None:
 # ---- the index of the tensors ------------------------------------------------------------------
 
 
-def change_index(change: Callable[[Any], None]) -> Callable[[Path], None]:
+WEIGHT = "model.first.weight"
+
+
+def change_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        path = folder / "state" / ".metadata"
-        metadata = pickle.loads(path.read_bytes())
-        change(metadata)
-        path.write_bytes(pickle.dumps(metadata))
+        path = folder / "state" / "index.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
 
     return apply
 
 
-WEIGHT = "model.first.weight"
-
-
-def shorten_chunk(metadata: Any) -> None:
-    chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
-    metadata.state_dict_metadata[WEIGHT].chunks[0] = replace(chunk, sizes=torch.Size([3, 3]))
-
-
-def shift_chunk(metadata: Any) -> None:
-    chunk = metadata.state_dict_metadata[WEIGHT].chunks[0]
-    metadata.state_dict_metadata[WEIGHT].chunks[0] = replace(chunk, offsets=torch.Size([1, 0]))
-
-
-def drop_chunks(metadata: Any) -> None:
-    metadata.state_dict_metadata[WEIGHT].chunks.clear()
-
-
-def drop_place(metadata: Any) -> None:
-    index = next(index for index in metadata.storage_data if index.fqn == WEIGHT)
-    del metadata.storage_data[index]
-
-
-def redirect(name: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for index, place in metadata.storage_data.items():
-            metadata.storage_data[index] = replace(place, relative_path=name)
+def change_part(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["tensors"][WEIGHT]["parts"][0][place] = value
 
     return change
 
 
-def overreach(metadata: Any) -> None:
-    for index, place in metadata.storage_data.items():
-        metadata.storage_data[index] = replace(place, length=10**9)
+def change_entry(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["tensors"][WEIGHT].update({key: value})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shorten_chunk, f"its parts do not make up the whole of {WEIGHT}"),
-        (shift_chunk, f"its parts do not make up the whole of {WEIGHT}"),
-        (drop_chunks, f"its parts do not make up the whole of {WEIGHT}"),
-        (drop_place, f"a part of {WEIGHT} is nowhere"),
-        (redirect("../../iter_0000001/run.json"), "which is not a file of this folder"),
-        (redirect("/dev/zero"), "refers to /dev/zero, which is not a file of this folder"),
-        (redirect(".."), "which is not a file of this folder"),
-        (overreach, "refers to bytes that .* does not have"),
-        (lambda metadata: setattr(metadata, "state_dict_metadata", 3), "it is malformed"),
-        (lambda metadata: setattr(metadata, "storage_data", [1]), "it is malformed|is nowhere"),
+        (change_part(1, [3, 3]), f"its parts do not make up the whole of {WEIGHT}"),
+        (change_part(0, [1, 0]), f"its parts do not make up the whole of {WEIGHT}"),
+        (change_part(0, [0]), f"its parts do not make up the whole of {WEIGHT}"),
+        (change_entry("parts", []), f"its parts do not make up the whole of {WEIGHT}"),
+        (change_entry("shape", [2**62, 2**62]), "its parts do not make up the whole"),
+        (change_part(2, "../../iter_0000001/run.json"), "which is not a file of this folder"),
+        (change_part(2, "/dev/zero"), "refers to /dev/zero, which is not a file of this folder"),
+        (change_part(2, ".."), "which is not a file of this folder"),
+        (change_part(2, "a\0b"), "is malformed|not a file of this folder"),
+        (change_part(2, 3), "a file's name is not text"),
+        (change_part(4, 10**9), "refers to bytes that .* does not have"),
+        (change_part(3, -1), "not a whole number from 0 on"),
+        (change_part(3, 10**30), "not a whole number from 0 on"),
+        (change_part(1, [True, 3.0]), "not a whole number from 0 on"),
+        (change_part(1, 3), "a size is not a list of numbers"),
+        (change_entry("dtype", "load"), "a data type is not one of torch's"),
+        (change_entry("parts", 3), "it is malformed"),
+        (lambda content: content["tensors"].update({WEIGHT: None}), "it is malformed"),
+        (lambda content: content.update(tensors=[1]), "it lists no tensors"),
     ],
 )
 def test_an_index_that_lies_is_refused(
@@ -169,8 +157,35 @@ def test_an_index_that_lies_is_refused(
     check_refused(forge(saved, change_index(change)), message)
 
 
+def test_a_checkpoint_without_our_index_is_read_by_torchs(saved: Path) -> None:
+    folder = forge(saved, lambda folder: (folder / "state" / "index.json").unlink())
+    state = Run(seed=9).state
+    load_checkpoint(folder, state)
+    assert state.step == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("relative_path", "../../iter_0000001/run.json", "which is not a file of this folder"),
+        ("length", 10**9, "refers to bytes that .* does not have"),
+        ("offset", "x", "not a whole number from 0 on"),
+    ],
+)
+def test_torchs_index_is_checked_as_well(field: str, value: Any, message: str, saved: Path) -> None:
+    def change(folder: Path) -> None:
+        (folder / "state" / "index.json").unlink()
+        path = folder / "state" / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        for index, place in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(place, **{field: value})
+        path.write_bytes(pickle.dumps(metadata))
+
+    check_refused(forge(saved, change), message)
+
+
 def test_a_named_pipe_in_place_of_tensors_is_not_read(saved: Path) -> None:
-    folder = forge(saved, change_index(redirect("pipe")))
+    folder = forge(saved, change_index(change_part(2, "pipe")))
     os.mkfifo(folder / "state" / "pipe")
     check_refused(folder, "refers to pipe, which is not a file of this folder")
 

@@ -11,10 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import load as torch_load
+from torch.distributed.checkpoint import save as torch_save
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from rapidformer.checkpoint.tensors import load_tensors, read_shapes, save_tensors
+from rapidformer.checkpoint.hashing import hash_file
+from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
+from rapidformer.checkpoint.tensors import load_tensors, read_shapes
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    folder.mkdir()
+    written, _ = write_pieces(plan_pieces(tensors), folder, rank=0)
+    finish_tensors(written, folder)
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +60,49 @@ def test_missing_tensor_is_named(saved: Path) -> None:
         load_tensors({"nowhere": torch.zeros(1)}, saved, Topology())
 
 
-def test_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    """torch raises a BaseException of its own: nobody's `except Exception` would see it."""
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="file/state"):
-        save_tensors({"a": torch.zeros(1)}, tmp_path / "file" / "state")
-
-
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: no such file"):
         read_shapes(tmp_path / "none")
+
+
+def test_torch_reads_the_folder(saved: Path) -> None:
+    """Its own tools do, and older versions of this library."""
+    found = {"a": torch.zeros(2, 3), "b": torch.tensor(0)}
+    torch_load(found, checkpoint_id=saved, no_dist=True)
+    assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3)) and found["b"] == 3
+
+
+def test_a_file_is_hashed_while_it_is_written(tmp_path: Path) -> None:
+    pieces = plan_pieces({"a": torch.arange(100_000.0), "b": torch.tensor(3)})
+    _, digest = write_pieces(pieces, tmp_path, rank=0)
+    assert digest == hash_file(tmp_path / "__0_0.distcp")
+
+
+def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
+    save_tensors({"x": torch.arange(100_000.0)[:3]}, tmp_path / "s")
+    assert (tmp_path / "s" / "__0_0.distcp").stat().st_size < 10_000
+
+
+# ---- indexes from before index.json: torch's, which are pickles -----------------------------
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As torch itself writes a folder."""
+    folder = tmp_path_factory.mktemp("old") / "state"
+    torch_save(
+        {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3)},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    return folder
+
+
+def test_an_old_folder_is_read(old: Path) -> None:
+    assert read_shapes(old) == {"a": (2, 3), "b": ()}
+    found = {"a": torch.zeros(2, 3), "b": torch.tensor(0)}
+    load_tensors(found, old, Topology())
+    assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3)) and found["b"] == 3
 
 
 class Command:
@@ -86,7 +132,7 @@ def test_index_cannot_call_functions(function: Any, tmp_path: Path) -> None:
     argument = f"__import__('os').mkdir({str(mark)!r})" if function is eval else str(mark)
     arguments = (argument, "x") if function is getattr else (argument,)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Command(function, *arguments)))
-    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: it has .* in place of"):
         read_shapes(tmp_path)
     assert not mark.exists()
 
@@ -109,30 +155,72 @@ def test_index_cannot_reach_code_through_allowed_modules(
 ) -> None:
     mark = tmp_path / "mark"
     (tmp_path / ".metadata").write_bytes(make_call(module, name, str(mark)))
-    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: it has .* in place of"):
         read_shapes(tmp_path)
     assert not mark.exists()
 
 
-def test_index_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="is not the index of a checkpoint"):
+def test_index_cannot_set_attributes(tmp_path: Path) -> None:
+    """A pickle may give any object a state, a class too: that would change it for everybody."""
+    forged = (
+        b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93"
+        b"N}\x8c\x06forged\x88s\x86b."
+    )
+    pickle.loads(forged)
+    assert MetadataIndex.forged  # type: ignore[attr-defined]
+    del MetadataIndex.forged  # type: ignore[attr-defined]
+    (tmp_path / ".metadata").write_bytes(forged)
+    with pytest.raises(CheckpointError, match="not an object is given a state"):
         read_shapes(tmp_path)
+    assert not hasattr(MetadataIndex, "forged")
 
 
-@settings(max_examples=150, deadline=None)
+def nest(depth: int) -> bytes:
+    """A dictionary whose key is a tuple of tuples of tuples …: hashing it would take forever."""
+    doubled = b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(depth))
+    return b"\x80\x04)\x94" + doubled + b"}h%cNs." % depth
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps({"a": 1}), "it has dict in place of .*Metadata"),
+        (pickle.dumps(Metadata({}, storage_data=None)), "a list of tensors is malformed"),
+        (pickle.dumps(Metadata({"a": 3})), "malformed"),  # type: ignore[dict-item]
+        (b"\x80\x04r\xff\xff\xff\x7f.", "cannot be read"),
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "NoneType in place of"),
+        (b"cos\nsystem\n.", "the opcode GLOBAL, which no checkpoint needs"),
+        (b"\x80\x04\x82\x01.", "the opcode EXT1, which no checkpoint needs"),
+        (b"\x80\x04U\x01aQ.", "which no checkpoint needs"),
+        (nest(60), "a key is neither a name nor an object"),
+        (b"", "cannot be read"),
+        (b"\x80\x04N", "cannot be read"),
+    ],
+)
+def test_index_of_another_kind_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_shapes(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "index.json"])
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
-def test_damaged_index_is_never_a_crash(data: st.DataObject, saved: Path) -> None:
+def test_damaged_index_is_never_a_crash(
+    data: st.DataObject, name: str, old: Path, saved: Path
+) -> None:
     """Any byte changed: the shapes, or a CheckpointError."""
-    path = saved.parent / "damaged"
+    source = old if name == ".metadata" else saved
+    path = source.parent / "damaged"
     path.mkdir(exist_ok=True)
-    content = bytearray((saved / ".metadata").read_bytes())
+    content = bytearray((source / name).read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] = data.draw(st.integers(0, 255))
-    (path / ".metadata").write_bytes(content)
+    (path / name).write_bytes(content)
     try:
         shapes = read_shapes(path)
     except CheckpointError as error:
-        assert ".metadata" in str(error)
+        assert name in str(error)
     else:
         assert isinstance(shapes, dict)

@@ -210,35 +210,30 @@ def forge(folder: Path, change: Callable[[Path], None]) -> None:
 
 def change_index(change: Callable[[Any], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        path = folder / "state" / ".metadata"
-        index = pickle.loads(path.read_bytes())
-        change(index)
-        path.write_bytes(pickle.dumps(index))
+        path = folder / "state" / "index.json"
+        content = json.loads(path.read_text())
+        change(content["tensors"])
+        path.write_text(json.dumps(content))
 
     return apply
 
 
-def widen(index: Any) -> None:
-    entry = index.state_dict_metadata["model.layer.weight"]
-    entry.size = torch.Size([7, 1])
+def widen(tensors: Any) -> None:
+    tensors["model.layer.weight"]["shape"] = [7, 1]
 
 
-def lengthen_all(index: Any) -> None:
-    for place in index.storage_data.values():
-        place.offset += 1 << 40
+def move_all(tensors: Any) -> None:
+    for entry in tensors.values():
+        entry["parts"][0][3] += 1 << 40
 
 
-def shorten(index: Any) -> None:
-    place = next(p for name, p in index.storage_data.items() if name.fqn == "model.layer.weight")
-    place.length = 3
+def shorten(tensors: Any) -> None:
+    tensors["model.layer.weight"]["parts"][0][4] = 3
 
 
-def misshape(index: Any) -> None:
-    entry = index.state_dict_metadata["optimizer.layer.weight.exp_avg"]
-    entry.size = torch.Size([1])
-    entry.chunks[0].sizes, entry.chunks[0].offsets = torch.Size([1]), torch.Size([0])
-    old = next(n for n in index.storage_data if n.fqn == "optimizer.layer.weight.exp_avg")
-    index.storage_data[type(old)(old.fqn, torch.Size([0]))] = index.storage_data.pop(old)
+def misshape(tensors: Any) -> None:
+    entry = tensors["optimizer.layer.weight.exp_avg"]
+    entry["shape"], entry["parts"][0][:2] = [1], [[0], [1]]
 
 
 def change_run(**values: Any) -> Callable[[Path], None]:
@@ -253,7 +248,7 @@ def change_run(**values: Any) -> Callable[[Path], None]:
     ("change", "message"),
     [
         (change_index(widen), "its parts do not make up the whole of model.layer.weight"),
-        (change_index(lengthen_all), "refers to bytes that "),
+        (change_index(move_all), "refers to bytes that "),
         (change_index(shorten), "a part of model.layer.weight has 3 bytes, too few for [1, 1]"),
         (
             change_index(misshape),
@@ -266,7 +261,7 @@ def change_run(**values: Any) -> Callable[[Path], None]:
         ),
         (change_run(step="seven"), "step is missing or malformed"),
         (lambda folder: (folder / "state" / ".metadata").unlink(), "does not list state/.metadata"),
-        (lambda folder: (folder / "state" / ".metadata").write_text("x"), "cannot be read"),
+        (lambda folder: (folder / "state" / "index.json").write_text("x"), "unreadable"),
     ],
 )  # fmt: skip
 def test_check_looks_inside(

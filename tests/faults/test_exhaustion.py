@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from rapidformer.checkpoint import saving
+from rapidformer.checkpoint import save, saving
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.errors import CheckpointError
@@ -26,14 +26,14 @@ def train(folder: Path, **settings: Any) -> None:
 
 def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Let the checkpoint of this step meet an error of the file system."""
-    before = saving.publish
+    before = save.publish
 
-    def publish(target: Path) -> None:
+    def publish(target: Path, **options: Any) -> None:
         if target.name == f"iter_{step:07d}":
             raise error
-        before(target)
+        before(target, **options)
 
-    monkeypatch.setattr(saving, "publish", publish)
+    monkeypatch.setattr(save, "publish", publish)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from rapidformer.checkpoint.finding import find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.publish import check_manifest
 from rapidformer.checkpoint.run_file import RUN, read_run
 from rapidformer.checkpoint.state import get_rank
+from rapidformer.checkpoint.tensors import get_index_name
 from rapidformer.checkpoint.ties import read_saved_shapes
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import CheckpointError
@@ -16,7 +17,7 @@ from rapidformer.log import get_logger
 
 def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint that is incomplete, modified, or not one that a run writes."""
-    check_manifest(folder, required=(RUN, "state/.metadata"))
+    check_manifest(folder, required=(RUN, f"state/{get_index_name(folder / 'state')}"))
     read_run(folder)
     read_saved_shapes(folder)
 

@@ -1,82 +1,171 @@
-"""Check the index of a checkpoint's tensors before anything is read by it.
+"""``state/index.json``: where the parts of each tensor are.
 
-torch trusts its index: it opens any file that is named there, and leaves parts of a tensor that no
-entry covers as they were.
+Nothing in it is trusted. torch would open any file that an index names, and would leave elements
+that no part covers as they were, so both are checked before anything is read.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+import torch
 
+from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import CheckpointError
 
+INDEX = "index.json"
+Sizes = tuple[int, ...]
 _MOST_CELLS = 10_000_000
+_LARGEST = 2**63 - 1
 
 
-def check_index(metadata: Metadata, folder: Path) -> None:
-    """Refuse an index that leaves gaps, or leads to anything but the folder's own files."""
-    for problem in find_index_problems(metadata, folder):
-        raise CheckpointError(
-            f"{folder / '.metadata'} is not the index of a checkpoint: {problem}."
-        )
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box of a tensor's elements, and the bytes of a file that hold them."""
+
+    offsets: Sizes
+    sizes: Sizes
+    file: str
+    start: int
+    length: int
 
 
-def find_index_problems(metadata: Metadata, folder: Path) -> Iterator[str]:
-    """Every tensor that is not covered, and every place that does not exist."""
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    parts: tuple[Part, ...]
+
+
+Index = dict[str, Entry]
+
+
+def write_index(index: Index, folder: Path) -> None:
+    """Write the index of a folder's tensors."""
+    content = {name: _to_json(entry) for name, entry in sorted(index.items())}
+    (folder / INDEX).write_text(json.dumps({"tensors": content}), encoding="utf-8")
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a folder's tensors; check it before use."""
+    tensors = read_json(folder / INDEX).get("tensors")
     try:
-        yield from _find_problems(metadata, folder)
-    except (AttributeError, TypeError, ValueError, OSError) as reason:
-        yield f"it is malformed ({reason})"
+        if not isinstance(tensors, dict):
+            raise TypeError("it lists no tensors")
+        return {name: _from_json(entry) for name, entry in tensors.items()}
+    except (LookupError, TypeError, ValueError) as reason:
+        raise CheckpointError(
+            f"{folder / INDEX} is not the index of a checkpoint: it is malformed ({reason})."
+        ) from None
 
 
-def _find_problems(metadata: Metadata, folder: Path) -> Iterator[str]:
-    places: dict[Any, Any] = metadata.storage_data or {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        if not _covers(entry):
+def check_index(index: Index, folder: Path, source: Path) -> None:
+    """Refuse an index that leaves gaps, or leads to anything but the folder's own files.
+
+    ``source`` is the file that the index was read from.
+    """
+    for problem in find_index_problems(index, folder):
+        raise CheckpointError(f"{source} is not the index of a checkpoint: {problem}.")
+
+
+def find_index_problems(index: Index, folder: Path) -> Iterator[str]:
+    """Every tensor that is not covered, and every place that does not exist."""
+    by_file: dict[str, list[Part]] = defaultdict(list)
+    for name, entry in index.items():
+        if not _covers(entry.parts, entry.shape):
             yield f"its parts do not make up the whole of {name}"
-        for chunk in entry.chunks:
-            place = places.get(MetadataIndex(name, chunk.offsets))
-            if place is None:
-                yield f"a part of {name} is nowhere"
-            elif place.length < prod(chunk.sizes) * entry.properties.dtype.itemsize:
-                yield f"a part of {name} has {place.length} bytes, too few for {list(chunk.sizes)}"
-    by_file: dict[str, list[Any]] = defaultdict(list)
-    for place in places.values():
-        by_file[place.relative_path].append(place)
+        for part in entry.parts:
+            by_file[part.file].append(part)
+            if part.length < prod(part.sizes) * entry.dtype.itemsize:
+                yield f"a part of {name} has {part.length} bytes, too few for {list(part.sizes)}"
     for file, own in by_file.items():
         size = _measure(folder, file)
         if size is None:
             yield f"it refers to {file}, which is not a file of this folder"
-        elif any(p.offset < 0 or p.length < 0 or p.offset + p.length > size for p in own):
+        elif any(part.start + part.length > size for part in own):
             yield f"it refers to bytes that {file} does not have"
 
 
 def _measure(folder: Path, file: str) -> int | None:
-    is_here = Path(file).name == file and (folder / file).is_file()
-    return (folder / file).stat().st_size if is_here else None
+    try:
+        is_here = Path(file).name == file and (folder / file).is_file()
+        return (folder / file).stat().st_size if is_here else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
-def _covers(entry: TensorStorageMetadata) -> bool:
-    """Whether the chunks lie within the tensor, and every element is in one of them."""
-    shape = tuple(entry.size)
+def to_sizes(values: Any) -> Sizes:
+    """A tuple of sizes or offsets, if that is what these values are."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError("a size is not a list of numbers")
+    return tuple(to_count(value) for value in values)
+
+
+def to_count(value: Any) -> int:
+    """A number of elements or bytes, if that is what this value is."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+        raise TypeError("a size or offset is not a whole number from 0 on")
+    return value
+
+
+def to_dtype(name: Any) -> torch.dtype:
+    """The data type of this name."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise TypeError("a data type is not one of torch's")
+    return found
+
+
+def to_file_name(name: Any) -> str:
+    """A file's name, if that is what this value is."""
+    if not isinstance(name, str):
+        raise TypeError("a file's name is not text")
+    return name
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    parts = [[p.offsets, p.sizes, p.file, p.start, p.length] for p in entry.parts]
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": entry.shape, "parts": parts}
+
+
+def _from_json(content: Any) -> Entry:
+    parts = []
+    for offsets, sizes, file, start, length in content["parts"]:
+        parts.append(
+            Part(
+                offsets=to_sizes(offsets),
+                sizes=to_sizes(sizes),
+                file=to_file_name(file),
+                start=to_count(start),
+                length=to_count(length),
+            )
+        )
+    return Entry(
+        dtype=to_dtype(content["dtype"]), shape=to_sizes(content["shape"]), parts=tuple(parts)
+    )
+
+
+def _covers(parts: Iterable[Part], shape: Sizes) -> bool:
+    """Whether the parts lie within the tensor, and every element is in one of them."""
     if prod(shape) == 0:
         return True
-    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks]
+    boxes = [(part.offsets, part.sizes) for part in parts]
     for start, size in boxes:
         if len(start) != len(shape) or len(size) != len(shape):
             return False
-        if any(a < 0 or b < 0 or a + b > n for a, b, n in zip(start, size, shape, strict=True)):
+        if any(a + b > n for a, b, n in zip(start, size, shape, strict=True)):
             return False
-    # Where chunks begin and end cuts the tensor into cells, each of them covered or not.
+    # Where parts begin and end cuts the tensor into cells, each of them covered or not.
     edges = [
         np.unique([0, n, *(s[i] for s, _ in boxes), *(s[i] + z[i] for s, z in boxes)])
         for i, n in enumerate(shape)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapidformer.checkpoint.index import find_index_problems
+from rapidformer.checkpoint.index import Index, find_index_problems
 from rapidformer.checkpoint.inventory import REQUIRED
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
 from rapidformer.checkpoint.run_file import read_run
-from rapidformer.checkpoint.tensors import load_tensors, read_index
+from rapidformer.checkpoint.tensors import get_index_name, load_tensors, read_index
 from rapidformer.checkpoint.ties import read_saved_shapes
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -38,7 +38,8 @@ def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Itera
     except CheckpointError as reason:
         yield str(reason).removesuffix(".")
         return
-    problems = [f"state/.metadata: {p}" for p in find_index_problems(index, folder / "state")]
+    name = f"state/{get_index_name(folder / 'state')}"
+    problems = [f"{name}: {problem}" for problem in find_index_problems(index, folder / "state")]
     yield from problems
     yield from _find_unlisted(folder, run, index)
     if problems:
@@ -91,14 +92,14 @@ def list_unlisted(folder: Path) -> list[str]:
     return sorted(name for name in found if name not in listed)
 
 
-def _find_unlisted(folder: Path, run: dict[str, Any], index: Any) -> Iterator[str]:
+def _find_unlisted(folder: Path, run: dict[str, Any], index: Index) -> Iterator[str]:
     """Files that loading reads must be in the manifest, or nobody would notice a change."""
     try:
         listed = set(read_manifest(folder))
     except CheckpointError:
         return
-    places = (index.storage_data or {}).values()
-    needed = {f"state/{place.relative_path}" for place in places}
+    needed = {f"state/{part.file}" for entry in index.values() for part in entry.parts}
+    needed.add(f"state/{get_index_name(folder / 'state')}")
     sizes = run.get("layout")
     if isinstance(sizes, dict) and any(name.startswith("random-") for name in listed):
         ranks = prod(size for size in sizes.values() if isinstance(size, int))
@@ -128,18 +129,17 @@ def _list_trained(run: dict[str, Any]) -> list[str]:
     return [str(name) for names in lists if isinstance(names, list) for name in names]
 
 
-def _find_not_finite(folder: Path, run: dict[str, Any], index: Any) -> Iterator[str]:
+def _find_not_finite(folder: Path, run: dict[str, Any], index: Index) -> Iterator[str]:
     """Only what is trained: some frozen weights hold an infinity on purpose."""
     trained = {f"model.{name}" for name in _list_trained(run)}
     batch: dict[str, Tensor] = {}
     size = 0
-    for name, entry in index.state_dict_metadata.items():
-        properties = getattr(entry, "properties", None)
-        if properties is None or not properties.dtype.is_floating_point:
+    for name, entry in index.items():
+        if not entry.dtype.is_floating_point:
             continue
         if trained and name.startswith("model.") and name not in trained:
             continue
-        batch[name] = torch.empty(tuple(entry.size), dtype=properties.dtype)
+        batch[name] = torch.empty(entry.shape, dtype=entry.dtype)
         size += batch[name].nbytes
         if size > _BATCH_BYTES:
             yield from _load_and_judge(folder, batch)

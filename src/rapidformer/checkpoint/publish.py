@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.hashing import Digest, hash_file
 from rapidformer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 # Whatever has these names at the start of a run is deleted, so nobody else may use them.
 STAGING_PREFIX = ".rapidformer-staging-"
 _RETIRED_PREFIX = ".rapidformer-old-"
-_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 def start_staging(target: Path) -> Path:
@@ -38,16 +38,16 @@ def get_staging(target: Path) -> Path:
     return target.with_name(STAGING_PREFIX + target.name)
 
 
-def publish(target: Path, *, with_manifest: bool = True) -> None:
-    """Rename the staged folder; an older one of that name is moved away at the last moment."""
+def publish(
+    target: Path, *, with_manifest: bool = True, digests: Mapping[str, Digest] | None = None
+) -> None:
+    """Rename the staged folder; an older one of that name is moved away at the last moment.
+
+    ``digests`` are those of files that were hashed while they were written; others are hashed here.
+    """
     staging = get_staging(target)
     if with_manifest:
-        files = {
-            str(path.relative_to(staging)): {"size": path.stat().st_size, "sha256": _hash(path)}
-            for path in sorted(staging.rglob("*"))
-            if path.is_file()
-        }
-        (staging / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+        _write_manifest(staging, digests or {})
     for path in staging.rglob("*"):
         _force_to_disk(path)
     _force_to_disk(staging)
@@ -70,6 +70,22 @@ def withdraw(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rename(withdrawn)
     shutil.rmtree(withdrawn, ignore_errors=True)
+
+
+def _write_manifest(staging: Path, digests: Mapping[str, Digest]) -> None:
+    paths = {str(path.relative_to(staging)): path for path in sorted(staging.rglob("*"))}
+    for name, digest in digests.items():
+        if name not in paths or paths[name].stat().st_size != digest.size:
+            raise CheckpointError(
+                f"{staging} lacks {name}, which another rank has written: --save must be a folder "
+                "that all nodes share."
+            )
+    files = {
+        name: asdict(digests.get(name) or hash_file(path))
+        for name, path in paths.items()
+        if path.is_file()
+    }
+    (staging / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -138,7 +154,7 @@ def _compare_file(
     found = path.stat().st_size
     if found != size:
         return f"{name} has {found} bytes, {size} were written"
-    if digest is not None and _hash(path, advance) != digest:
+    if digest is not None and hash_file(path, advance).sha256 != digest:
         return f"{name} is not what was written"
     return None
 
@@ -152,15 +168,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is missing or unreadable.")
     return content
-
-
-def _hash(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            advance(len(chunk))
-    return digest.hexdigest()
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rapidformer.checkpoint.description import describe_model
-from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import Checksums, compute_checksums, list_frozen
-from rapidformer.checkpoint.publish import (
-    get_staging,
-    publish,
-    replace_text,
-    start_staging,
-    withdraw,
+from rapidformer.checkpoint.pieces import (
+    plan_pieces,
 )
+from rapidformer.checkpoint.publish import start_staging
 from rapidformer.checkpoint.random_states import get_random_states
 from rapidformer.checkpoint.run_file import FORMAT, RUN
+from rapidformer.checkpoint.save import STATE, Save
 from rapidformer.checkpoint.state import (
     TrainingState,
     collect_tensors,
@@ -33,13 +31,23 @@ from rapidformer.checkpoint.state import (
     get_rank,
     keep_json,
 )
-from rapidformer.checkpoint.tensors import save_tensors
 from rapidformer.checkpoint.ties import drop_tied
-from rapidformer.dist.collectives import gather_from_all, wait_for_all
+from rapidformer.checkpoint.writing import writing
+from rapidformer.dist.collectives import broadcast_object, gather_from_all
+from rapidformer.errors import WriteError
 from rapidformer.models.location import DESCRIPTION
 
 
 def save_checkpoint(
+    folder: Path, state: TrainingState, extra: dict[str, Any], **options: Any
+) -> Path:
+    """Write a checkpoint of the current step; it is published complete, its name last."""
+    save = prepare_save(folder, state, extra, **options)
+    save.write()
+    return save.target
+
+
+def prepare_save(
     folder: Path,
     state: TrainingState,
     extra: dict[str, Any],
@@ -49,44 +57,47 @@ def save_checkpoint(
     with_optimizer: bool = True,
     with_random_states: bool = True,
     processor: Any = None,
-) -> Path:
-    """Write a checkpoint of the current step; it is published complete, its name last."""
-    target = folder / f"iter_{state.step:07d}"
+) -> Save:
+    """Collect and check the state of the current step; every rank must call this."""
     tensors, groups = collect_tensors(state, with_optimizer=with_optimizer)
     check_finite(state.model, tensors, state.step)
-    if get_rank() == 0:
-        start_staging(target)
-    wait_for_all()
-    staging = get_staging(target)
+    save = Save(
+        folder=folder, step=state.step, pieces=[], files={}, total_bytes=0,
+        keep=keep, protected=protected,
+    )  # fmt: skip
+    _open_staging(save, state.model, processor)
     checksums = _leave_out_base(tensors, state)
     # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.
     ties = {
         k: v for own in gather_from_all(drop_tied(tensors, state.model)) for k, v in own.items()
     }
-    save_tensors(tensors, staging / "state")
+    save.pieces = plan_pieces(tensors)
+    save.total_bytes = sum(gather_from_all(sum(piece.data.nbytes for piece in save.pieces)))
     if with_random_states:
-        _write_json(staging / get_random_file(get_rank()), get_random_states(state.device))
+        save.files[get_random_file(get_rank())] = _to_text(get_random_states(state.device))
     if get_rank() == 0:
         run = _describe_run(state, groups, extra) | {"tied": ties}
         if checksums is not None:
             run["base"] = {"name": state.base, "checksums": checksums}
-        _write_json(staging / RUN, run)
-        describe_model(state.model, processor, staging / DESCRIPTION)
-    wait_for_all()
+        save.files[RUN] = _to_text(run)
+    return save
+
+
+def _open_staging(save: Save, model: nn.Module, processor: Any) -> None:
+    """Rank 0 creates the staging folder; if it cannot, all ranks raise."""
+    problem: WriteError | None = None
     if get_rank() == 0:
-        publish(target)
-        replace_text(folder / TRACKER, str(state.step))
-        _drop_old(folder, target, keep, protected)
-    wait_for_all()
-    return target
-
-
-def _drop_old(folder: Path, newest: Path, keep: int | None, protected: Path | None) -> None:
-    # The one just saved is the newest, even if a run that went back has later steps there.
-    older = [path for path in find_checkpoints(folder) if path != newest]
-    for path in [*older, newest][:-keep] if keep else []:
-        if path != protected:
-            withdraw(path)
+        try:
+            with writing(save.folder):
+                staging = start_staging(save.target)
+                (staging / STATE).mkdir()
+                # Here, not in the background: a tokenizer in use cannot be saved by a thread.
+                describe_model(model, processor, staging / DESCRIPTION)
+        except WriteError as error:
+            problem = error
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise problem
 
 
 def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> Checksums | None:
@@ -116,5 +127,5 @@ def _describe_run(
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+def _to_text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1)

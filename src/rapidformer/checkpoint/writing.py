@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rapidformer.errors import CheckpointError
+from rapidformer.errors import WriteError
 
 
 @contextmanager
@@ -21,17 +21,10 @@ def writing(target: Path) -> Iterator[None]:
     except (ConnectionError, TimeoutError):
         raise  # another rank is gone
     except OSError as reason:
-        raise _build_error(target, _describe(reason, target)) from None
+        raise WriteError(str(target), _describe(reason, target)) from None
     except SafetensorError as reason:
         # Its text ends with the system's own: "... No space left on device (os error 28)".
-        raise _build_error(target, str(reason).rpartition("I/O error: ")[2]) from None
-
-
-def _build_error(target: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{target} cannot be written: {reason}. What was saved before is as it was: resume the run "
-        "with --load once this is fixed."
-    )
+        raise WriteError(str(target), str(reason).rpartition("I/O error: ")[2]) from None
 
 
 def _describe(reason: OSError, target: Path) -> str:

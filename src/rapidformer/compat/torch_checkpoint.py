@@ -1,14 +1,15 @@
-"""What torch's checkpoints pickle into their index: the only names we unpickle."""
+"""Where a tensor's bytes are, as torch's own checkpoint index says it."""
 
 from __future__ import annotations
 
-PRIVATE_NAMES = {
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "reading a checkpoint's index",
-    "torch.distributed.checkpoint.filesystem._StorageInfo": "reading a checkpoint's index",
-    "torch.serialization._get_layout": "reading a checkpoint's index",
-}
+from typing import Any
 
-PRIVATE_INDEX_NAMES = frozenset(
-    (name.rpartition(".")[0], name.rpartition(".")[2]) for name in PRIVATE_NAMES
-)
-"""(module, name) of each."""
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+PRIVATE_NAMES = {PLACE: "reading and writing a checkpoint's index"}
+
+
+def build_place(file: str, start: int, length: int) -> Any:
+    """A range of bytes in one of the checkpoint's files."""
+    return _StorageInfo(relative_path=file, offset=start, length=length)

@@ -92,12 +92,12 @@ def gather_from_all(value: T) -> list[T]:
     return everyone
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(value: T, group: dist.ProcessGroup | None = None) -> T:
     """The first rank's value, on every rank."""
     if is_alone():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
@@ -105,3 +105,23 @@ def wait_for_all() -> None:
     """Return once every rank has called this."""
     if not is_alone():
         dist.barrier()
+
+
+def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """The values of all ranks, by rank, on rank 0; None elsewhere."""
+    if is_alone():
+        return [value]
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, everyone, dst=0, group=group)
+    return everyone
+
+
+def scatter_from_first(values: list[T] | None) -> T:
+    """Rank 0's list, one value to each rank; the other ranks pass None."""
+    if is_alone():
+        assert values is not None
+        return values[0]
+    box: list[Any] = [None]
+    dist.scatter_object_list(box, values, src=0)
+    found: T = box[0]
+    return found
