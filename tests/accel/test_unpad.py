@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -16,9 +17,12 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.unpad import switch
 from rapidformer.accel.unpad.switch import apply_unpadding, find_rows
 from rapidformer.models.plan import find_plan, shifts_labels
+from rapidformer.overlay import get_fact
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -134,6 +138,30 @@ def test_recomputed_blocks_have_their_rows_too() -> None:
     model.train()
     for name, value in run(model, make_batch(model)).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_settle() -> None:
+    """Batches of any lengths: graphs for the first sizes, graphs for all others, then no more."""
+    model = build(AutoModelForMaskedLM, "bert", num_hidden_layers=2)
+    reference, plan = copy.deepcopy(model), find_plan(model)
+    apply_compile(model, plan, backend="eager")
+    assert apply_unpadding(model, plan, is_compiled=True) is None
+    compiled, counts = get_fact(model, CompiledBlocks), []
+    for lengths in ([9, 4, 6], [31, 30, 28, 2], [30, 1, 2], [5, 3], [8, 7, 6, 5, 4]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        ids = torch.arange(5, 5 + mask.numel()).remainder(50).view(mask.shape)
+        labels = ids.masked_fill(~mask, -100)
+        batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+        expected = run(reference, batch)
+        for name, value in run(model, batch).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        counts.append(compiled.graphs)
+    assert counts[0] == 1, "equal blocks share a graph"
+    assert counts[1:] == [counts[1]] * 4 and counts[1] <= 3, (
+        "the second size is the last to compile"
+    )
+    assert compiled.recompilations == 0
 
 
 @pytest.mark.parametrize("lengths", [[3, 4, 2, 2], [11, 3, 6, 1]])

@@ -10,8 +10,8 @@ from transformers import masking_utils as masks
 
 from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad.attention import make_row_mask
-from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.masks import RowMask, fuse
+from rapidformer.accel.unpad.rows import Rows, round_up
 from rapidformer.data.batch import get_host_copy, move_to_device
 
 MASKS = {
@@ -75,7 +75,8 @@ def test_shapes_and_types_of_flash_attention(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: the operator's own rules, checked by tensors without values."""
-    monkeypatch.setattr(kernels, "takes_flash", lambda query: True)
+    monkeypatch.setattr(kernels, "get_largest_head", lambda device: 256)
+    monkeypatch.setattr(kernels, "takes_flash", lambda *given: True)
     inputs = make_inputs(16, dtype, device="meta")
     found = kernels.attend(*inputs, make_mask(kind), dropout=0.1, scaling=0.3)
     assert found.shape == (1, 16, 4, 8) and found.dtype == dtype
@@ -90,3 +91,45 @@ def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:
     moved["labels"].mul_(2)  # what the host has is out of date
     with pytest.raises(NotImplementedError, match="meta"):
         get_host_copy(moved["labels"])
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_the_operator_of_compiled_blocks(kind: str) -> None:
+    mask, inputs = make_mask(kind), make_inputs(16)
+    expected = kernels.attend(*inputs, mask, scaling=0.3)
+    found = kernels.attend(*inputs, fuse(mask), scaling=0.3)
+    direction = torch.randn_like(expected)
+    for mine, theirs in zip(
+        (found, *torch.autograd.grad((found * direction).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * direction).sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_operators_gradient_with_dropout() -> None:
+    """Against finite differences: its backward pass must draw what its forward pass drew."""
+    inputs = [tensor.double().detach().requires_grad_() for tensor in make_inputs(5)]
+    mask = fuse(make_mask("causal", (3, 2)))
+    direction = torch.randn(1, 5, 4, 8).double()
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return (kernels.attend(*given, mask, dropout=0.4).double() * direction).sum()
+
+    gradients = torch.autograd.grad(run(*inputs), inputs)
+    for place, gradient in enumerate(gradients):
+        step = torch.randn_like(inputs[place]) * 1e-2
+        moved = [
+            run(*(t + sign * step if i == place else t for i, t in enumerate(inputs))).item()
+            for sign in (1, -1)
+        ]
+        expected = (moved[0] - moved[1]) / 2
+        assert abs((gradient * step).sum().item() - expected) < 1e-3 * max(1, abs(expected))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 1000, 1025, 4001, 100_000])
+def test_token_counts_are_rounded_to_a_few_sizes(tokens: int) -> None:
+    size = round_up(tokens)
+    assert size % 64 == 0 and tokens <= size <= max(64, tokens * 1.125 + 1, tokens + 63)
+    assert len({round_up(n) for n in range(1024, 2048)}) == 9

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
     copy_function,
     count_graphs,
@@ -144,6 +145,9 @@ def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -
             # An expanded tensor (a mask without padding, say) has its own arithmetic of addresses.
             form += [value.dtype, tuple(step == 0 for step in value.stride())]
             sizes.append(value.shape)
+        elif isinstance(value, RowMask) and value.fused is not None:
+            form += [RowMask, value.fused.window]
+            sizes.append(value.fused.sizes)
         elif value is None or isinstance(value, bool):
             form.append(value)
         elif isinstance(value, (tuple, list)):

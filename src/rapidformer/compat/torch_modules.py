@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,19 @@ def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the module with its hooks, bypassing its compiled version."""
     return module._call_impl(*args, **kwargs)
+
+
+@contextmanager
+def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these modules run as they are."""
+    calls = [(module, module._compiled_call_impl) for module in modules]
+    for module, _ in calls:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in calls:
+            module._compiled_call_impl = call
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:

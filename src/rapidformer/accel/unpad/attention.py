@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad import kernels
-from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows
 
 _CURRENT: ContextVar[Rows | None] = ContextVar("rows", default=None)
@@ -80,9 +80,10 @@ def _is_about(rows: Rows, given: dict[str, Any]) -> bool:
 def make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    return RowMask(
+    mask = RowMask(
         rows,
         may_attend,
         is_causal=may_attend is causal_mask_function,
         is_full=may_attend is bidirectional_mask_function,
     )
+    return fuse(mask) if rows.is_rounded else mask

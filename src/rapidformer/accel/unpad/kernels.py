@@ -2,7 +2,7 @@
 
 | where | how |
 |---|---|
-| CPU | one call per row |
+| CPU | one call per row; for compiled blocks, one operator of ours |
 | GPU, 16 bits, a full, causal or sliding mask | flash attention over true lengths |
 | GPU otherwise | rows are padded for this call alone |
 """
@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.masks import Fused, RowMask, get_largest_head
+from rapidformer.accel.unpad.operator import attend_by_row
 from rapidformer.compat.torch_attention import attend_with_flash
 from rapidformer.errors import ModelError
-
-_LARGEST_HEAD = 256
-_LARGEST_HEAD_ON_SMALL_GPUS = 128
-"""Flash attention's backward pass needs the shared memory of a data-center GPU above this."""
-_DATA_CENTER_GPUS = ((8, 0), (9, 0), (10, 0))
 
 
 def attend(
@@ -41,24 +37,26 @@ def attend(
     if any(extra is not None for extra in (softcap, position_bias, s_aux)):
         # At the comparison in compose(), which then leaves the model padded.
         raise ModelError("its attention has soft caps, biases or sinks")
-    if query.device.type == "cpu":
-        return _attend_row_by_row(query, key, value, mask, dropout, scaling)
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
-    if mask.window is not None and takes_flash(query):
+    is_on_cpu = query.device.type == "cpu"
+    if mask.fused is not None and (is_on_cpu or takes_flash(query, mask.fused.largest_head)):
+        return _attend_compiled(query, key, value, mask.fused, dropout, scaling)
+    if mask.fused is not None:
+        found: Tensor = torch.compiler.disable(attend_in_grid)(
+            query, key, value, mask, dropout, scaling
+        )
+        return found
+    if is_on_cpu:
+        return _attend_row_by_row(query, key, value, mask, dropout, scaling)
+    if mask.window is not None and takes_flash(query, get_largest_head(query.device)):
         return _attend_with_flash(query, key, value, mask, dropout, scaling)
     return attend_in_grid(query, key, value, mask, dropout, scaling)
 
 
-def takes_flash(query: Tensor) -> bool:
-    """Whether flash attention takes this type, head size and device."""
-    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
-        return False
-    if torch.version.cuda is None or not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    capability = torch.cuda.get_device_capability(query.device)
-    is_large = capability in _DATA_CENTER_GPUS
-    limit = _LARGEST_HEAD if is_large else _LARGEST_HEAD_ON_SMALL_GPUS
-    return capability >= (8, 0) and query.shape[-1] <= limit
+def takes_flash(query: Tensor, largest_head: int) -> bool:
+    """Whether flash attention takes this type and head size."""
+    size = query.shape[-1]
+    return query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= largest_head
 
 
 def _cast(tensor: Tensor) -> Tensor:
@@ -103,6 +101,23 @@ def _attend_with_flash(
         q, k, v, mask.rows.ends, mask.rows.longest,
         dropout=dropout, window=mask.window, scale=scaling,
     )[None]  # fmt: skip
+
+
+def _attend_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    fused: Fused,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """One operator, whatever the lengths: a graph of single rows would be different each time."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if query.device.type == "cpu":
+        return attend_by_row(q, k, v, fused.ends, dropout, fused.window, scaling)[None]
+    return attend_with_flash(
+        q, k, v, fused.ends, fused.longest, dropout=dropout, window=fused.window, scale=scaling
+    )[None]
 
 
 def attend_in_grid(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.errors import ModelError
 
 MayAttend = Callable[[Any, Any, Any, Any], Any]
 """transformers' mask functions: (row, head, query's column, key's column) -> may it attend?"""
@@ -19,6 +21,22 @@ Window = tuple[int, int]
 """How many tokens before and after its own a query may attend to; -1: all of them."""
 CAUSAL: Window = (-1, 0)
 FULL: Window = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What compiled blocks read of a mask: of few different sizes, and nothing that is computed."""
+
+    ends: Tensor
+    longest: int
+    window: Window
+    largest_head: int
+    """Of flash attention on this device; 0 if it has none."""
+
+    @property
+    def sizes(self) -> torch.Size:
+        """What a compiled block may depend on."""
+        return torch.Size((len(self.ends), self.longest))
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,8 @@ class RowMask:
     may_attend: MayAttend
     is_causal: bool
     is_full: bool
+    fused: Fused | None = None
+    """Given if blocks are compiled."""
     _masks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def get_mask(self, row: int) -> Tensor | None:
@@ -68,6 +88,31 @@ class RowMask:
         if self.is_full or self.is_causal:
             return FULL if self.is_full else CAUSAL
         return _find_window(self.may_attend, self.rows.longest) if self.rows.is_contiguous else None
+
+
+def fuse(mask: RowMask) -> RowMask:
+    """The same mask for compiled blocks."""
+    if mask.window is None:
+        raise ModelError("compiled blocks take full, causal and sliding masks only")
+    rows = mask.rows
+    count = 2 ** len(rows.lengths).bit_length() + 1
+    # Rows without tokens, so that their number hardly ever changes.
+    ends = torch.cat([rows.ends, rows.ends[-1:].expand(count - len(rows.ends))])
+    longest = max(128, 2 ** (rows.longest - 1).bit_length())
+    return replace(mask, fused=Fused(ends, longest, mask.window, get_largest_head(ends.device)))
+
+
+@functools.cache
+def get_largest_head(device: torch.device) -> int:
+    """The largest head that flash attention takes on this device; 0 if it has none."""
+    is_usable = device.type == "cuda" and torch.version.cuda is not None
+    if not is_usable or not torch.backends.cuda.flash_sdp_enabled():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    # Its backward pass needs the shared memory of a data-center GPU for larger ones.
+    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 128
 
 
 def _ask(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Tensor:

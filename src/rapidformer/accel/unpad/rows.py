@@ -19,29 +19,41 @@ class Rows:
     places: Tensor
     """The place of each real token among all of them."""
     lengths: list[int]
-    """Real tokens per row."""
+    """Real tokens per row. If the number of tokens is rounded up, rows of zeros follow."""
     columns: Tensor
     """The column that each real token has in its row."""
     is_contiguous: bool
     """Whether the tokens of every row are neighbours in the padded batch."""
+    extra: int = 0
+    """Tokens added to round their number up."""
+    is_rounded: bool = False
+    """Whether their number is one of a few, because blocks are compiled for it."""
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
-    def read(mask: Tensor, device: torch.device | None = None) -> Rows:
+    def read(mask: Tensor, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
         """The rows of a mask [batch, tokens] that marks real tokens.
 
-        The mask should be in host memory: reading it waits for the device it is on.
+        The mask should be in host memory: reading it waits for the device it is on. With
+        ``rounds_up``, the number of tokens is one of a few.
         """
         batch, size = mask.shape
         places = mask.flatten().nonzero().squeeze(1)
         starts = int((mask[:, 1:] & ~mask[:, :-1]).sum() + mask[:, 0].sum())
         lengths: list[int] = mask.sum(1).tolist()
+        is_contiguous = starts == sum(length > 0 for length in lengths)
+        columns, added = places % size, list[int]()
+        if rounds_up:
+            added = _cut(round_up(len(places)) - len(places), max(*lengths, 1))
+            columns = torch.cat([columns, *map(torch.arange, added)])
         return Rows(
             (batch, size),
             _send(places, device),
-            lengths,
-            _send(places % size, device),
-            is_contiguous=starts == sum(length > 0 for length in lengths),
+            lengths + added,
+            _send(columns, device),
+            is_contiguous=is_contiguous,
+            extra=sum(added),
+            is_rounded=rounds_up,
         )
 
     @cached_property
@@ -70,11 +82,15 @@ class Rows:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, tokens, ...] -> [1, real tokens, ...]."""
-        return gather(tensor.flatten(0, 1), self.places)[None]
+        packed = gather(tensor.flatten(0, 1), self.places)
+        if self.extra:
+            packed = torch.cat([packed, packed.new_zeros(self.extra, *packed.shape[1:])])
+        return packed[None]
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        padded = scatter(tensor[0], self.places, self.shape[0] * self.shape[1])
+        real = tensor[0, : len(self.places)]
+        padded = scatter(real, self.places, self.shape[0] * self.shape[1])
         return padded.view(*self.shape, *tensor.shape[2:])
 
     def to_grid(self, tensor: Tensor) -> Tensor:
@@ -100,6 +116,17 @@ class Rows:
             whole = value.expand(self.shape[0], *value.shape[1:])
             self._packed[id(value)] = value, self.pack(whole)
         return self._packed[id(value)][1]
+
+
+def round_up(tokens: int) -> int:
+    """The next of a few sizes: 8 for each doubling, all multiples of 64."""
+    step = max(64, (1 << tokens.bit_length()) // 16)
+    return -(-tokens // step) * step
+
+
+def _cut(tokens: int, longest: int) -> list[int]:
+    """Rows of at most ``longest`` tokens."""
+    return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
 def gather(padded: Tensor, places: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.watched import find_asked, find_watched, list_inner_modules
+from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.data.batch import get_host_copy
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, shifts_labels
-from rapidformer.overlay import extend, remove
+from rapidformer.overlay import extend, get_fact, put_fact, remove
 
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
@@ -34,7 +36,10 @@ def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     is_asked = assembly.args.dynamic_shape == "on"
     obstacle = _find_obstacle(assembly) or apply_unpadding(
-        assembly.model, assembly.plan, assembly.precision.dtype
+        assembly.model,
+        assembly.plan,
+        assembly.precision.dtype,
+        is_compiled=assembly.args.compile,
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -51,19 +56,24 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "it does not combine with tensor, pipeline and context parallelism yet"
     if topology.expert > 1 or assembly.uses_deepspeed:
         return "it does not combine with expert parallelism and DeepSpeed yet"
-    if assembly.args.compile:
-        return "compiled blocks would be compiled again for every number of tokens"
+    if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
+        return "compiled blocks need flash attention on a GPU, which takes 16 bits only"
     if assembly.deferred is not None:
         return "the model has no weights yet, so the two ways cannot be compared"
     return None
 
 
 def apply_unpadding(
-    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None = None
+    model: nn.Module,
+    plan: ModelPlan,
+    dtype: torch.dtype | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
-    ``dtype`` is that of autocast, under which the model will run.
+    ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
+    number of tokens is rounded up to one of a few.
     """
     problem = _find_problem(model, plan)
     if problem is not None:
@@ -72,9 +82,12 @@ def apply_unpadding(
     for config in configs:
         set_attention(config, register())
     for block, is_last in _list_blocks(model, plan):
-        extend(block, "unpad", _build_last if is_last else _build_block, is_shared=True)
-    forwards = functools.partial(_call, model), functools.partial(_call_unpadded, model)
-    difference = find_difference(model, plan, *forwards, dtype)
+        extend(block, "unpad", _build_block, is_shared=True)
+        put_fact(block, _Place(is_last=is_last))
+    plain = functools.partial(_call, model)
+    unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
+    with uncompiled(plan.get_blocks(model)):
+        difference = find_difference(model, plan, plain, unpadded, dtype)
     if difference is not None:
         for block, _ in _list_blocks(model, plan):
             remove(block, "unpad")
@@ -82,7 +95,8 @@ def apply_unpadding(
             set_attention(config, "sdpa")
         return f"{type(model).__name__} is not the same without padding ({difference})"
     inside = list_inner_modules(model, plan.blocks)
-    extend(model, "unpad", functools.partial(_build_model, inside=inside))
+    build = functools.partial(_build_model, inside=inside, rounds_up=is_compiled)
+    extend(model, "unpad", build)
     return None
 
 
@@ -112,24 +126,27 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
     return model.forward(**batch)
 
 
-def _call_unpadded(model: nn.Module, batch: dict[str, Any]) -> Any:
+def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
     mask = batch["attention_mask"]
-    with use_rows(Rows.read(mask.bool().cpu(), mask.device)):
+    with use_rows(Rows.read(mask.bool().cpu(), mask.device, rounds_up=rounds_up)):
         return _call(model, batch)
 
 
 # ---- blocks --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a block is in its stack. Not in its class: equal blocks share one compiled graph."""
+
+    is_last: bool
+
+
 def _build_block(cls: Any) -> dict[str, Any]:
-    return {"__call__": functools.partialmethod(_run_block, cls, False)}
+    return {"__call__": functools.partialmethod(_run_block, cls)}
 
 
-def _build_last(cls: Any) -> dict[str, Any]:
-    return {"__call__": functools.partialmethod(_run_block, cls, True)}
-
-
-def _run_block(self: nn.Module, cls: Any, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
     if mask is None:
         return cls.__call__(self, *args, **kwargs)
@@ -146,7 +163,7 @@ def _run_block(self: nn.Module, cls: Any, is_last: bool, *args: Any, **kwargs: A
     given = [convert(value) for value in args]
     named = {name: convert(value) for name, value in kwargs.items()}
     output = cls.__call__(self, *given, **named)
-    if not is_last:
+    if not get_fact(self, _Place).is_last:
         return output
     if isinstance(output, tuple):
         return (rows.unpack(output[0]), *output[1:])
@@ -156,10 +173,10 @@ def _run_block(self: nn.Module, cls: Any, is_last: bool, *args: Any, **kwargs: A
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _build_model(cls: Any, inside: dict[str, nn.Module]) -> dict[str, Any]:
+def _build_model(cls: Any, inside: dict[str, nn.Module], rounds_up: bool) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A user's hook on a block must see what it would see without the switch.
-        rows = None if find_watched(inside) else find_rows(self, kwargs)
+        rows = None if find_watched(inside) else find_rows(self, kwargs, rounds_up=rounds_up)
         if rows is None:
             return cls.forward(self, *args, **kwargs)
         with use_rows(rows):
@@ -170,7 +187,7 @@ def _build_model(cls: Any, inside: dict[str, nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
+def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
     """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
     mask, labels = given.get("attention_mask"), given.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(labels, Tensor):
@@ -187,7 +204,7 @@ def find_rows(model: Any, given: dict[str, Any]) -> Rows | None:
     # A classifier reads its first token. It must be real, as it was when the two were compared.
     if not is_causal and not bool(is_real[:, 0].all()):
         return None
-    return Rows.read(is_real, device)
+    return Rows.read(is_real, device, rounds_up=rounds_up)
 
 
 def _are_labels_real(labels: Tensor, is_real: Tensor, is_shifted: bool) -> bool:
