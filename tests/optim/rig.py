@@ -24,6 +24,7 @@ class Rig:
         scaler: LossScaler | None = None,
         clip_grad: float = 0.0,
         optimizer: Callable[..., Optimizer] | None = None,
+        clips_in_step: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -33,7 +34,11 @@ class Rig:
         made = make(self.model.parameters())
         scheduler = LambdaLR(made, lambda update: 1.0 / (1 + update))
         self.optimizer = take_over_optimizer(
-            made, self.clock, clip_grad=clip_grad, scaler=self.scaler
+            made,
+            self.clock,
+            clip_grad=clip_grad,
+            scaler=self.scaler,
+            clips_in_step=clips_in_step,
         )
         self.scheduler = take_over_scheduler(scheduler, self.clock)
 

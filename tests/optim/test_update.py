@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.topology import Topology
@@ -358,3 +361,54 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     expected = (gradient.double().square().sum() + 3.0).sqrt()
     assert abs(float(get_norm([gradient, small])) / float(expected) - 1) < 1e-7
     assert float(get_norm([small])) == float(torch.nn.utils.get_total_norm([small]))
+
+
+# ---- clipping inside the optimizer's step --------------------------------------------------------
+
+
+def train_clipped(
+    optimizer: Callable[..., Optimizer], *, clips_in_step: bool, max_norm: float = 0.1
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    rig = Rig(optimizer=optimizer, clip_grad=max_norm, clips_in_step=clips_in_step)
+    for seed in range(3):
+        rig.optimizer.zero_grad()
+        rig.backward(rig.loss(seed=seed))
+        rig.optimizer.step()
+    return rig.weights, rig.gradients
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(AdamW, lr=0.1, fused=True),
+        functools.partial(SGD, lr=0.1, momentum=0.9, fused=True),
+    ],
+)
+def test_clipping_inside_the_step_gives_the_same_up_to_rounding(
+    optimizer: Callable[..., Optimizer],
+) -> None:
+    expected = train_clipped(optimizer, clips_in_step=False)
+    found = train_clipped(optimizer, clips_in_step=True)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    # Far below the limit, nothing is divided.
+    unclipped = [train_clipped(optimizer, clips_in_step=c, max_norm=1e6)[0] for c in (True, False)]
+    assert equal(*unclipped)
+
+
+def test_a_hook_before_the_step_sees_the_clipped_gradient() -> None:
+    rig = Rig(optimizer=functools.partial(SGD, lr=0.1, fused=True), clip_grad=0.1,
+              clips_in_step=True)  # fmt: skip
+    norms: list[float] = []
+    rig.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(get_norm([g for g in rig.gradients if g is not None])))
+    )
+    rig.backward(rig.loss() * 1000)
+    rig.optimizer.step()
+    assert norms == [pytest.approx(0.1, rel=1e-4)]
+
+
+def test_what_is_not_fused_is_clipped_before_the_step() -> None:
+    plain = functools.partial(SGD, lr=0.1)
+    expected, found = (train_clipped(plain, clips_in_step=c)[0] for c in (False, True))
+    assert equal(found, expected)

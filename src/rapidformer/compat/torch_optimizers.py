@@ -1,6 +1,6 @@
-"""Optimizers that leave out an update if a flag on the device says so: the host need not read it.
+"""Optimizers that divide gradients or leave out an update as tensors on the device say.
 
-torch's fused optimizers do this for ``GradScaler``.
+torch's fused optimizers do this for ``GradScaler``, in the same pass as the update.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 PRIVATE_NAMES = {
     "torch.optim.AdamW._step_supports_amp_scaling": "skipping a bad update without a host wait",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "users' hooks that look at gradients",
+    "torch.optim.Optimizer._global_optimizer_pre_hooks": "the same, for all optimizers",
 }
 
 
@@ -28,3 +31,17 @@ def step_unless(flag: torch.Tensor, optimizer: Any, step: Callable[[], object]) 
         step()
     finally:
         del optimizer.found_inf, optimizer.grad_scale
+
+
+def step_divided(divisor: torch.Tensor, optimizer: Any, step: Callable[[], object]) -> None:
+    """Run the optimizer's ``step``, which divides every gradient by ``divisor`` on the way."""
+    optimizer.grad_scale = divisor
+    try:
+        step()
+    finally:
+        del optimizer.grad_scale
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something looks at the gradients right before each update."""
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)

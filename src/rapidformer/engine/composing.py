@@ -166,7 +166,12 @@ class ComposedRun(Run):
         # Only now: creating a scheduler patches `optimizer.step`, and must come first.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
         self.optimizer = take_over_optimizer(
-            optimizer, self.clock, clip_grad=self.args.clip_grad, scaler=self.scaler
+            optimizer,
+            self.clock,
+            clip_grad=self.args.clip_grad,
+            scaler=self.scaler,
+            # On a CPU it saves little, and a clipped step is a plain loop's to the bit.
+            clips_in_step=self.device.type == "cuda" and not self.args.cpu_offload,
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         self.clock.guard = self._build_guard(model, self.optimizer)

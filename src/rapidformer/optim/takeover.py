@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.compat.torch_optimizers import has_step_hooks, obeys_flags, step_divided
 from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.update import UpdateClock
+from rapidformer.optim.update import StepDivided, UpdateClock
 from rapidformer.overlay import extend
 
 
@@ -90,18 +91,38 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
 
 
 def take_over_optimizer(
-    optimizer: Optimizer, clock: UpdateClock, *, clip_grad: float, scaler: LossScaler | None
+    optimizer: Optimizer,
+    clock: UpdateClock,
+    *,
+    clip_grad: float,
+    scaler: LossScaler | None,
+    clips_in_step: bool = False,
 ) -> Optimizer:
-    """Make ``step`` and ``zero_grad`` wait until an update is due."""
+    """Make ``step`` and ``zero_grad`` wait until an update is due.
+
+    ``clips_in_step``: let the optimizer clip while it updates, if it can, instead of in a pass over
+    all gradients before. The result may differ in the last bit.
+    """
     # A scheduler made earlier has wrapped the old `step` with its counter; ours keeps count.
     optimizer.__dict__.pop("step", None)
-    extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler))
+    clips = clips_in_step and clip_grad > 0 and _can_clip(optimizer)
+    extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler, clips))
     mark_as_stepped(optimizer)
     return optimizer
 
 
+def _can_clip(optimizer: Optimizer) -> bool:
+    """Whether the optimizer can divide gradients while it updates: not those of sharded weights."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return obeys_flags(optimizer) and not any(isinstance(p, DTensor) for p in parameters)
+
+
 def _build_update(
-    cls: type[Optimizer], clock: UpdateClock, clip_grad: float, scaler: LossScaler | None
+    cls: type[Optimizer],
+    clock: UpdateClock,
+    clip_grad: float,
+    scaler: LossScaler | None,
+    clips_in_step: bool,
 ) -> dict[str, Any]:
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
         if clock.is_bypassed:
@@ -111,7 +132,10 @@ def _build_update(
             raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
         keeper = clock.keeper
         update = keeper.update if keeper else functools.partial(cls.step, self)
-        clock.use_gradients(update, clip_grad, scaler)
+        divided: StepDivided | None = None
+        if clips_in_step and keeper is None and not has_step_hooks(self):
+            divided = functools.partial(step_divided, optimizer=self, step=update)
+        clock.use_gradients(update, clip_grad, scaler, divided)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         # A keeper clears its own gradients; what the optimizer holds there is not a gradient.

@@ -44,6 +44,8 @@ class GradientKeeper(Protocol):
 
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+StepDivided = Callable[[torch.Tensor], None]
+"""An optimizer's step that divides every gradient by a number on the way."""
 
 
 class UpdateClock:
@@ -196,8 +198,20 @@ class UpdateClock:
             multiply_all(self._gradients, coefficient.to(self._gradients[0].device))
         return self.grad_norm
 
+    def _clip_in_step(self, max_norm: float, step_divided: StepDivided) -> None:
+        """Clip and update in one pass over the gradients."""
+        assert self.grad_norm is not None
+        max_norm = get_observer().choose_clip(max_norm, self.grad_norm)
+        # The inverse of `clip`'s factor, so the result is the same up to the last bit.
+        divisor = (self.grad_norm + 1e-6) / max_norm if max_norm > 0 else self.grad_norm * 0
+        step_divided(divisor.clamp(min=1.0))
+
     def use_gradients(
-        self, step: Callable[[], object], clip_grad: float, scaler: LossScaler | None
+        self,
+        step: Callable[[], object],
+        clip_grad: float,
+        scaler: LossScaler | None,
+        step_divided: StepDivided | None = None,
     ) -> None:
         """Do the update, unless it is not due yet, its loss is bad or fp16 overflowed."""
         if self._rounds == 0 or self._outcome is not None:
@@ -221,9 +235,12 @@ class UpdateClock:
                 f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
                 "the loss, or lower --lr."
             )
-        if not self._is_clipped:
-            self.clip(clip_grad)
-        self.guard.run_step(step) if self.guard is not None else step()
+        if step_divided is not None and not self._is_clipped and self.guard is None:
+            self._clip_in_step(clip_grad, step_divided)
+        else:
+            if not self._is_clipped:
+                self.clip(clip_grad)
+            self.guard.run_step(step) if self.guard is not None else step()
         # Dropped now: the next backward pass must find the memory of these gradients free.
         self._gradients = []
         if scaler is not None:

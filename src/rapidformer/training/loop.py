@@ -31,6 +31,7 @@ from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.first_labels import check_first_labels
+from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
@@ -124,6 +125,7 @@ class TrainingLoop:
         self._signals = StopSignals(
             reporter.say, saves=bool(self.args.save), is_alone=self.args.world_size == 1
         )
+        self._garbage = GarbageCollection()
         self.lr = 0.0
         """The learning rate of the last update."""
 
@@ -167,7 +169,7 @@ class TrainingLoop:
             self._notify("on_train_begin")
             if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
                 self._evaluate()
-            with self._signals:
+            with self._signals, self._garbage:
                 while not self._is_over():
                     self._run_epoch()
             if self._signals.caught is not None:
@@ -213,7 +215,8 @@ class TrainingLoop:
 
     def _run_update(self, update: Update) -> None:
         self._notify("on_step_begin")
-        results = self._run_passes(update)
+        with self._garbage.held_back():
+            results = self._run_passes(update)
         # Only now, with this work queued, is it read whether the last update was good.
         if self._settle():
             results = self._run_passes(update)  # the first time, it was with other weights
@@ -223,7 +226,8 @@ class TrainingLoop:
             self.meter.add_micro_batch(result.means, each.info)
         self.lr = self.engine.get_learning_rate()
         self._notify("on_pre_optimizer_step")
-        self.engine.step()
+        with self._garbage.held_back():
+            self.engine.step()
         self._notify("on_optimizer_step")
         self._attempts += 1
         self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)

@@ -1,0 +1,52 @@
+"""Python's garbage collection, kept out of optimizer steps.
+
+It starts whenever enough objects were created, and a full one walks all objects of the process,
+half a second in a large run, while the device has nothing to do. What exists after some steps
+(model, data, libraries) stays until the end, so later collections skip it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class GarbageCollection:
+    """Collects between the steps inside ``with``; afterwards everything is as it was before."""
+
+    def __init__(self, freezes_after: int = 100) -> None:
+        """Skip what exists after ``held_back`` was used this often; a short run gains nothing."""
+        self._freezes_after = freezes_after
+        self._count = 0
+        self._has_frozen = False
+
+    def __enter__(self) -> None:
+        self._count = 0
+
+    def __exit__(self, *_: Any) -> None:
+        if self._has_frozen:
+            gc.unfreeze()
+            self._has_frozen = False
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """No collection inside, unless the user has turned it off altogether."""
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                gc.enable()
+        self._count += 1
+        if self._count == self._freezes_after and was_on:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        # Objects that a user has frozen could not be told from ours when they are released.
+        if gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+            self._has_frozen = True

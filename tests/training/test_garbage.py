@@ -1,0 +1,53 @@
+"""Garbage collection stays out of steps, and is as it was before when the loop ends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from rapidformer.training.garbage import GarbageCollection
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.enable()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if not was_on:
+        gc.disable()
+
+
+def test_nothing_is_collected_during_a_step_and_everything_is_restored_after_an_error() -> None:
+    seen = []
+    collection = GarbageCollection(freezes_after=1)
+    with pytest.raises(ZeroDivisionError), collection:
+        with collection.held_back():
+            seen.append(gc.isenabled())
+        seen += [gc.isenabled(), gc.get_freeze_count() > 0]
+        with collection.held_back():
+            raise ZeroDivisionError
+    assert seen == [False, True, True]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_user_who_turned_it_off_keeps_it_off() -> None:
+    gc.disable()
+    collection = GarbageCollection(freezes_after=1)
+    with collection, collection.held_back():
+        pass
+    assert not gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_frozen_by_the_user_stay_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    collection = GarbageCollection(freezes_after=1)
+    with collection, collection.held_back():
+        pass
+    assert gc.get_freeze_count() == count
