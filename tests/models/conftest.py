@@ -12,7 +12,7 @@ _TEXT = """
 pretrained_model_name_or_path load model_type num_layers hidden_size num_attention_heads
 ffn_hidden_size max_position_embeddings vocab_size image_size patch_size hidden_dropout
 attention_dropout init_method_std cache_dir tokenizer_type vocab_file merge_file seq_length
-lora_rank peft_config quantize_base
+lora_rank peft_config quantize_base allow_partial_load
 """
 _NAMES = _TEXT.split()
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.build import build_pretrained, load_image_processor, load_tokenizer
@@ -22,6 +25,78 @@ def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any) -> No
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.num_labels == 5 and model.classifier.out_features == 5
     assert "classifier.weight (saved (3, 16), needed (5, 16))" in caplog.text
+
+
+def rename(folder: Path, target: Path, change: Callable[[str], str]) -> str:
+    """A copy of a model whose weights have other names."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    renamed = {change(name): weight for name, weight in weights.items()}
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def test_weights_of_another_model_are_refused_by_name(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(place: str, **values: Any) -> Any:
+        args = make_args(pretrained_model_name_or_path=place, **values)
+        return build_pretrained("AutoModelForSequenceClassification", args)
+
+    prefixed = rename(folder, tmp_path / "prefixed", lambda name: f"module.{name}")
+    with pytest.raises(ModelError, match="do not match BertForSequenceClassification:") as caught:
+        build(prefixed)
+    text = str(caught.value)
+    assert "bert.encoder.layer.{0-1}.attention.output.dense.bias" in text
+    assert "unexpected" in text and "module.bert.encoder.layer.{0-1}." in text
+    assert "differ only by the prefix 'module.', which the file has and the model has not" in text
+    assert "--allow-partial-load" in text
+    misspelt = rename(folder, tmp_path / "misspelt", lambda n: n.replace("query", "querry"))
+    with pytest.raises(ModelError, match=r"missing \(4\): .*\n  unexpected \(4\)") as caught:
+        build(misspelt)
+    assert (
+        "did you mean: bert.encoder.layer.{0-1}.attention.self.querry.weight in the file for "
+        "bert.encoder.layer.{0-1}.attention.self.query.weight in the model?" in str(caught.value)
+    )
+    with caplog.at_level(logging.WARNING, logger="rapidformer"):
+        logging.getLogger("rapidformer").propagate = True
+        build(misspelt, allow_partial_load=True)
+    assert "are loaded in part (--allow-partial-load):\n  missing (4): " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"missing \(16\): bert.encoder.layer.2.attention"),
+        ({"num_hidden_layers": 1}, r"unexpected \(16\): bert.encoder.layer.1.attention"),
+        ({"vocab_size": 60}, r"wrong shape \(1\): bert.embeddings.word_embeddings.weight \("
+                             r"saved \[50, 16\], needed \[60, 16\]\)"),
+    ],
+)  # fmt: skip
+def test_a_model_of_another_size_is_refused(
+    config: dict[str, int], message: str, folder: Path, tmp_path: Path
+) -> None:
+    place = shutil.copytree(folder, tmp_path / "model")
+    content = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(content | config))
+    with pytest.raises(ModelError, match=message):
+        build_pretrained(
+            "AutoModelForMaskedLM", make_args(pretrained_model_name_or_path=str(place))
+        )
+
+
+@pytest.mark.parametrize(
+    "auto_class",
+    ["AutoModel", "AutoModelForMaskedLM", "AutoModelForTokenClassification",
+     "AutoModelForQuestionAnswering", "AutoModelForMultipleChoice"],
+)  # fmt: skip
+def test_a_new_head_on_a_trained_model_is_fine(
+    auto_class: str, folder: Path, tmp_path: Path
+) -> None:
+    build_pretrained(auto_class, make_args(pretrained_model_name_or_path=str(folder)))
+    # What a masked language model saves has no pooler, which classifiers need.
+    trunk = rename(folder, tmp_path / "trunk", lambda name: name.replace("bert.pooler", "cls.old"))
+    build_pretrained(auto_class, make_args(pretrained_model_name_or_path=trunk))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "preprocessing_workers": None, "num_layers": None, "hidden_size": None,
     "num_attention_heads": None, "ffn_hidden_size": None, "max_position_embeddings": None,
     "vocab_size": None, "model_type": None, "from_scratch": False, "hidden_dropout": None,
+    "allow_partial_load": False,
     "attention_dropout": None, "init_method_std": None, "tokenizer_type": None, "vocab_file": None,
     "merge_file": None, "image_size": None, "patch_size": None, "world_size": 1,
     "validation_split": None, "lora_rank": None, "peft_config": None, "quantize_base": None,

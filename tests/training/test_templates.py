@@ -241,6 +241,9 @@ def test_a_stream_needs_a_length_and_then_trains() -> None:
 def test_resuming_from_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         LineFinetuner(make_engine(epochs=1, load=str(tmp_path))).train()
+    (tmp_path / "weights.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"weights.safetensors is a file: give a run"):
+        LineFinetuner(make_engine(epochs=1, load=str(tmp_path / "weights.safetensors"))).train()
 
 
 def test_finetune_flag_takes_only_the_weights(tmp_path: Path) -> None:
@@ -248,6 +251,47 @@ def test_finetune_flag_takes_only_the_weights(tmp_path: Path) -> None:
     engine = make_engine(epochs=1, load=str(tmp_path / "first"), finetune=True)
     LineFinetuner(engine).train()
     assert engine.clock.updates == 10, "counted from 0"
+
+
+def test_the_optimizer_and_random_states_can_be_left_behind(tmp_path: Path) -> None:
+    class Draws(LineFinetuner):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            torch.rand(1)  # as dropout would
+            return super().run_forward_step(batch, model)
+
+    class Looks(LineFinetuner):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            if not hasattr(self, "found"):
+                states = self.engine.optimizer.state.values()
+                self.found = (len(states), torch.get_rng_state(), self.engine.clock.updates)
+                self.weight = model.layer.weight.detach().clone()
+            return super().run_forward_step(batch, model)
+
+    def resume(**settings: Any) -> Any:
+        engine = make_engine(
+            epochs=2, optimizer="adam", load=str(first), save=str(tmp_path / str(settings)),
+            **settings,
+        )  # fmt: skip
+        template = Looks(engine)
+        template.train()
+        return template
+
+    first = tmp_path / "first"
+    Draws(make_engine(epochs=1, optimizer="adam", save=str(first))).train()
+    everything, no_optimizer, no_random_states, only_weights = (
+        resume(), resume(load_optim=False), resume(load_rng=False), resume(finetune=True),
+    )  # fmt: skip
+    for template in (everything, no_optimizer, no_random_states, only_weights):
+        assert torch.equal(template.weight, everything.weight)
+    assert [t.found[0] for t in (everything, no_optimizer, no_random_states, only_weights)] == [
+        2, 0, 2, 0,
+    ]  # fmt: skip
+    assert [t.found[2] for t in (everything, no_optimizer, no_random_states, only_weights)] == [
+        10, 10, 10, 0,
+    ]  # fmt: skip
+    assert torch.equal(no_optimizer.found[1], everything.found[1])
+    assert not torch.equal(no_random_states.found[1], everything.found[1])
+    assert not torch.equal(only_weights.found[1], everything.found[1])
 
 
 def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:

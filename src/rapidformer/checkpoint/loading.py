@@ -34,6 +34,9 @@ from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
+from rapidformer.models.weight_names import NameDifferences, compare_names
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def load_checkpoint(
@@ -43,8 +46,12 @@ def load_checkpoint(
     with_optimizer: bool = True,
     with_random_states: bool = True,
     with_position: bool = True,
+    allows_partial: bool = False,
 ) -> dict[str, Any]:
-    """Restore the state in place from a checkpoint, or the newest complete one of a run."""
+    """Restore the state in place from a checkpoint, or the newest complete one of a run.
+
+    If it ``allows_partial`` loading, weights that do not match keep their values and are listed.
+    """
     folder = state.loaded_from = choose_complete(source)
     run = read_run(folder)
     state.saved_facts = run.get("facts", {})
@@ -56,7 +63,7 @@ def load_checkpoint(
                 folder,
             )
     _check_base(folder, state, run.get("base"))
-    _load_tensors(folder, state, with_optimizer=with_optimizer)
+    _load_tensors(folder, state, with_optimizer=with_optimizer, allows_partial=allows_partial)
     with blaming(folder):
         if with_position:
             _restore_position(state, run)
@@ -104,20 +111,28 @@ def move_schedule(scheduler: LambdaLR, optimizer: Optimizer, position: int) -> N
         group["lr"] = rate
 
 
-def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -> None:
+def _load_tensors(
+    folder: Path, state: TrainingState, *, with_optimizer: bool, allows_partial: bool
+) -> None:
     if state.gathered is not None:
-        _load_gathered(folder, state, state.gathered, with_optimizer=with_optimizer)
+        _load_gathered(
+            folder,
+            state,
+            state.gathered,
+            with_optimizer=with_optimizer,
+            allows_partial=allows_partial,
+        )
         return
     tensors, _ = collect_tensors(state, with_optimizer=with_optimizer, fills=True)
     saved = read_saved_shapes(folder)
     if is_without_base(folder):
         _drop_base(tensors, state.model, saved)
     stateless = _drop_stateless(tensors, state.model, saved)
-    _compare(folder, tensors, state.topology)
+    left_out = _compare(folder, tensors, state.topology, allows_partial=allows_partial)
+    stateless += _find_without_state(state.model, left_out)
     load_named(tensors, folder, state.topology)
-    prefix = "model."
     model_part: dict[str, Any] = {
-        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+        name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)
     }
     # Names were compared above. Batch norms of other stages look for counters and add their own.
     set_model_state_dict(state.model, model_part, options=StateDictOptions(strict=False))
@@ -134,14 +149,19 @@ def _load_tensors(folder: Path, state: TrainingState, *, with_optimizer: bool) -
 
 
 def _load_gathered(
-    folder: Path, state: TrainingState, gathered: Gathered, *, with_optimizer: bool
+    folder: Path,
+    state: TrainingState,
+    gathered: Gathered,
+    *,
+    with_optimizer: bool,
+    allows_partial: bool,
 ) -> None:
     wanted = gathered.get_wanted(with_optimizer=with_optimizer)
     saved = read_saved_shapes(folder)
     if is_without_base(folder):
         _drop_base(wanted, state.model, saved)
     _drop_stateless(wanted, state.model, saved)
-    _compare(folder, wanted, state.topology)
+    _compare(folder, wanted, state.topology, allows_partial=allows_partial)
     for part in gathered.iterate_parts(wanted):
         load_named(part, folder, state.topology)
         gathered.put(part)
@@ -175,26 +195,72 @@ def _drop_stateless(
     return stateless
 
 
-def _compare(folder: Path, tensors: dict[str, torch.Tensor], topology: Topology) -> None:
-    """Report a checkpoint that was made for another model or optimizer."""
-    saved = read_saved_shapes(folder)
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def _find_without_state(model: nn.Module, left_out: set[str]) -> list[nn.Parameter]:
+    """Parameters whose optimizer state was not loaded: it starts from scratch."""
+    weights = {
+        name.removeprefix(_OPTIMIZER).rpartition(".")[0]
+        for name in left_out
+        if name.startswith(_OPTIMIZER)
+    }
+    return [parameter for name, parameter in model.named_parameters() if name in weights]
+
+
+def _compare(
+    folder: Path, tensors: dict[str, torch.Tensor], topology: Topology, *, allows_partial: bool
+) -> set[str]:
+    """Refuse a checkpoint of another model or optimizer, or list what is left out of it.
+
+    Returns the names that cannot be loaded; they are taken out of ``tensors``.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Under a pipeline, each rank has only some of the names.
-    elsewhere = {name for names in gather_from_stages(sorted(wanted), topology) for name in names}
-    problems = [f"{name} is not in it" for name in wanted if name not in saved]
-    problems += [
-        f"{name} has shape {list(saved[name])}, the model needs {list(shape)}"
-        for name, shape in wanted.items()
-        if name in saved and saved[name] != shape
-    ]
-    problems += [
-        f"{name} is in it, but not in the model"
-        for name in saved
-        if name not in elsewhere and name.startswith("model.")
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" * (len(problems) > 5))
-        raise CheckpointError(f"{folder} was saved from another model or optimizer: {shown}.")
+    wanted = {k: v for stage in gather_from_stages(own, topology) for k, v in stage.items()}
+    saved = {
+        name: shape
+        for name, shape in read_saved_shapes(folder).items()
+        if name in wanted or name.startswith(_MODEL)
+    }
+    differences = compare_names(saved, wanted)
+    if not differences:
+        return set()
+    shown = _name_as_in_model(differences)
+    if not allows_partial:
+        raise CheckpointError(
+            f"{folder} was saved from another model or optimizer:{shown.describe()}\n"
+            "Give the model of the first run, or pass --allow-partial-load to load only what "
+            "matches."
+        )
+    if get_rank() == 0:
+        get_logger().warning(
+            f"{folder} was saved from another model or optimizer, and is loaded in part "
+            f"(--allow-partial-load):{shown.describe()}"
+        )
+    left_out = {*differences.missing, *differences.misshapen}
+    for name in left_out:
+        tensors.pop(name, None)
+    return left_out
+
+
+def _name_as_in_model(differences: NameDifferences) -> NameDifferences:
+    """The differences by the model's own names.
+
+    The optimizer's state is listed only for weights that match: for the others, it goes with them.
+    """
+    changed = {*differences.missing, *differences.unexpected, *differences.misshapen}
+
+    def is_listed(name: str) -> bool:
+        weight = name.removeprefix(_OPTIMIZER).rpartition(".")[0]
+        return name.startswith(_MODEL) or f"{_MODEL}{weight}" not in changed
+
+    return NameDifferences(
+        missing={_shorten(k): v for k, v in differences.missing.items() if is_listed(k)},
+        unexpected={_shorten(k): v for k, v in differences.unexpected.items() if is_listed(k)},
+        misshapen={_shorten(k): v for k, v in differences.misshapen.items() if is_listed(k)},
+    )
+
+
+def _shorten(name: str) -> str:
+    return name.removeprefix(_MODEL)
 
 
 def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None) -> None:

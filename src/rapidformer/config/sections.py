@@ -521,6 +521,9 @@ class CheckpointArguments:
     """restore the random states"""
     finetune: bool = False
     """take only the weights from --load and start at step 0"""
+    allow_partial_load: bool = False
+    """if the names or shapes of saved weights do not match the model's, list them and load the
+    rest, instead of stopping"""
     overwrite: bool = False
     """let --save replace a run that is already in that folder"""
 

@@ -153,6 +153,7 @@ class RapidformerEngine(PredictingRun):
             with_optimizer=self.args.load_optim and not only_weights,
             with_random_states=self.args.load_rng and not only_weights,
             with_position=not only_weights,
+            allows_partial=self.args.allow_partial_load,
         )
         self.clock.updates = self._first_update = state.step
         if self.clock.guard is not None:
@@ -233,6 +234,7 @@ class RapidformerEngine(PredictingRun):
             with_optimizer=False,
             with_random_states=False,
             with_position=False,
+            allows_partial=self.args.allow_partial_load,
         )
 
     def check_weights(self) -> None:

@@ -26,6 +26,7 @@ from rapidformer.models.adapters import (
     hide_learned_tokens,
 )
 from rapidformer.models.configuration import load_config
+from rapidformer.models.loading_report import check_names, find_trunk
 from rapidformer.models.location import (
     check_folder,
     check_has_tokenizer,
@@ -93,11 +94,13 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
             **get_hub_options(base, args),
             **get_quantization(args),
         )
+    trunk = find_trunk(model)
     model = prepare_quantized(model, args)
     if base != location:
         model = load_adapter(model, location)
         report = _drop_known(report, list_weights(location))
         _warn_of_ignored_flags(model, args, location)
+    check_names(report, trunk, base, allows_partial=args.allow_partial_load)
     if must_be_trained:
         _refuse_fresh_weights(report, location)
     _tell_fresh_weights(report, location)
@@ -187,7 +190,7 @@ def _drop_known(report: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """The report without the weights that an adapter brings."""
     return {
         kind: [entry for entry in report.get(kind, ()) if _get_name(entry) not in known]
-        for kind in ("missing_keys", "mismatched_keys")
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
 
 

@@ -203,6 +203,12 @@ class Template(ABC):
         if args.load is not None:
             source = Path(args.load).expanduser()
             resume = source if source.is_dir() and find_checkpoint(source) else None
+            if source.is_file():
+                raise CheckpointError(
+                    f"--load {args.load} is a file: give a run, one of its checkpoints, or a model "
+                    "folder. Weights in a single file belong next to a config.json, or are loaded "
+                    "by your script itself."
+                )
             has_model = is_model_folder(source)
             if resume is None and args.is_given("load") and source.is_dir() and not has_model:
                 raise CheckpointError(

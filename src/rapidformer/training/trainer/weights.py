@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import is_adapter_folder, replace_adapter
+from rapidformer.models.weight_names import compare_names
 from rapidformer.training.run_folder import BEST, LAST
 
-_FILE = "model.safetensors"
+_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
@@ -24,22 +27,46 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
         replace_adapter(model, adapted)
         get_logger().info(f"adapter loaded from {adapted}")
         return
-    source = next((path / _FILE for path in choices if (path / _FILE).is_file()), None)
+    source = folder if folder.is_file() else _find_file(choices)
     if source is None:
         raise CheckpointError(
-            f"{folder} holds no weights: a run's folder has {LAST}/{_FILE}, a model's {_FILE}. "
-            "Load weights in another format (pytorch_model.bin) into the model yourself."
+            f"{folder} holds no weights: a run's folder has {LAST}/{_FILES[0]}, a model's "
+            f"{' or '.join(_FILES)}."
         )
-    weights = load_file(source)
-    missing, unknown = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if not _is_tied(model, name, weights)]
-    if missing or unknown:
-        first = [*missing, *unknown][0]
+    weights = _read(source)
+    wanted = {
+        name: tuple(weight.shape)
+        for name, weight in model.state_dict().items()
+        if name in weights or not _is_tied(model, name, weights)
+    }
+    saved = {name: tuple(weight.shape) for name, weight in weights.items()}
+    differences = compare_names(saved, wanted)
+    if differences:
         raise CheckpointError(
-            f"{source} does not fit {type(model).__name__}: {len(missing)} weights are missing and "
-            f"{len(unknown)} unknown, {first} among them."
+            f"{source} does not fit {type(model).__name__}:{differences.describe()}"
         )
+    model.load_state_dict(weights, strict=False)
     get_logger().info(f"weights loaded from {source}")
+
+
+def _find_file(folders: list[Path]) -> Path | None:
+    found = (folder / name for folder in folders for name in _FILES)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (SafetensorError, OSError, RuntimeError, UnpicklingError, EOFError) as reason:
+        cause = next(iter(str(reason).splitlines()), type(reason).__name__)
+        raise CheckpointError(f"{path} cannot be read: {cause}") from None
+    is_named = isinstance(content, dict) and all(isinstance(n, str) for n in content)
+    if not is_named or not all(isinstance(w, torch.Tensor) for w in content.values()):
+        raise CheckpointError(f"{path} is not a dictionary of weights by name.")
+    weights: dict[str, torch.Tensor] = content
+    return weights
 
 
 def _is_tied(model: nn.Module, name: str, weights: dict[str, torch.Tensor]) -> bool:
