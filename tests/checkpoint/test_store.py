@@ -351,7 +351,7 @@ def test_parameters_that_the_model_does_not_have_are_named(tmp_path: Path) -> No
     run = Run(model=Model(has_unused=True))
     run.train(1)
     save_checkpoint(tmp_path, run.state, {}, with_optimizer=False)
-    with pytest.raises(CheckpointError, match=r"unexpected \(2\): unused.weight, unused.bias\n"):
+    with pytest.raises(CheckpointError, match=r"unexpected \(2\): unused.bias, unused.weight\n"):
         load(tmp_path)
 
 
