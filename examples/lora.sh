@@ -23,7 +23,7 @@ rapidformer --task causal_lm \
 
 rapidformer evaluate --load "$RUN" --output "$RUN/evaluation.json"
 
-rapidformer export --load "$RUN" --save "$RUN/merged"
+rapidformer export "$RUN" "$RUN/merged"
 
 rapidformer predict --task causal_lm --load "$RUN/merged" \
     --input "${QUESTION:-What is a whale?}" \

@@ -54,7 +54,7 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import bench, check, data, data_show, preprocess, runs, verify
+    from rapidformer.cli import bench, check, data, data_show, export, preprocess, runs, verify
     from rapidformer.config import build_parser
     from rapidformer.config.dialects import REFUSED
 
@@ -63,6 +63,7 @@ def test_flags_in_the_docs_exist() -> None:
         build_parser(),
         data._build_parser(),
         data_show.build_parser(),
+        export._build_parser(),
         preprocess._build_parser(),
         verify._build_parser(),
         runs.build_parser(),

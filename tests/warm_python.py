@@ -4,7 +4,8 @@ The tests start hundreds of commands as a user would, and importing takes each o
 of processor time. ``start_warm_python`` gives the path of an executable that takes Python's own
 arguments (``script.py``, ``-m module``, ``-c code``) and behaves like it: same working folder,
 environment, files, signals and exit status. Its ``sys.executable`` is itself, so what a launcher
-starts is fast too.
+starts is fast too. Called with ``-P`` it is the real Python: whoever gives that flag (the proof of
+an export) wants a process that has imported nothing of ours.
 
 Two processes stand for one: the client, which the caller sees and signals, and the fork, which
 does the work. The client passes signals on, and the fork is killed when the client dies.
@@ -43,6 +44,8 @@ SLOW = (
 
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
+if sys.argv[1:2] == ["-P"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 files = []
 for name in os.listdir("/proc/self/fd"):
     try:

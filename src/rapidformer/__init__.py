@@ -14,6 +14,7 @@ from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
+    from rapidformer.checkpoint.exporting.export import export
     from rapidformer.cli.evaluate import evaluate
     from rapidformer.cli.predict import predict
     from rapidformer.context import get_args, get_timers, get_tokenizer
@@ -66,6 +67,7 @@ __all__ = [
     "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface",
     "evaluate",
+    "export",
     "get_args",
     "get_logger",
     "get_ltor_masks_and_position_ids",
@@ -111,6 +113,7 @@ _WHERE = {
         "build_train_valid_test_datasets_for_huggingface",
     ),
     "evaluate": ("rapidformer.cli.evaluate", "evaluate"),
+    "export": ("rapidformer.checkpoint.exporting.export", "export"),
     "predict": ("rapidformer.cli.predict", "predict"),
     "get_args": ("rapidformer.context", "get_args"),
     "get_logger": ("rapidformer.log", "get_logger"),

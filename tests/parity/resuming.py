@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rapidformer.checkpoint.exporting.export import export
 from rapidformer.engine import RapidformerEngine
 from rapidformer.verification.compare import compare
 from rapidformer.verification.recorder import collect_weights
@@ -63,10 +64,13 @@ def check_route(
     model_class: Any,
     folder: Path,
     base: Settings | None = None,
+    *,
+    is_exported: bool = True,
 ) -> None:
     """From layout to layout: weights come back bit for bit, moments too (the losses go on alike).
 
-    At every stop, one process that starts from the same checkpoint must go on alike.
+    At every stop, one process that starts from the same checkpoint must go on alike. Unless the
+    checkpoint cannot be exported under the names that it has, its export has the same weights.
     """
     base, load, before = base or {}, None, None
     for number, (world_size, settings) in enumerate(route):
@@ -83,6 +87,9 @@ def check_route(
             _assert_same(loaded, before)
         weights = _join([trace.weights for trace in traces])
         _assert_same(_read_export(model_class, f"{save}/model"), weights)
+        if is_exported:
+            export(save, f"{save}/from_checkpoint", verify=False)
+            _assert_same(_read_export(model_class, f"{save}/from_checkpoint"), weights)
         load, before = save, weights
 
 

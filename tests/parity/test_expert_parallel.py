@@ -138,7 +138,8 @@ def test_runs_continue_from_one_layout_of_experts_to_another(tmp_path: Path) -> 
     training = Training("gpt-moe", rows=3 * ROWS, global_batch_size=ROWS)
     route = [(2, EXPERTS), (4, {**EXPERTS, "zero_3_memory_optimization": True}), (1, {})]
     base = {"micro_batch_size": 1, "train_iters": 90}
-    check_route(training, route, GPTForCausalLM, tmp_path, base)
+    # Mixtures of different sizes have no equivalent in transformers.
+    check_route(training, route, GPTForCausalLM, tmp_path, base, is_exported=False)
 
 
 def _generate(settings: dict[str, Any]) -> list[list[int]]:

@@ -67,6 +67,11 @@ def compare_checksums(saved: Mapping[str, Any], found: Checksums, base: str | No
         )
 
 
+def compute_checksum(weight: Tensor) -> list[Any]:
+    """The checksum of one whole weight."""
+    return [str(weight.dtype).removeprefix("torch."), int(_sum_bits(weight))]
+
+
 def _find_axes(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
     """The mesh axes along which ranks hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):

@@ -58,9 +58,38 @@ def _read_checked_index(folder: Path) -> Index:
     return index
 
 
+class StoredTensors:
+    """The tensors of a folder, to read one by one; the index is read and checked once."""
+
+    def __init__(self, folder: Path) -> None:
+        index = _read_checked_index(folder)
+        self.kinds: dict[str, tuple[torch.Size, torch.dtype]] = {
+            name: (torch.Size(entry.shape), entry.dtype) for name, entry in index.items()
+        }
+        """Name -> shape and data type."""
+        self._reader = _Reader(folder)
+        self._reader.known = to_metadata(index)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, whole, in host memory."""
+        shape, dtype = self.kinds[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        try:
+            with _quiet():
+                load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as reason:
+            raise CheckpointError(
+                f"{self._reader.path} cannot be read: {_get_cause(reason)}"
+            ) from None
+        return tensor
+
+
 class _Reader(FileSystemReader):
+    known: Metadata | None = None
+    """The index, if it was read and checked before."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = to_metadata(_read_checked_index(Path(self.path)))
+        metadata = self.known or to_metadata(_read_checked_index(Path(self.path)))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # Commands with their own flags, and therefore their own help.
 OWN_FLAGS = frozenset(
-    {"preprocess", "data", "launch", "config", "verify", "bench", "runs", "check"}
+    {"preprocess", "data", "launch", "config", "verify", "bench", "runs", "check", "export"}
 )
 # Sub-command -> (module with a `run(argv)`, does it start one process per GPU, what it does)
 COMMANDS: dict[str, tuple[str, bool, str]] = {
@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
     "export": (
         "rapidformer.cli.export",
         False,
-        "write a run's model as one folder, with its adapter merged",
+        "write a checkpoint as a folder that plain transformers loads, and prove it",
     ),
     "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
     "verify": (

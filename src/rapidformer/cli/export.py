@@ -1,33 +1,86 @@
-"""``rapidformer export``: a run's model as one folder, its adapter merged into the weights."""
+"""``rapidformer export CHECKPOINT OUT``: a folder that plain transformers loads, proven."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import parse_arguments
+from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging
 
+_DESCRIPTION = """\
+Write the model of a run as a Hugging Face folder, from a checkpoint of any layout, without having
+all of it in memory. The folder is then loaded in a new process by plain transformers, and its
+logits are compared with the trained model's; it gets its name only if they agree."""
+
 
 def run(argv: list[str]) -> None:
-    """Write the model of ``--load`` to ``--save``."""
-    args = choose_run_model(parse_arguments(argv), "export")
-    if args.load is None and args.is_given("load"):
+    """Export, and say what was proven."""
+    parser = _build_parser()
+    try:
+        args = parser.parse_args([with_dashes(word) for word in argv])
+    except HelpShownError:
+        return
+    checkpoint, out = args.checkpoint or args.load, args.out or args.save
+    if args.load and args.checkpoint and not args.out:  # export --load RUN OUT
+        checkpoint, out = args.load, out or args.checkpoint
+    if not checkpoint or not out:
         raise ConfigurationError(
-            f"--load {args.pretrained_model_name_or_path}: no such folder. export takes a run, an "
-            "adapter or a model on this machine."
+            "export needs what to export and where to: rapidformer export CHECKPOINT OUT (or "
+            "--load and --save)."
         )
-    missing = [flag for flag in ("load", "save") if getattr(args, flag) is None]
-    if missing:
-        raise ConfigurationError(
-            f"export needs {' and '.join(f'--{flag}' for flag in missing)}: --load names a run, an "
-            "adapter or a model, --save the folder to write."
-        )
-    target = Path(args.save or "").expanduser()
-    if target.exists():
-        raise ConfigurationError(f"--save {target} exists already: choose another folder.")
     configure_logging(args.log_level)
-    from rapidformer.checkpoint.merged_export import export_merged
+    from rapidformer.checkpoint.exporting.export import export
 
-    export_merged(args, target)
+    export(
+        checkpoint,
+        out,
+        dtype=args.dtype,
+        max_shard_size=args.max_shard_size,
+        merge=args.merge,
+        verify=args.verify,
+        allow_unchanged=args.allow_unchanged,
+        base=args.base,
+    )
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(prog="rapidformer export", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="a run (its best model, or the last, or the newest checkpoint), a checkpoint, a model "
+        "or an adapter; --load is the same",
+    )
+    parser.add_argument(
+        "out", nargs="?", metavar="OUT", help="the folder to write; --save is the same"
+    )
+    parser.add_argument("--load", help="CHECKPOINT")
+    parser.add_argument("--save", help="OUT")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as the weights were saved"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
+    )
+    _add_switch(
+        parser, "merge", "merge an adapter into the weights (--no-merge: the adapter alone)"
+    )
+    _add_switch(parser, "verify", "prove the export in a new process (--no-verify: do not)")
+    parser.add_argument(
+        "--allow-unchanged",
+        action="store_true",
+        help="export a model although all of its weights are those of the base model",
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="the model that training started from, if it has moved"
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+    return parser
+
+
+def _add_switch(parser: CommandParser, name: str, text: str) -> None:
+    from argparse import BooleanOptionalAction
+
+    parser.add_argument(f"--{name}", action=BooleanOptionalAction, default=True, help=text)

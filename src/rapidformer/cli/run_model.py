@@ -73,7 +73,7 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
             f"--load {args.load} has no model (no config.json, best, last or iter_… folder): give "
             "the folder of a run, or one of its models or checkpoints."
         )
-    _check_has_description(checkpoint, command)
+    _check_has_description(checkpoint)
     return args.replace(f"the checkpoint {checkpoint}", load=str(checkpoint / DESCRIPTION))
 
 
@@ -94,11 +94,9 @@ def _find_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.name, default=None)
 
 
-def _check_has_description(checkpoint: Path, command: str) -> None:
+def _check_has_description(checkpoint: Path) -> None:
     """Refuse a checkpoint from which the model cannot be built."""
-    if command == "export":
-        problem = "export needs best or last, or a model folder"
-    elif "base" in json.loads((checkpoint / "run.json").read_text(encoding="utf-8")):
+    if "base" in json.loads((checkpoint / "run.json").read_text(encoding="utf-8")):
         problem = "it holds an adapter's state without the model under it; give best or last"
     elif not (checkpoint / DESCRIPTION / "config.json").is_file():
         problem = "it does not describe its model, as checkpoints of a task's run do"

@@ -104,6 +104,42 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     return get_inner(adapted)
 
 
+def wrap(
+    model: nn.Module, folder: str | Path, name: str, weights: dict[str, Tensor] | None
+) -> nn.Module:
+    """The model inside peft's own class, with the adapter that a folder describes.
+
+    ``weights`` are those of the adapter's file; without them it is left as peft initialises it.
+    """
+    from peft import (
+        PeftConfig,
+        get_peft_model,
+        get_peft_model_state_dict,
+        set_peft_model_state_dict,
+    )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode = False
+            adapted: nn.Module = get_peft_model(model, config, name)  # type: ignore[arg-type]
+            if weights is not None:
+                needed = get_peft_model_state_dict(
+                    adapted, adapter_name=name, save_embedding_layers=False
+                )
+                set_peft_model_state_dict(adapted, weights, name)
+        except (ValueError, RuntimeError, OSError, KeyError, TypeError) as reason:
+            text = " ".join(str(reason).split())[:300]
+            raise ModelError(
+                f"The adapter {folder} does not fit {type(model).__name__}: {text}"
+            ) from None
+    missing = sorted(set(needed) - set(weights)) if weights is not None else []
+    if missing:
+        raise ModelError(f"The adapter {folder} is incomplete: it lacks {', '.join(missing[:3])}.")
+    return adapted
+
+
 def replace_adapter(model: nn.Module, folder: str | Path) -> None:
     """Give the adapter of a model the weights of a folder; one without an adapter gets one."""
     inner = get_inner(model)

@@ -90,12 +90,15 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
         )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a local folder has a file of a tokenizer."""
+    return any(part in name for name in list_names(folder) for part in _TOKENIZER_PARTS)
+
+
 def check_has_tokenizer(location: str) -> None:
     """transformers makes an empty tokenizer for a folder without one, which knows no words."""
     path = Path(location)
-    if path.is_dir() and not any(
-        part in name for name in list_names(path) for part in _TOKENIZER_PARTS
-    ):
+    if path.is_dir() and not has_tokenizer(path):
         raise ModelError(
             f"The folder {location} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
             f"{_list_folder(path)}. Save the tokenizer into it, or give --tokenizer-type and "

@@ -27,11 +27,7 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
     """
     from peft import get_peft_model
 
-    if adapter.is_prompt:
-        raise ModelError(
-            f"{adapter.config.peft_type.value} prepends learned tokens and cannot be merged into "
-            "the model's weights: export the adapter (merge=False)."
-        )
+    check_mergeable(adapter)
     if not hasattr(model, "config"):
         raise ModelError(
             f"{type(model).__name__} has no config to build a second one from, so its adapters "
@@ -48,6 +44,15 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
     _refuse_random(adapter, fresh & {n.replace(".base_layer.", ".") for n in result.missing_keys})
     inner.tie_weights()
     return merge(adapted)
+
+
+def check_mergeable(adapter: Adapter | None) -> None:
+    """Refuse learned tokens: no weights under them could take them in."""
+    if adapter is not None and adapter.is_prompt:
+        raise ModelError(
+            f"{adapter.config.peft_type.value} prepends learned tokens and cannot be merged into "
+            "the model's weights: export the adapter alone (--no-merge, or merge=False)."
+        )
 
 
 def _build_base(model: Any, adapter: Adapter) -> tuple[nn.Module, set[str]]:

@@ -8,9 +8,12 @@ because the mapped pages of an open file count as this process's memory.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +126,19 @@ class _RecordedSlice:
             raise RecordingError(f"{self._key} in {self._path} holds {self._dtype_name}")
         source = FileTensor(self._path, self._key, dtype)
         return self._recording.add_source(source, self._shape, dtype)[index]
+
+
+def list_file_dtypes(folder: Path) -> Counter[torch.dtype]:
+    """How many floating-point numbers of each type the safetensors files of a folder hold."""
+    counts: Counter[torch.dtype] = Counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with _open(str(path)) as file:
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
+                part = file.get_slice(key)
+                dtype = _DTYPES.get(str(part.get_dtype()))
+                if dtype is not None and dtype.is_floating_point:
+                    counts[dtype] += prod(part.get_shape())
+    return counts
 
 
 def _open(path: str) -> Any:

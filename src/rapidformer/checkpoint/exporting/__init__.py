@@ -1,0 +1,1 @@
+"""``rapidformer export``: a checkpoint of any layout as a folder that plain transformers loads."""

@@ -1,0 +1,82 @@
+"""Load an exported folder with plain transformers and peft, and compute its outputs.
+
+Run as a script, by its path, in a new process: it must not import this library, so that what it
+proves does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Rows = list[dict[str, Tensor]]
+
+
+def compute_outputs(model: Any, rows: Rows) -> dict[str, Tensor]:
+    """The logits of each row, in fp32; hidden states of a model without a head."""
+    outputs: dict[str, Tensor] = {}
+    for number, row in enumerate(rows):
+        with torch.no_grad():
+            found = dict(model(**row).items())
+        names = [name for name in found if "logits" in name] or ["last_hidden_state"]
+        for name in names:
+            outputs[f"{number}.{name}"] = found[name].float().contiguous()
+    return outputs
+
+
+def save_rows(rows: Rows, file: Path) -> None:
+    """Write the inputs where the process finds them."""
+    named = {f"{i}.{name}": tensor for i, row in enumerate(rows) for name, tensor in row.items()}
+    save_file(named, file)
+
+
+def load_rows(file: Path) -> Rows:
+    """The inputs that ``save_rows`` wrote."""
+    rows: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in load_file(file).items():
+        number, _, name = key.partition(".")
+        rows.setdefault(int(number), {})[name] = tensor
+    return [rows[number] for number in sorted(rows)]
+
+
+def load_model(folder: Path) -> Any:
+    """The exported model, or its base with the exported adapter."""
+    import transformers
+
+    adapter, location = folder / "adapter_config.json", str(folder)
+    if adapter.is_file():
+        location = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+    model, report = model_class.from_pretrained(
+        location,
+        config=config,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=adapter.is_file(),
+        output_loading_info=True,
+    )
+    if adapter.is_file():
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems:
+        sys.exit(f"the files do not fit the model: {json.dumps(problems)[:500]}")
+    return model.eval()
+
+
+def main(folder: str, inputs: str, outputs: str) -> None:
+    model = load_model(Path(folder))
+    save_file(compute_outputs(model, load_rows(Path(inputs))), outputs)
+    if "rapidformer" in sys.modules:
+        sys.exit("rapidformer was imported, so this proves nothing about plain transformers")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""What ``rapidformer export`` was given: a run, one of its checkpoints, a model or an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rapidformer.checkpoint.checking import choose_complete
+from rapidformer.checkpoint.description import ADAPTER, read_origin
+from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.checkpoint.run_file import read_run
+from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
+from rapidformer.models.adapter_folder import is_adapter_folder, read_base
+from rapidformer.models.location import DESCRIPTION, is_checkpoint_model, is_model_folder
+
+_ARGUMENTS_FILE = "arguments.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the trained weights are, and what is known about them."""
+
+    folder: Path
+    """A checkpoint, or a folder with a model or an adapter."""
+    description: Path
+    """The folder with the configuration and the tokenizer."""
+    adapter: Path | None
+    """The folder with the configuration of the adapter, if there is one."""
+    base: str | None
+    """The model under the adapter, if its weights are not in ``folder``."""
+    start: str | None
+    """The model that training started from, if it is known."""
+    run: dict[str, Any] | None
+    """A checkpoint's ``run.json``."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.run is not None
+
+    def describe(self) -> str:
+        """The folder, and the step of a checkpoint."""
+        return f"{self.folder}" + (f" (step {self.run['step']})" if self.run else "")
+
+
+def find_source(given: str | Path, base: str | None = None) -> Source:
+    """Of a run, the best model, otherwise the last, otherwise the newest checkpoint.
+
+    ``base`` replaces the model that an adapter names, or that training started from.
+    """
+    folder = Path(given).expanduser()
+    if is_checkpoint_model(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{given}: no such folder. export takes a run, a checkpoint, an adapter or a model on "
+            "this machine."
+        )
+    for candidate in (folder, folder / "best", folder / "last"):
+        if is_model_folder(candidate):
+            return _describe_folder(candidate, base)
+    if find_checkpoint(folder) is None:
+        raise ModelError(
+            f"{given} has no model (no config.json, best, last or iter_… folder): give the folder "
+            "of a run, or one of its models or checkpoints."
+        )
+    return _describe_checkpoint(choose_complete(folder), base)
+
+
+def _describe_folder(folder: Path, base: str | None) -> Source:
+    is_adapter = is_adapter_folder(folder)
+    under = (base or read_base(folder)) if is_adapter else None
+    return Source(
+        folder=folder,
+        description=folder,
+        adapter=folder if is_adapter else None,
+        base=under,
+        start=under or base or _find_start(folder),
+        run=None,
+    )
+
+
+def _describe_checkpoint(folder: Path, base: str | None) -> Source:
+    run, description = read_run(folder), folder / DESCRIPTION
+    if not (description / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} does not describe its model, since that is not a model of transformers: "
+            "load the checkpoint in the script that trained it, and call engine.export."
+        )
+    has_adapter = (description / ADAPTER).is_dir()
+    if "base" in run and not has_adapter:
+        raise CheckpointError(
+            f"{folder} holds an adapter but not its configuration: export best or last of the run."
+        )
+    under = (base or read_origin(description) or run["base"].get("name")) if "base" in run else None
+    return Source(
+        folder=folder,
+        description=description,
+        adapter=description / ADAPTER if has_adapter else None,
+        base=under,
+        start=under or base or read_origin(description) or _find_start(folder),
+        run=run,
+    )
+
+
+def _find_start(folder: Path) -> str | None:
+    """The starting model that the run's folder knows, absolute or as it was given."""
+    for place in (folder.parent, folder):
+        checkpoint = find_checkpoint(place) if place.is_dir() else None
+        known = read_origin(checkpoint / DESCRIPTION) if checkpoint else None
+        known = known or _read_arguments(place / _ARGUMENTS_FILE)
+        if known:
+            return known
+    return None
+
+
+def _read_arguments(file: Path) -> str | None:
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(content, dict) or content.get("from_scratch"):
+        return None
+    start = content.get("pretrained_model_name_or_path")
+    return str(start) if start else None
