@@ -19,7 +19,7 @@ from transformers import (
 
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.unpad import switch
+from rapidformer.accel.unpad import reading, switch
 from rapidformer.accel.unpad.switch import apply_unpadding, find_rows
 from rapidformer.models.plan import find_plan, shifts_labels
 from rapidformer.overlay import get_fact
@@ -241,8 +241,48 @@ def test_it_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(AutoModelForMaskedLM, "bert").train()
     RapidformerEngine(args={"lr": 0.1, "log_level": "error"}).compose(model)
     used.clear()
-    model(**make_batch(model))
+    model(**make_batch(model)).loss.backward()
+    assert not used, "the first batch shows that the loss ignores padding"
+    model(**make_batch(model)).loss.backward()
     assert used[0].lengths == [11, 3, 6, 1]
+    with torch.no_grad():
+        model(**make_batch(model))
+    assert len(used) == 1, "whoever reads these logits leaves no trace"
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_loss_of_the_user_that_reads_padding_is_noticed(
+    is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reading, "warn_once", lambda text, **_: said.append(text))
+    model, reference = (build(AutoModelForMaskedLM, "bert") for _ in range(2))
+    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
+    batch = make_batch(model)
+    for _ in range(2):
+        found = []
+        for each in (model, reference):
+            each.zero_grad()
+            values = each(**batch).logits.pow(2).mean(-1)
+            (values * batch["attention_mask"] if is_masked else values).sum().backward()
+            found.append(each.bert.embeddings.word_embeddings.weight.grad.clone())
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert ["the loss depends on what the model returns for padding" in text for text in said] == (
+        [] if is_masked else [True]
+    )
+    shapes: list[Any] = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
+    model(**batch)
+    assert shapes == [(1, 21) if is_masked else (4, 11)]
+
+
+def test_a_label_for_each_row_needs_no_look_at_the_loss() -> None:
+    model = build(AutoModelForSequenceClassification, "bert")
+    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
+    shapes: list[Any] = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
+    model(**make_batch(model, "rows"))
+    assert shapes == [(1, 21)]
 
 
 def _nothing() -> Any:

@@ -19,6 +19,7 @@ from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.unpad.attention import register, use_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.reading import PaddingReader, observe_output
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.watched import find_asked, find_watched, list_inner_modules
 from rapidformer.compat.torch_modules import uncompiled
@@ -40,6 +41,7 @@ def apply(assembly: Assembly) -> str | None:
         assembly.plan,
         assembly.precision.dtype,
         is_compiled=assembly.args.compile,
+        is_asked=is_asked,
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -69,11 +71,13 @@ def apply_unpadding(
     dtype: torch.dtype | None = None,
     *,
     is_compiled: bool = False,
+    is_asked: bool = True,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
     ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few.
+    number of tokens is rounded up to one of a few. Unless the user has asked for it, a loss must
+    first be seen to ignore padding.
     """
     problem = _find_problem(model, plan)
     if problem is not None:
@@ -95,7 +99,8 @@ def apply_unpadding(
             set_attention(config, "sdpa")
         return f"{type(model).__name__} is not the same without padding ({difference})"
     inside = list_inner_modules(model, plan.blocks)
-    build = functools.partial(_build_model, inside=inside, rounds_up=is_compiled)
+    reader = PaddingReader(is_trusted=is_asked)
+    build = functools.partial(_build_model, inside=inside, rounds_up=is_compiled, reader=reader)
     extend(model, "unpad", build)
     return None
 
@@ -148,8 +153,12 @@ def _build_block(cls: Any) -> dict[str, Any]:
 
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
+    is_last = get_fact(self, _Place).is_last
     if mask is None:
-        return cls.__call__(self, *args, **kwargs)
+        output = cls.__call__(self, *args, **kwargs)
+        if is_last:
+            observe_output(output[0] if isinstance(output, tuple) else output)
+        return output
     rows = mask.rows
     hidden = args[0] if args else kwargs["hidden_states"]
 
@@ -163,7 +172,7 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     given = [convert(value) for value in args]
     named = {name: convert(value) for name, value in kwargs.items()}
     output = cls.__call__(self, *given, **named)
-    if not get_fact(self, _Place).is_last:
+    if not is_last:
         return output
     if isinstance(output, tuple):
         return (rows.unpack(output[0]), *output[1:])
@@ -173,13 +182,18 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _build_model(cls: Any, inside: dict[str, nn.Module], rounds_up: bool) -> dict[str, Any]:
+def _build_model(
+    cls: Any, inside: dict[str, nn.Module], rounds_up: bool, reader: PaddingReader
+) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A user's hook on a block must see what it would see without the switch.
         rows = None if find_watched(inside) else find_rows(self, kwargs, rounds_up=rounds_up)
         if rows is None:
             return cls.forward(self, *args, **kwargs)
-        with use_rows(rows):
+        # With a label for each row, there are no logits for padding.
+        is_by_row = kwargs["labels"].shape != rows.shape
+        way = use_rows if is_by_row or reader.ignores_padding else reader.observe
+        with way(rows):
             return cls.forward(self, *args, **kwargs)
 
     # The signature is read to choose a batch's columns.
