@@ -13,24 +13,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.faults.campaign.kills import MOMENTS, run_kills
+from tests.faults.campaign.corruptions import run_corruptions
+from tests.faults.campaign.fuzz import run_fuzz
+from tests.faults.campaign.kills import MOMENTS, Reference, run_kills
 from tests.faults.campaign.table import format_table
 from tests.warm_python import start_warm_python
 
 
 def campaign_kills(options: argparse.Namespace) -> int:
     counts: Counter[tuple[str, str]] = Counter()
-    layouts: dict[str, None] = {}
     with tempfile.TemporaryDirectory() as place, start_warm_python(Path(place)) as python:
         kills = run_kills(
             python, options.folder, runs=options.runs, seed=options.seed, layouts=options.layouts
         )
         for number, kill in enumerate(kills, start=1):
-            layouts[kill.layout] = None
             counts["runs", kill.layout] += 1
             counts["killed", kill.layout] += kill.was_killed
             counts[kill.moment, kill.layout] += kill.was_killed
@@ -38,11 +39,43 @@ def campaign_kills(options: argparse.Namespace) -> int:
             report(
                 number, options.runs, f"{kill.layout}, {kill.moment} {kill.fault}", kill.problems
             )
-    names = ["runs", "killed", *MOMENTS, "failed"]
-    rows = [[layout, *(counts[name, layout] for name in names)] for layout in layouts]
-    rows.append(["all", *(sum(counts[name, layout] for layout in layouts) for name in names)])
-    print(format_table(["layout", *names], rows))
-    return int(rows[-1][-1])
+    return show(counts, "layout", ["runs", "killed", *MOMENTS, "failed"])
+
+
+def campaign_corruptions(options: argparse.Namespace) -> int:
+    counts: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as place, start_warm_python(Path(place)) as python:
+        run = Reference(python, options.folder / "run", "2 processes").run.save
+    found = run_corruptions(run, options.folder, runs=options.runs, seed=options.seed)
+    for number, each in enumerate(found, start=1):
+        counts["runs", each.damage] += 1
+        counts["failed", each.damage] += bool(each.problems)
+        report(number, options.runs, f"{each.damage} of {each.file}", each.problems)
+    return show(counts, "damage", ["runs", "failed"])
+
+
+def campaign_fuzz(options: argparse.Namespace) -> int:
+    counts: Counter[tuple[str, str]] = Counter()
+    for number, each in enumerate(
+        run_fuzz(options.folder, runs=options.runs, seed=options.seed), start=1
+    ):
+        kind = "command lines" if each.file is None else "YAML files"
+        counts["runs", kind] += 1
+        counts["accepted", kind] += each.status == 0
+        counts["refused", kind] += each.status != 0
+        counts["failed", kind] += bool(each.problem)
+        if each.problem:
+            report(number, options.runs, f"{each.words} {each.file or ''}", [each.problem])
+    return show(counts, "input", ["runs", "accepted", "refused", "failed"])
+
+
+def show(counts: Counter[tuple[str, str]], kind: str, names: list[str]) -> int:
+    """Print the table, with a row for each kind; returns the number of failures."""
+    kinds = list(dict.fromkeys(each for _, each in counts))
+    rows: list[list[object]] = [[each, *(counts[name, each] for name in names)] for each in kinds]
+    totals = [sum(counts[name, each] for each in kinds) for name in names]
+    print(format_table([kind, *names], [*rows, ["all", *totals]]))
+    return totals[names.index("failed")]
 
 
 def report(number: int, total: int, what: str, problems: list[str]) -> None:
@@ -51,12 +84,19 @@ def report(number: int, total: int, what: str, problems: list[str]) -> None:
     print(f"{time.strftime('%H:%M:%S')} {number}/{total} {what}: {verdict}", flush=True)
 
 
+CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], int], int]] = {
+    "kills": (campaign_kills, 100),
+    "corruptions": (campaign_corruptions, 200),
+    "fuzz": (campaign_fuzz, 10_000),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("campaign", choices=["kills"])
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("campaign", choices=CAMPAIGNS)
+    parser.add_argument("--runs", type=int, help="faults (default: the campaign's own number)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="*", help="only these (default: all)")
     parser.add_argument(
@@ -65,7 +105,9 @@ def main() -> int:
     options = parser.parse_args()
     options.folder = Path(options.folder or tempfile.mkdtemp(prefix="faults-")).absolute()
     print(f"runs are in {options.folder}", flush=True)
-    failures = {"kills": campaign_kills}[options.campaign](options)
+    campaign, runs = CAMPAIGNS[options.campaign]
+    options.runs = options.runs or runs
+    failures = campaign(options)
     print(f"{failures} failed" if failures else "nothing failed")
     return 1 if failures else 0
 

@@ -100,3 +100,10 @@ def test_home_is_expanded_in_yaml_as_in_a_shell(tmp_path: Path) -> None:
     assert args.data_path == [str(home / "a"), str(home / "b")]
     assert args.log_dir == str(home / "logs")
     assert parse_arguments(["--source-prefix", "~ "]).source_prefix == "~ "
+
+
+def test_a_whole_number_too_large_for_a_fraction(tmp_path: Path) -> None:
+    """YAML has whole numbers of any size; turning this one into a float was a traceback."""
+    (tmp_path / "c.yaml").write_text("lr: 1" + "0" * 400)
+    with pytest.raises(ConfigurationError, match=r"lr.* needs a number that fits into 64 bits"):
+        parse_arguments(["--config", str(tmp_path / "c.yaml")])

@@ -71,7 +71,8 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_one_of_several_processes_leaves_signals_to_the_launcher() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+def test_one_of_several_ranks_leaves_ctrl_c_to_the_launcher() -> None:
+    before = signal.getsignal(signal.SIGINT)
     with StopSignals(print, saves=True, is_alone=False):
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -64,8 +64,12 @@ def build_parser() -> CommandParser:
 
 def _choose(path: Path) -> list[Path]:
     """The folders to check under a path."""
-    if not path.is_dir():
-        reason = "is not a folder" if path.exists() else "does not exist"
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{str(path)[:200]}: {error.strerror}.") from None
+    if not is_folder:
+        reason = "is not a folder" if is_there else "does not exist"
         raise CheckpointError(f"{path} {reason}.{suggest_path(path)}")
     if is_checkpoint(path) or _is_model(path):
         return [path]

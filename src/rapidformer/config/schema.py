@@ -151,6 +151,8 @@ def _to_float(value: Any) -> float:
         if isinstance(value, bool):
             raise ValueError
         return float(value)
+    except OverflowError:
+        raise ValueError("needs a number that fits into 64 bits") from None
     except (TypeError, ValueError):
         raise ValueError(f"needs a number, got {value!r}") from None
 

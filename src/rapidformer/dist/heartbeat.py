@@ -21,6 +21,8 @@ _SIZE = 128
 class _Heartbeat:
     def __init__(self) -> None:
         self.page: mmap.mmap | None = None
+        self.saving: Path | None = None
+        """Exists while a signal makes this process save."""
         self.count = 0
         self.step = 0
         self.phase = "start"
@@ -38,6 +40,7 @@ def start_heartbeat(rank: int) -> None:
     if path.is_file() and path.stat().st_size == _SIZE:
         with path.open("r+b") as file:
             _own.page = mmap.mmap(file.fileno(), _SIZE)
+        _own.saving = Path(folder) / f"saving_{rank}"
 
 
 def beat(phase: str, step: int | None = None) -> None:
@@ -52,6 +55,16 @@ def beat(phase: str, step: int | None = None) -> None:
     # The count is at both ends, so that a reader can detect a concurrent write.
     line = f"{_own.count} {_own.step} {phase} {time.monotonic():.3f} {_own.count}"
     page[:-1] = line.ljust(_SIZE - 1).encode("ascii")
+
+
+def announce_saving(*, is_ready: bool) -> None:
+    """Tell the launcher whether a signal makes this process save; otherwise it ends it at once."""
+    if _own.saving is None:
+        return
+    if is_ready:
+        _own.saving.touch()
+    else:
+        _own.saving.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 from rapidformer.compat.torch_elastic import RunResult, WorkerAgent, WorkerGroup, WorkerSpec
 from rapidformer.launch.failures import Failure, choose_first, read_report
 from rapidformer.launch.logs import RankLogs
+from rapidformer.launch.preemption import Preemption
 from rapidformer.launch.rendezvous import Rounds
 from rapidformer.launch.watch import Watch
 
@@ -34,9 +35,11 @@ class Agent(WorkerAgent):
         rounds: Rounds,
         logs: RankLogs,
         watch: Watch,
+        preemption: Preemption,
         say: Callable[[str], None],
     ) -> None:
         super().__init__(spec, logs)
+        self._preemption = preemption
         self._rounds = rounds
         self._logs = logs
         self._watch = watch
@@ -56,6 +59,7 @@ class Agent(WorkerAgent):
 
     def after_start(self, process_ids: dict[int, int]) -> None:
         self._watch.begin_round(self._rounds.round, process_ids)
+        self._preemption.begin_round(process_ids)
 
     def change_local_rank(self, local_rank: int) -> int:
         return local_rank + self._rounds.plan.local_rank_offset
@@ -64,7 +68,8 @@ class Agent(WorkerAgent):
         if result.is_failed():
             self.failure = choose_first(self._read_failures(result))
             self._rounds.publish_failure(self.failure)
-            if self._rounds.find_first_failure(self.failure).is_mistake:
+            is_mistake = self._rounds.find_first_failure(self.failure).is_mistake
+            if is_mistake or self._preemption.caught is not None:
                 self.set_remaining_restarts(0)
 
     def _read_failures(self, result: RunResult) -> Iterator[Failure]:
@@ -103,7 +108,7 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {name: signal.signal(name, signal.SIG_IGN) for name in names}
     try:
         yield

@@ -23,7 +23,8 @@ from rapidformer.launch.environment import LaunchPlan
 from rapidformer.launch.failures import QUIET_VARIABLE, WorkerError
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (*_ENDINGS, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
@@ -72,7 +73,7 @@ def launch(
         except SignalException as caught:
             message, code = f"stopped by signal {caught.sigval.name}.", 128 + caught.sigval
             is_training = argv[:1] not in (["predict"], ["evaluate"])
-            if is_training and plan.nodes == 1 and caught.sigval in (signal.SIGINT, signal.SIGTERM):
+            if is_training and plan.nodes == 1 and caught.sigval in _ENDINGS:
                 message += (
                     " All processes were ended; what came after the last checkpoint is lost. "
                     "--load RUN goes on from it."
@@ -97,6 +98,7 @@ def _run_agent(
 
     from rapidformer.launch.agent import Agent
     from rapidformer.launch.logs import RankLogs
+    from rapidformer.launch.preemption import Preemption
     from rapidformer.launch.watch import Watch
 
     _silence_torch()
@@ -117,7 +119,8 @@ def _run_agent(
         max_restarts=settings.max_restarts,
         monitor_interval=0.1,
     )
-    agent = Agent(spec, rounds=rounds, logs=logs, watch=watch, say=say)
+    preemption = Preemption(scratch, say)
+    agent = Agent(spec, rounds=rounds, logs=logs, watch=watch, preemption=preemption, say=say)
     watch.start()
     try:
         result = agent.run()
@@ -126,6 +129,9 @@ def _run_agent(
     if result.is_failed():
         assert agent.failure is not None
         first = rounds.find_first_failure(agent.failure)
+        if preemption.caught is not None and preemption.is_outcome(first.status):
+            name, code = preemption.caught.name, 128 + preemption.caught
+            raise WorkerError(f"stopped by signal {name}. --resume auto continues the run.", code)
         message = first.describe()
         if first.is_consequence and watch.stall:
             message += f"\nBefore that, the run had stalled: {watch.stall}."

@@ -28,6 +28,11 @@ def get_stack_path(folder: Path, rank: int) -> Path:
     return folder / f"stack_{rank}"
 
 
+def get_saving_path(folder: Path, rank: int) -> Path:
+    """Exists while a signal makes this rank save; rapidformer.dist.heartbeat creates it."""
+    return folder / f"saving_{rank}"
+
+
 def attach_to_launcher() -> None:
     """Does nothing under other launchers, or without one."""
     name = os.environ.get(HEARTBEAT_VARIABLE)

@@ -123,7 +123,10 @@ class TrainingLoop:
         self._attempts = self.step
         self._step_before = self.step
         self._signals = StopSignals(
-            reporter.say, saves=bool(self.args.save), is_alone=self.args.world_size == 1
+            reporter.say,
+            saves=bool(self.args.save),
+            is_alone=self.args.world_size == 1,
+            device=engine.device,
         )
         self._garbage = GarbageCollection()
         self.lr = 0.0
@@ -172,7 +175,7 @@ class TrainingLoop:
             with self._signals, self._garbage:
                 while not self._is_over():
                     self._run_epoch()
-            if self._signals.caught is not None:
+            if self._signals.is_agreed:
                 self._stop()
             self._finish()
             self._notify("on_train_end")
@@ -232,6 +235,7 @@ class TrainingLoop:
         self._attempts += 1
         self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
         self._bad_batches.see(update)
+        self._signals.look(self._attempts)
         if not self._bad_batches.is_late or self._is_anything_due():
             self._settle()
         self._plan_end_of_step()
@@ -243,7 +247,7 @@ class TrainingLoop:
         timetable, step = self.timetable, self.step
         return (
             self._is_over()
-            or self._signals.caught is not None
+            or self._signals.is_agreed
             or timetable.is_log_due(self._attempts, step)
             or timetable.is_evaluation_due(step)
             or timetable.is_save_due(step)
@@ -340,7 +344,7 @@ class TrainingLoop:
 
     def _check_exit(self) -> None:
         args, control = self.args, self.control
-        control.should_training_stop |= self._signals.caught is not None
+        control.should_training_stop |= self._signals.is_agreed
         if args.exit_interval and self.step % args.exit_interval == 0:
             control.should_training_stop = True
         if args.exit_duration_in_mins is not None and (

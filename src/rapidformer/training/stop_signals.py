@@ -1,9 +1,7 @@
-"""Ctrl-C and SIGTERM during training: finish the update, save, and exit. A second one exits at
-once.
+"""SIGTERM, SIGUSR1 and Ctrl-C during training: finish the step, save, and exit.
 
-Only with a single rank. Several ranks must stop at the same update, which signals that reach them
-one by one cannot ensure: there the launcher stops all of them, and the run resumes from a
-checkpoint.
+A second signal ends the process at once. Several ranks agree on the step at which they stop; there
+Ctrl-C is left to the launcher, which ends all of them.
 """
 
 from __future__ import annotations
@@ -14,23 +12,41 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+import torch
+
+from rapidformer.dist.heartbeat import announce_saving
+from rapidformer.dist.stop_vote import StopVote
+
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+_OF_SEVERAL_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
     """Catches the first signal and stores it in ``caught``."""
 
-    def __init__(self, say: Callable[[str], None], *, saves: bool, is_alone: bool) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        saves: bool,
+        is_alone: bool,
+        device: torch.device | None = None,
+    ) -> None:
         self.caught: signal.Signals | None = None
+        self.is_agreed = False
+        """Whether all ranks stop after the current step."""
         self._say = say
         self._saves = saves
+        self._numbers = tuple(_NAMES) if is_alone else _OF_SEVERAL_RANKS
+        self._vote = StopVote(device or torch.device("cpu"))
         # Python lets only the main thread set handlers.
-        self._is_active = is_alone and threading.current_thread() is threading.main_thread()
+        self._is_active = threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if self._is_active:
-            self._before = {number: signal.signal(number, self._catch) for number in _NAMES}
+            self._before = {number: signal.signal(number, self._catch) for number in self._numbers}
+            announce_saving(is_ready=True)
         return self
 
     def __exit__(
@@ -39,17 +55,23 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        announce_saving(is_ready=False)
         self._put_back()
 
     @property
     def name(self) -> str:
         return _NAMES[self.caught] if self.caught is not None else ""
 
+    def look(self, step: int) -> None:
+        """Find out whether to stop after this step; every rank must call it after each step."""
+        if self.caught is not None and not self.is_agreed:
+            self.is_agreed = self._vote.is_over(step)
+
     def leave(self) -> NoReturn:
-        """Exit as the signal asked, with the exit status that a shell expects."""
-        if self.caught == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt("reported")
+        """Exit with 128 + the signal, as a shell expects: schedulers take it for a preemption."""
+        if self.caught is None or self.caught == signal.SIGINT:
+            raise KeyboardInterrupt("reported")
+        raise SystemExit(128 + self.caught)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught = signal.Signals(number)

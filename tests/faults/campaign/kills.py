@@ -77,11 +77,12 @@ def kill_once(reference: Reference, folder: Path, moment: str, dice: random.Rand
         kill = Kill(layout, moment, {"after": dice.uniform(0, reference.seconds)})
         process = run.start()
         time.sleep(kill.fault["after"])
-        process.kill()
+        run.kill()
     else:
         kill = Kill(layout, moment, reference.choose_fault(moment, dice))
         process = run.start(kill.fault)
     kill.was_killed = run.finish(process).status != 0
+    run.wait_for_ranks()
     kill.problems += [f"after the kill: {text}" for text in run.find_unreadable()]
     outcome = run.finish(run.start())
     if outcome.status != 0:

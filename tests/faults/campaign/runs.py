@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from rapidformer.checkpoint.checking import check_checkpoint
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.errors import CheckpointError
-from tests.processes import PATIENCE
+from tests.processes import PATIENCE, is_alive, wait_until
 
 VICTIM = Path(__file__).with_name("victim.py")
 ROOT = Path(__file__).parents[3]
@@ -56,11 +58,12 @@ class Run:
     def save(self) -> Path:
         return self.folder / "run"
 
-    def start(self, fault: dict[str, Any] | None = None) -> subprocess.Popen[str]:
+    def start(self, fault: dict[str, Any] | None = None, **variables: str) -> subprocess.Popen[str]:
         """The victim, started; ``fault`` says where it dies by itself."""
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         variables = {
             **os.environ,
+            **variables,
             "TRACE": str(self.folder / "trace"),
             "FAULT": json.dumps(fault or {}),
             "ATTEMPT": str(len(self.attempts)),
@@ -84,6 +87,17 @@ class Run:
         outcome = Outcome(process.returncode, output)
         self.attempts.append(outcome)
         return outcome
+
+    def kill(self) -> None:
+        """Everything that the run has started, as when a machine loses its power."""
+        for pid in find_processes(self.folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait_for_ranks(self) -> None:
+        """Until every rank is gone: the kernel takes its time, and a live one has the folder."""
+        texts = [path.read_text() for path in (self.folder / "trace").glob("pid_*")]
+        wait_until(lambda: not any(is_alive(int(text)) for text in texts if text))
 
     # ---- what is there afterwards ----------------------------------------------------------------
 

@@ -5,6 +5,8 @@ Every forward pass leaves a line in ``$TRACE/rank_N.jsonl``: attempt, step, samp
 the fifth forward pass of training, ``evaluate`` at one of an evaluation, and ``open``, ``mkdir``,
 ``rename`` and ``remove`` at that event in the run's folder. ``rank`` is who counts; with ``all``
 it takes the other ranks with it.
+
+With ``$WAIT_FOR`` (``SIGTERM``, say), the fifth forward pass waits until that signal was caught.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,8 @@ class Death:
 
 
 class Victim(Finetuner):
+    passes = 0
+
     def __init__(self, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         rank, trace = engine.args.rank, Path(os.environ["TRACE"])
@@ -90,6 +95,9 @@ class Victim(Finetuner):
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
         self.death.meet("forward")
+        self.passes += 1
+        if "WAIT_FOR" in os.environ and self.passes == 5:
+            self._wait_for(getattr(signal, os.environ["WAIT_FOR"]))
         loss = model(**batch).loss
         line = {
             "attempt": os.environ.get("ATTEMPT", "0"),
@@ -99,6 +107,13 @@ class Victim(Finetuner):
         }
         os.write(self._trace, (json.dumps(line) + "\n").encode())
         return loss
+
+    def _wait_for(self, number: signal.Signals) -> None:
+        handler = signal.getsignal(number)
+        self.counts.with_name(f"waiting_{self.args.rank}").touch()
+        # The first signal puts the handler back that was there before the loop.
+        while signal.getsignal(number) is handler or signal.getsignal(number) == handler:
+            time.sleep(0.01)
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
         losses = []

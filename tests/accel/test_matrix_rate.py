@@ -1,0 +1,15 @@
+"""Measuring the device leaves no trace in the run."""
+
+from __future__ import annotations
+
+import torch
+
+from rapidformer.accel.matrix_rate import measure_matrix_rate
+
+
+def test_measuring_draws_nothing_from_the_runs_random_numbers() -> None:
+    """It did: a resumed run drew other dropout masks than the uninterrupted one."""
+    measure_matrix_rate.cache_clear()
+    before = torch.get_rng_state()
+    assert measure_matrix_rate(torch.device("cpu"), torch.float32) > 0
+    assert torch.equal(torch.get_rng_state(), before)
