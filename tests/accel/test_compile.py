@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,12 +158,15 @@ def test_generation_runs_uncompiled_and_leaves_the_graphs_of_training() -> None:
     assert compiled.graphs == 0
 
 
-def test_names_and_classes_stay() -> None:
+def test_names_and_classes_stay_and_the_model_can_be_pickled() -> None:
     model = make("bert")
     names, cls = list(model.state_dict()), type(model)
     compile_blocks(model)
     assert list(model.state_dict()) == names
     assert type(model) is cls
+    copied = pickle.loads(pickle.dumps(model))
+    assert list(copied.state_dict()) == names
+    assert get_fact(copied, CompiledBlocks).graphs == 0
 
 
 def test_nothing_but_the_blocks_is_compiled() -> None:

@@ -54,9 +54,9 @@ class CompiledBlocks:
         self._functions: dict[Hashable, _Compiled] = {}
         self._started_at = get_compile_seconds()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledBlocks:
-        # A copied model (a teacher, an average) may share the compiled functions.
-        return self
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch leaves compiled calls out of a model's copy or pickle, so it has compiled nothing.
+        return CompiledBlocks, (self._backend,)
 
     def add(self, block: nn.Module) -> None:
         """Compile this block when it is called."""
