@@ -11,6 +11,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
 from rapidformer.checkpoint.hashing import Digest, HashedFile
 from rapidformer.checkpoint.pieces import Piece, WrittenPiece, finish_tensors, write_pieces
@@ -48,6 +49,8 @@ class Save:
     after_publishing: Callable[[], None] = _do_nothing
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     """Ends the writing early, as a failure."""
+    is_behind: bool = False
+    """Whether training continued while it was written."""
     write_seconds: float = 0.0
 
     @property
@@ -103,6 +106,7 @@ class Save:
         replace_text(self.folder / TRACKER, str(self.step))
         self._drop_old()
         self.after_publishing()
+        warn_if_full(self.folder, self.total_bytes)
 
     def _drop_old(self) -> None:
         # The one just saved is the newest, even if a run that went back has later steps there.

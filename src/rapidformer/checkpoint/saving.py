@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rapidformer.checkpoint.description import describe_model
+from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import Checksums, compute_checksums, list_frozen
 from rapidformer.checkpoint.pieces import (
@@ -76,6 +77,7 @@ def prepare_save(
     if with_random_states:
         save.files[get_random_file(get_rank())] = _to_text(get_random_states(state.device))
     if get_rank() == 0:
+        warn_if_full(folder, save.total_bytes)
         run = _describe_run(state, groups, extra) | {"tied": ties}
         if checksums is not None:
             run["base"] = {"name": state.base, "checksums": checksums}

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
+from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
@@ -30,7 +31,8 @@ from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.run_file import blaming
-from rapidformer.checkpoint.saving import save_checkpoint
+from rapidformer.checkpoint.save import Save
+from rapidformer.checkpoint.saving import prepare_save
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
@@ -40,8 +42,8 @@ from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.facts import describe_facts, find_differences
 from rapidformer.engine.predicting import PredictingRun
 from rapidformer.engine.run import Arguments
-from rapidformer.errors import CheckpointError, RapidformerError, TrainingError
-from rapidformer.log import get_logger
+from rapidformer.errors import CheckpointError, RapidformerError, TrainingError, WriteError
+from rapidformer.log import get_logger, warn_once
 
 
 class RapidformerEngine(PredictingRun):
@@ -64,6 +66,9 @@ class RapidformerEngine(PredictingRun):
         """The folder that this run writes to; rank 0 has its lock."""
         self._has_gone_back = True
         """Whether later checkpoints than the loaded one are out of the way."""
+        self._background = BackgroundSave()
+        self._last_save: Save | None = None
+        """Written, but not yet taken by ``take_save``."""
         atexit.register(_close, weakref.ref(self))
 
     def save_checkpoint(
@@ -73,11 +78,14 @@ class RapidformerEngine(PredictingRun):
         *,
         protected: Path | None = None,
         processor: Any = None,
+        wait: bool = True,
     ) -> Path:
         """Save the whole state of training; returns the checkpoint's folder.
 
         ``--save-total-limit`` never removes the checkpoint that is ``protected``. With the
         ``processor`` (the tokenizer), `rapidformer predict` can load the checkpoint by itself.
+        Without ``wait``, it may be written in the background: it is complete when
+        ``wait_for_save`` returns, and a failure is only reported.
         """
         target = folder or self.args.save
         if target is None:
@@ -88,24 +96,94 @@ class RapidformerEngine(PredictingRun):
             raise RapidformerError(
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
+        self.wait_for_save()
+        self._last_save = None
         with in_phase("save"), writing(Path(target)):
             self.hold_folder(Path(target))
             self.abandon_later(Path(target))
             self.parallelized.settle()
-            saved = save_checkpoint(
-                Path(target),
-                self._get_state(),
-                extra or {},
-                keep=self.args.save_total_limit,
-                protected=protected,
-                with_optimizer=self.args.save_optim,
-                with_random_states=self.args.save_rng,
-                processor=processor,
+            try:
+                self._save(Path(target), extra or {}, protected, processor, wait=wait)
+            except WriteError as error:  # the same on every rank
+                if wait:
+                    raise
+                self._report_failed_save(self.clock.updates, error)
+        return Path(target) / f"iter_{self.clock.updates:07d}"
+
+    def _save(
+        self,
+        folder: Path,
+        extra: dict[str, Any],
+        protected: Path | None,
+        processor: Any,
+        *,
+        wait: bool,
+    ) -> None:
+        save = prepare_save(
+            folder,
+            self._get_state(),
+            extra,
+            keep=self.args.save_total_limit,
+            protected=protected,
+            with_optimizer=self.args.save_optim,
+            with_random_states=self.args.save_rng,
+            processor=processor,
+        )
+        if self._held is not None and self._held[1] is not None:
+            save.before_publishing = self._held[1].check
+        save.after_publishing = functools.partial(_claim, folder)
+        if self._writes_behind(save, wait=wait):
+            self._background.start(save)
+        else:
+            save.write()
+            self._last_save = save
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background was not waited for yet; the same on every rank."""
+        return self._background.save is not None
+
+    @property
+    def is_save_written(self) -> bool:
+        """Whether ``wait_for_save`` would return at once on this rank."""
+        return self._background.is_done
+
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is complete; if it could not be written, say so."""
+        save = self._background.save
+        if save is None:
+            return
+        try:
+            with in_phase("save"):
+                self._last_save = self._background.finish()
+        except WriteError as error:
+            if not save.is_cancelled.is_set():
+                self._report_failed_save(save.step, error)
+
+    def take_save(self) -> Save | None:
+        """The last complete checkpoint, once; None if it failed or was taken before."""
+        save, self._last_save = self._last_save, None
+        return save
+
+    def cancel_save(self) -> None:
+        """Give up the checkpoint that is being written; the earlier ones stay."""
+        self._background.cancel()
+
+    def _report_failed_save(self, step: int, error: WriteError) -> None:
+        if self.is_main:
+            get_logger().warning(
+                f"the checkpoint of step {step} was not saved: {error.reason}. Training continues; "
+                "earlier checkpoints are as they were."
             )
-            if self.is_main:
-                drop_abandoned(Path(target))
-                claim_folder(Path(target))
-            return saved
+
+    def _writes_behind(self, save: Save, *, wait: bool) -> bool:
+        if wait or self.args.async_save == "off":
+            return False
+        if self.parallelized.deepspeed is not None:
+            if self.args.async_save == "on":
+                warn_once("--async-save on has no effect under --deepspeed: it saves at once.")
+            return False
+        return self.args.async_save == "on" or save.total_bytes >= SMALLEST_BYTES
 
     def hold_folder(self, folder: Path) -> None:
         """Lock a folder to write to, instead of the one held before; every rank must call this.
@@ -134,6 +212,7 @@ class RapidformerEngine(PredictingRun):
 
     def release_folder(self) -> None:
         """Let other runs write to the folder that this one held."""
+        self.wait_for_save()
         if self._held is not None and self._held[1] is not None:
             self._held[1].release()
         self._held = None
@@ -145,6 +224,7 @@ class RapidformerEngine(PredictingRun):
             raise RapidformerError(
                 "nothing to load: give --load, or engine.load_checkpoint(folder)."
             )
+        self.wait_for_save()
         state, current = self._get_state(), self._describe_facts()
         only_weights = self.args.finetune
         extra = load_checkpoint(
@@ -172,6 +252,7 @@ class RapidformerEngine(PredictingRun):
 
         Returns what was saved as extra.
         """
+        self.wait_for_save()
         state = self._get_state()
         state.loader = None
         source = self._find_rollback()
@@ -228,6 +309,7 @@ class RapidformerEngine(PredictingRun):
 
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
+        self.wait_for_save()
         load_checkpoint(
             Path(folder),
             self._get_state(needs_optimizer=False),
@@ -313,6 +395,12 @@ class RapidformerEngine(PredictingRun):
             facts=self._describe_facts(),
             base=self.adapter.base if self.adapter else None,
         )
+
+
+def _claim(folder: Path) -> None:
+    """What rank 0 does once a checkpoint is published."""
+    drop_abandoned(folder)
+    claim_folder(folder)
 
 
 def _take_folder(lock: FolderLock) -> None:

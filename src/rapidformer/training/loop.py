@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -118,6 +119,8 @@ class TrainingLoop:
         self._utilization = Utilization(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self._saved_at: int | None = None
+        self._save_stall: float | None = None
+        """Seconds that training waited for a save that was not reported yet."""
         self._saved_progress: Progress | None = None
         self._started_at = time.monotonic()
         self._attempts = self.step
@@ -179,6 +182,9 @@ class TrainingLoop:
                 self._stop()
             self._finish()
             self._notify("on_train_end")
+        except BaseException as error:
+            self._give_up(error)
+            raise
         finally:
             self.reporter.close()
         return self.progress
@@ -187,7 +193,7 @@ class TrainingLoop:
         """Save and leave, because a signal asked for it."""
         where = "nothing was saved"
         if self.args.save and self.step > 0:
-            self.save()
+            self.save(wait=True)
             where = f"resume with the same command and --load {self.args.save}"
         self.reporter.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
         self._signals.leave()
@@ -314,7 +320,7 @@ class TrainingLoop:
         if self.timetable.saves:
             assert self.args.save is not None
             if self.step > 0:
-                self.save()
+                self.save(wait=True)
             self.engine.export(Path(self.args.save) / LAST, self.processor)
         elif self.meter.has_updates():
             self._log()
@@ -365,6 +371,7 @@ class TrainingLoop:
         has_scaler = self.engine.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
         self._notify("on_log", self._describe(measured))
+        self._look_at_save()
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
         updates = len(measured.losses)
@@ -420,17 +427,26 @@ class TrainingLoop:
         if self.args.save and (self.control.should_save or self._saved_at == self.step):
             self.save()
 
-    def save(self) -> None:
-        """Save a checkpoint, unless this step already has one."""
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint, unless this step already has one.
+
+        Without ``wait``, it may be written in the background, and training continues without it if
+        that fails.
+        """
         self.control.should_save = False
         self._settle()
+        if wait:
+            self._finish_save()
         if self._saved_at == self.step and self._saved_progress == self.progress:
             return
         # Logging raises an error if a loss is NaN: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
+        started = time.monotonic()
+        self._finish_save()
         progress = dataclasses.asdict(self.progress)
-        folder = self.engine.save_checkpoint(
+        self._saved_at, self._saved_progress = self.step, Progress(**progress)
+        self.engine.save_checkpoint(
             extra={
                 "progress": progress,
                 "attempts": self._attempts,
@@ -438,10 +454,38 @@ class TrainingLoop:
             },
             protected=self._best_folder,
             processor=self.processor,
+            wait=wait,
         )
-        self._saved_at, self._saved_progress = self.step, Progress(**progress)
-        self._notify("on_save", folder)
+        self._save_stall = time.monotonic() - started
+        if not self.engine.is_saving:
+            self._finish_save()
         self.meter.resume(paused_at)
+
+    def _finish_save(self) -> None:
+        """Wait for the last save, and report it once."""
+        stall, self._save_stall = self._save_stall, None
+        if stall is None:
+            return
+        self.engine.wait_for_save()
+        save = self.engine.take_save()
+        if save is None:
+            self._saved_at = None
+            return
+        if save.is_behind or stall > 1:
+            self.reporter.log_save(save.step, stall, save.write_seconds)
+        self._notify("on_save", save.target)
+
+    def _look_at_save(self) -> None:
+        """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
+        if self.engine.is_saving and broadcast_object(self.engine.is_save_written):
+            self._finish_save()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let a save be completed before the run fails; a second Ctrl-C does not wait for it."""
+        if isinstance(error, KeyboardInterrupt):
+            self.engine.cancel_save()
+        with suppress(Exception):
+            self._finish_save()
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""

@@ -95,6 +95,14 @@ class Reporter(Callback):
         if self._file is not None:
             self._file.drop_after(step)
 
+    def log_save(self, step: int, stall: float, seconds: float) -> None:
+        """A checkpoint is complete: how long training waited for it, and how long it took."""
+        if self._speaks:
+            self._record({"step": step, "save_stall_s": stall, "save_write_s": seconds})
+            get_logger().info(
+                f"saved step {step} | training waited {stall:.2f} s | written in {seconds:.2f} s"
+            )
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -1,0 +1,117 @@
+"""Write a checkpoint behind training: the run waits only while its state is copied.
+
+A thread with its own gloo group does the writing. torch's process-based saving would start the
+user's script a second time (``spawn`` imports it), needs the whole state in ``/dev/shm``, and
+leaves a writer behind when its trainer is killed, which could publish into a folder that has
+another owner by then. The thread seldom holds the interpreter's lock: copying, hashing and writing
+release it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rapidformer.checkpoint.index import Sizes
+from rapidformer.checkpoint.pieces import Piece
+from rapidformer.checkpoint.save import Save
+from rapidformer.dist.collectives import is_alone
+
+SMALLEST_BYTES = 64 * 2**20
+"""``--async-save auto`` writes smaller states at once: that takes a moment anyway."""
+# A slow disk is not a failure, and gloo notices by itself when another rank dies.
+_PATIENCE = timedelta(days=1)
+
+
+class BackgroundSave:
+    """At most one save, from its start until its result is taken."""
+
+    def __init__(self) -> None:
+        self._copies = _HostCopies()
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._save: Save | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def save(self) -> Save | None:
+        """The save whose result was not taken yet; the same on every rank."""
+        return self._save
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def start(self, save: Save) -> None:
+        """Copy the state, then write it in the background; every rank must call this."""
+        assert self._save is None, "one save at a time"
+        if self._group is None and not is_alone():
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        save.pieces = self._copies.copy(save.pieces)
+        self._save, self._error = save, None
+        save.is_behind = True
+        # Not a daemon: Python waits for it at exit, so that the last save is complete.
+        self._thread = threading.Thread(target=self._write, args=(save,), name="rapidformer-save")
+        self._thread.start()
+
+    def finish(self) -> Save | None:
+        """Wait for the save and return it; raises what went wrong. None if there is none."""
+        save, thread = self._save, self._thread
+        if save is None or thread is None:
+            return None
+        thread.join()
+        self._save = self._thread = None
+        save.pieces = []
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return save
+
+    def cancel(self) -> None:
+        """Let the save fail soon."""
+        if self._save is not None:
+            self._save.is_cancelled.set()
+
+    def _write(self, save: Save) -> None:
+        try:
+            save.write(self._group)
+        except BaseException as error:  # raised by `finish`, in the main thread
+            self._error = error
+
+
+class _HostCopies:
+    """Copies in host memory, which training does not change.
+
+    Those of GPU tensors are page-locked, for the full speed of the bus, and kept for the next save:
+    allocating such memory takes longer than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Sizes], torch.Tensor] = {}
+
+    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+        before, self._kept = self._kept, {}
+        copies, devices = [], set()
+        for piece in pieces:
+            if piece.data.device.type == "cpu":
+                copies.append(replace(piece, data=piece.data.detach().clone()))
+                continue
+            key = piece.name, piece.offsets
+            self._kept[key] = _copy_from_device(piece.data, before.pop(key, None))
+            devices.add(piece.data.device)
+            copies.append(replace(piece, data=self._kept[key]))
+        # On the stream of the updates, so after them; training goes on only when all is copied.
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _copy_from_device(data: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    if kept is None or kept.shape != data.shape or kept.dtype != data.dtype:
+        kept = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    return kept.copy_(data.detach(), non_blocking=True)
