@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.compat.torch_optimizers import obeys_flags, step_unless
 from rapidformer.config import parse_arguments
 from rapidformer.config.validate import find_idle_settings, find_problems
 from rapidformer.errors import TrainingError
@@ -177,6 +178,21 @@ def test_skip_is_as_if_the_batch_had_not_been_drawn(optimizer: str, value: float
     assert_equal_states(skipped, train(WithoutTheBatch, optimizer=optimizer))
 
 
+def test_a_skipped_first_update_leaves_no_momentum() -> None:
+    """torch's fused SGD leaves the buffers of a skipped first update uninitialized."""
+    weight = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5, fused=True)
+    for bad, value in ((True, NAN), (False, 1.0), (False, 1.0)):
+        weight.grad = torch.full_like(weight, value)
+        step_unless(torch.tensor(float(bad)), optimizer, optimizer.step)
+        if bad:
+            assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(1000))
+    assert torch.equal(weight.detach(), torch.full((1000,), -1.5))
+    assert obeys_flags(optimizer)
+    damped = torch.optim.SGD([weight], lr=1.0, momentum=0.5, dampening=0.1, fused=True)
+    assert not obeys_flags(damped), "its first momentum is the whole gradient, not a part of it"
+
+
 def test_spikes_are_skipped_if_asked_for(tmp_path: Path) -> None:
     class Spike(Trainer):
         bad_value = 300.0
@@ -250,6 +266,16 @@ def test_rollback_restores_a_checkpoint_and_takes_the_next_samples(tmp_path: Pat
         folder = tmp_path / f"b{number}"
         train(save=str(folder), **settings, exit_interval=number, train_iters=number + 1)
         assert_equal_states(rolled, train(save=str(folder), load=str(folder), **settings))
+
+
+def test_a_rollback_keeps_the_bad_batch_in_the_metrics(tmp_path: Path) -> None:
+    """The sixth step is bad, the fourth is restored: the fifth's line goes, the bad one's stays."""
+    settings = {"on_bad_loss": "rollback", "save_interval": 2, "global_batch_size": 2}
+    train(save=str(tmp_path), **settings, log_interval=1, train_iters=7)
+    lines = read_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5]
+    (bad,) = [line for line in lines if "bad_loss" in line]
+    assert (bad["step"], bad["bad_step"], bad["samples"]) == (4, 6, [10, 11])
 
 
 def test_rollbacks_are_limited_and_need_a_checkpoint(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ torch's fused optimizers do this for ``GradScaler``, in the same pass as the upd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 PRIVATE_NAMES = {
@@ -17,23 +17,30 @@ PRIVATE_NAMES = {
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "users' hooks that look at gradients",
     "torch.optim.Optimizer._global_optimizer_pre_hooks": "the same, for all optimizers",
 }
+_BUFFER = "momentum_buffer"
 
 
 def obeys_flags(optimizer: Optimizer) -> bool:
     """Whether ``step_unless`` works with this optimizer."""
+    if isinstance(optimizer, SGD) and any(group["dampening"] for group in optimizer.param_groups):
+        return False  # its first update differs from the others: it must not be one left out
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def step_unless(flag: torch.Tensor, optimizer: Any, step: Callable[[], object]) -> None:
+def step_unless(flag: Tensor, optimizer: Any, step: Callable[[], object]) -> None:
     """Run the optimizer's ``step``, which changes nothing if ``flag`` is 1.0."""
+    fresh = list(_find_without_momentum(optimizer)) if isinstance(optimizer, SGD) else []
     optimizer.found_inf, optimizer.grad_scale = flag, None
     try:
         step()
     finally:
         del optimizer.found_inf, optimizer.grad_scale
+    for parameter in fresh:
+        # A first update that is left out creates the buffers but never fills them.
+        optimizer.state[parameter][_BUFFER].masked_fill_(flag > 0, 0.0)
 
 
-def step_divided(divisor: torch.Tensor, optimizer: Any, step: Callable[[], object]) -> None:
+def step_divided(divisor: Tensor, optimizer: Any, step: Callable[[], object]) -> None:
     """Run the optimizer's ``step``, which divides every gradient by ``divisor`` on the way."""
     optimizer.grad_scale = divisor
     try:
@@ -45,3 +52,10 @@ def step_divided(divisor: torch.Tensor, optimizer: Any, step: Callable[[], objec
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether something looks at the gradients right before each update."""
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
+
+
+def _find_without_momentum(optimizer: SGD) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get(_BUFFER) is None:
+                yield parameter

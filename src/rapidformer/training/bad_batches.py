@@ -70,18 +70,26 @@ class BadBatches:
             "--on-bad-loss skip or rollback, a run continues without such a batch."
         )
 
-    def report(self, bad: BadUpdate, step: int) -> None:
-        """Log the batch that was just found bad, with its samples; stop if it is one too many."""
+    def report(self, bad: BadUpdate, step: int) -> dict[str, Any]:
+        """Log the batch that was just found bad; stop if it is one too many.
+
+        Returns its numbers for ``metrics.jsonl``. A rollback removes the lines of later steps from
+        that file, so they are recorded only after it.
+        """
         samples = self._list_samples(self._seen.pop()) if self._seen else []
         args = self._engine.args
         what = describe_bad_batch(bad.reason, step, samples)
-        self._reporter.record(
-            {"step": step - 1, "bad_loss": bad.loss, "bad_grad_norm": bad.norm, "samples": samples}
-        )
+        line = {
+            "bad_step": step,
+            "bad_loss": bad.loss,
+            "bad_grad_norm": bad.norm,
+            "samples": samples,
+        }
         if args.on_bad_loss == "skip":
             self._warn(f"{what}: the batch was skipped.")
-            return
+            return line
         if self.rollbacks >= args.max_rollbacks:
+            self._reporter.record({"step": step - 1, **line})
             raise TrainingError(
                 f"{what}: training has stopped, because it has been rolled back {self.rollbacks} "
                 f"times already (--max-rollbacks). {_ADVICE}"
@@ -91,6 +99,7 @@ class BadBatches:
             f"{what}: going back to the newest checkpoint, to continue with the samples after this "
             f"batch (rollback {self.rollbacks} of at most {args.max_rollbacks})."
         )
+        return line
 
     def forget(self) -> None:
         """The steps since the numbers were read were taken back."""

@@ -266,9 +266,10 @@ class TrainingLoop:
         if bad is None:
             return False
         self.meter.drop_update()
-        self._bad_batches.report(bad, self.step + 1)
+        line = self._bad_batches.report(bad, self.step + 1)
         self._step_before = self.step
         if self.args.on_bad_loss != "rollback":
+            self.reporter.record({"step": self.step, **line})
             return False
         attempts = self._attempts
         self.restore(self.engine.roll_back())
@@ -276,6 +277,7 @@ class TrainingLoop:
         self.meter.reset()
         self._bad_batches.forget()
         self.reporter.go_back(self.step)
+        self.reporter.record({"step": self.step, **line})
         self.say(f"went back to step {self.step} ({self.engine.resumed_from})")
         return True
 
