@@ -100,6 +100,18 @@ def test_resuming_without_the_adapter_says_which_flag_is_missing(tmp_path: Path)
         other.load_checkpoint(tmp_path / "run")
 
 
+def test_weights_edited_in_memory_are_not_merged_from_their_file(tmp_path: Path) -> None:
+    build_llama().save_pretrained(tmp_path / "base")
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    engine, _ = compose(base, lora_rank=2)
+    engine.export(tmp_path / "same", merge=True)
+    with torch.no_grad():
+        base.lm_head.weight[0, 0] += 1
+    with pytest.raises(ModelError, match=r"in memory are not those in .*lm_head.weight differ\."):
+        engine.export(tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_resized_vocabulary_is_saved_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

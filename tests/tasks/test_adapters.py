@@ -145,11 +145,13 @@ def test_wrong_adapters_are_refused_in_a_sentence(
     command: Command, gpt_folder: Path, prompts: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.json").write_text('{"r": 3}')
+    (tmp_path / "unknown.json").write_text('{"peft_type": "LOHAA"}')
     cases = (
         (("--lora-rank", 0), "--lora-rank must be at least 1"),
         (("--lora-rank", 2, "--lora-target-modules", "q_proj"), "layers are wte, wpe, c_attn"),
         (("--peft-config", "nowhere.json"), "--peft-config nowhere.json is not a file"),
         (("--peft-config", tmp_path / "broken.json"), "lacks peft_type"),
+        (("--peft-config", tmp_path / "unknown.json"), "'LOHAA'. Did you mean LOHA? It has ADA"),
         (("--quantize-base", "4bit"), "needs adapters"),
         (("--lora-rank", 2, "--quantize-base", "4bit", "--zero-3-memory-optimization"), QUANTIZED),
     )  # fmt: skip

@@ -6,9 +6,10 @@ Split weights are joined on rank 0; the folder replaces an older one in one step
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from rapidformer.checkpoint.frozen import list_frozen
+from rapidformer.checkpoint.frozen import (
+    Checksums,
+    compute_checksum,
+    compute_checksums,
+    list_frozen,
+)
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.stages import gather_stages
 from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
+from rapidformer.errors import ModelError
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import Adapter
 from rapidformer.models.location import quiet_transformers
@@ -49,6 +56,9 @@ def export_model(
     ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
     """
     ties: list[tuple[str, ...]] = []
+    in_memory: Checksums = {}
+    if adapter is not None and merges and adapter.base is not None and weights is None:
+        in_memory = compute_checksums(model, list_frozen(model), topology)
     needs_all = adapter is None or (merges and adapter.base is None)
     only = None if needs_all else _list_trained(model)
     if weights is None and topology.pipeline > 1:
@@ -61,7 +71,8 @@ def export_model(
         if adapter is not None and not merges:
             save_adapter(model, adapter, weights, staging)
         elif adapter is not None:
-            model = build_merged(model, adapter, weights)
+            check = functools.partial(_refuse_edited, in_memory, adapter.base)
+            model = build_merged(model, adapter, weights, check)
             _write_model(model, model.state_dict(), staging, ())
         else:
             _write_model(model, weights, staging, ties)
@@ -98,6 +109,25 @@ def gather_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str,
         if is_first:
             weights[name] = whole.cpu()
     return weights
+
+
+def _refuse_edited(
+    in_memory: Checksums, base: str | None, in_files: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse to merge into a base model's files if the model in memory has other weights."""
+    edited = []
+    for name, (dtype, total) in in_memory.items():
+        weight, kind = in_files.get(name.replace(".base_layer.", ".")), getattr(torch, dtype)
+        # Packed weights of a quantized base are not comparable.
+        if weight is not None and weight.is_floating_point() and kind.is_floating_point:
+            edited += [name] if compute_checksum(weight.to(kind))[1] != total else []
+    if edited:
+        raise ModelError(
+            f"the frozen weights in memory are not those in {base}, into which the adapter would "
+            f"be merged: {', '.join(edited[:3])}"
+            + (f" and {len(edited) - 3} more differ" if edited[3:] else " differ")
+            + ". Save the changed model to a folder and train on that, or export with merge=False."
+        )
 
 
 def _list_trained(model: nn.Module) -> set[str]:

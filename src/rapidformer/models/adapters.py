@@ -9,6 +9,7 @@ were, and every switch sees a model with frozen weights. Only methods that prepe
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import warnings
@@ -269,6 +270,7 @@ def _read_config(source: str) -> Any:
     try:
         values = json.loads(text)
         values.pop("peft_version", None)
+        _check_type(values.get("peft_type"), place)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             config = PeftConfig.from_peft_type(**values)
@@ -277,6 +279,19 @@ def _read_config(source: str) -> Any:
     for each in told:
         warn_once(f"{place}: {each.message}")
     return config
+
+
+def _check_type(given: Any, place: str) -> None:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
+    if given is not None and given not in known:
+        near = difflib.get_close_matches(str(given).upper(), known, n=1)
+        raise ConfigurationError(
+            f"{place}: peft has no peft_type {given!r}."
+            + (f" Did you mean {near[0]}?" if near else "")
+            + f" It has {', '.join(known)}."
+        )
 
 
 def _find_task_type(model: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,16 @@ from rapidformer.models.location import quiet_transformers
 from rapidformer.overlay import get_own_class
 
 
-def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) -> nn.Module:
+def build_merged(
+    model: Any,
+    adapter: Adapter,
+    weights: Mapping[str, Tensor],
+    check_base: Callable[[Mapping[str, Tensor]], None] = lambda weights: None,
+) -> nn.Module:
     """A plain model with the merged weights, in host memory; ``weights`` are whole, by name.
 
-    Those of a base model that can be loaded again are not needed.
+    Those of a base model that can be loaded again are not needed: ``check_base`` may refuse the
+    weights that its files have.
     """
     from peft import get_peft_model
 
@@ -34,6 +40,8 @@ def build_merged(model: Any, adapter: Adapter, weights: Mapping[str, Tensor]) ->
             "cannot be merged: export them with merge=False."
         )
     base, fresh = _build_base(model, adapter)
+    if adapter.base is not None:
+        check_base({name: w for name, w in base.state_dict().items() if name not in fresh})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted: Any = get_peft_model(base, copy.deepcopy(adapter.config), adapter.name)
