@@ -236,6 +236,11 @@ def misshape(tensors: Any) -> None:
     entry["shape"], entry["parts"][0][:2] = [1], [[0], [1]]
 
 
+def remove_indexes(folder: Path) -> None:
+    for name in ("index.json", ".metadata"):
+        (folder / "state" / name).unlink()
+
+
 def change_run(**values: Any) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         content = json.loads((folder / "run.json").read_text())
@@ -260,7 +265,7 @@ def change_run(**values: Any) -> Callable[[Path], None]:
             "the optimizer trains layer.gone, which is not among the tensors",
         ),
         (change_run(step="seven"), "step is missing or malformed"),
-        (lambda folder: (folder / "state" / ".metadata").unlink(), "does not list state/.metadata"),
+        (remove_indexes, "does not list state/index.json"),
         (lambda folder: (folder / "state" / "index.json").write_text("x"), "unreadable"),
     ],
 )  # fmt: skip

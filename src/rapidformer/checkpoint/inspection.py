@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rapidformer.checkpoint.index import Index, find_index_problems
-from rapidformer.checkpoint.inventory import REQUIRED
+from rapidformer.checkpoint.inventory import list_required
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
 from rapidformer.checkpoint.run_file import read_run
 from rapidformer.checkpoint.tensors import get_index_name, load_tensors, read_index
@@ -31,7 +31,7 @@ _BATCH_BYTES = 1 << 30
 
 def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
     """Everything that is wrong with a checkpoint."""
-    yield from find_damage(folder, REQUIRED, advance=advance)
+    yield from find_damage(folder, list_required(folder), advance=advance)
     try:
         run = read_run(folder)
         index = read_index(folder / "state")

@@ -21,8 +21,8 @@ from rapidformer.checkpoint.run_metrics import RunMetrics, read_metrics
 from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
 from rapidformer.errors import CheckpointError
 
-REQUIRED = (RUN, "state/.metadata")
-"""Every checkpoint has these files."""
+# The second is torch's own, which older checkpoints have alone.
+_INDEXES = ("state/index.json", "state/.metadata")
 _ABANDONED = ".abandoned"
 _DEPTH = 3
 
@@ -88,6 +88,11 @@ def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one."""
     parts = [(folder / RUN).is_file(), (folder / MANIFEST).is_file(), (folder / "state").is_dir()]
     return sum(parts) >= (1 if is_named(folder) else 2)
+
+
+def list_required(folder: Path) -> tuple[str, ...]:
+    """The files without which a checkpoint cannot be loaded."""
+    return RUN, next((name for name in _INDEXES if (folder / name).exists()), _INDEXES[0])
 
 
 def is_run(folder: Path) -> bool:
@@ -173,7 +178,7 @@ def _describe_checkpoint(
     folder: Path, metrics: RunMetrics, state: str | None = None
 ) -> Iterator[CheckpointEntry]:
     """One entry, or none if the run has deleted the checkpoint meanwhile."""
-    problem = next(find_damage(folder, REQUIRED, hashes=False), None)
+    problem = next(find_damage(folder, list_required(folder), hashes=False), None)
     size, modified = _measure(folder), _get_time(folder / MANIFEST) or _get_time(folder)
     if not folder.is_dir():
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -51,6 +50,11 @@ def _save_processor(base: str, target: Path) -> None:
     for kind in (AutoTokenizer, AutoImageProcessor):
         if Path(base).is_dir() and kind is AutoTokenizer and not has_tokenizer(Path(base)):
             continue  # transformers would build an empty one
-        with contextlib.suppress(OSError, ValueError, KeyError), quiet_transformers(base):
-            kind.from_pretrained(base).save_pretrained(target)
-            return
+        try:
+            with quiet_transformers(base):
+                processor = kind.from_pretrained(base)
+        except (OSError, ValueError, KeyError) as reason:  # it has none of this kind, or a bad one
+            get_logger().debug("%s of %s: %s", kind.__name__, base, reason)
+            continue
+        processor.save_pretrained(target)
+        return
