@@ -140,6 +140,42 @@ def test_recomputed_blocks_have_their_rows_too() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
+def test_packed_examples_need_no_mask_of_all_pairs(kind: str) -> None:
+    model = build(AutoModelForCausalLM, kind)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 60, (2, 18), generator=generator)
+    positions = torch.tensor([[*range(9), *range(6), *range(3)], [*range(2), *range(16)]])
+    labels = ids.masked_fill(positions == 0, -100)
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "use_cache": False}
+    starts = (positions == 0).nonzero().tolist()
+    alone = (
+        sum(
+            model(input_ids=cut, labels=cut, use_cache=False).loss * (cut.shape[1] - 1)
+            for row, start in starts
+            for cut in [ids[row : row + 1, start : _find_end(positions[row], start)]]
+        )
+        / (labels[:, 1:] != -100).sum()
+    )
+    alone.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    assert apply_unpadding(model, find_plan(model)) is None
+    shapes: list[Any] = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
+    loss = model(**batch).loss
+    loss.backward()
+    assert shapes == [(1, 36)]
+    torch.testing.assert_close(loss, alone.detach(), rtol=1e-6, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _find_end(positions: torch.Tensor, start: int) -> int:
+    later = [i for i in range(start + 1, len(positions)) if positions[i] == 0]
+    return later[0] if later else len(positions)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_settle() -> None:
     """Batches of any lengths: graphs for the first sizes, graphs for all others, then no more."""

@@ -28,11 +28,13 @@ def find_difference(
     plain: Forward,
     unpadded: Forward,
     dtype: torch.dtype | None = None,
+    *,
+    is_packed: bool = False,
 ) -> str | None:
     """Why the two forwards of one model do not agree; None if they do.
 
     They are compared in the model's own type and under autocast to ``dtype``, in which a GPU runs
-    other kernels.
+    other kernels. The batch is a padded one, or one of packed examples.
     """
     was_training = model.training
     device = next(model.parameters()).device
@@ -41,10 +43,11 @@ def find_difference(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             # Not torch.manual_seed, which seeds GPUs too: their states are not restored.
             torch.default_generator.manual_seed(0)
-            difference = _compare(model, plan, plain, unpadded)
+            batch = _make_packed_batch(model) if is_packed else _make_batch(model)
+            difference = _compare(model, plan, plain, unpadded, batch)
             if difference is None and dtype is not None and device.type == "cuda":
                 with torch.autocast(device.type, dtype=dtype):
-                    difference = _compare(model, plan, plain, unpadded, _LIMIT_16_BIT)
+                    difference = _compare(model, plan, plain, unpadded, batch, _LIMIT_16_BIT)
             return difference
     except ModelError as error:
         return str(error)
@@ -59,9 +62,9 @@ def _compare(
     plan: ModelPlan,
     plain: Forward,
     unpadded: Forward,
+    batch: dict[str, Any],
     limit: float = _LIMIT,
 ) -> str | None:
-    batch = _make_batch(model)
     blocks = plan.get_blocks(model)
     ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
@@ -89,9 +92,17 @@ def _make_batch(model: Any) -> dict[str, Any]:
     return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
 
 
+def _make_packed_batch(model: Any) -> dict[str, Any]:
+    """The same tokens in one row: three examples, which positions that start again keep apart."""
+    batch = _make_batch(model)
+    ids = batch["input_ids"][batch["attention_mask"].bool()][None]
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    return {"input_ids": ids, "position_ids": positions.to(ids.device), "use_cache": False}
+
+
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
     logits = forward(dict(batch)).logits
-    if logits.dim() == 3:
+    if logits.dim() == 3 and "attention_mask" in batch:
         logits = logits[batch["attention_mask"].bool()]
     direction = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
     # The product of logits and a fixed direction: every logit counts, none cancels out.

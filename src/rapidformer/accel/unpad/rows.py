@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,24 +37,43 @@ class Rows:
         The mask should be in host memory: reading it waits for the device it is on. With
         ``rounds_up``, the number of tokens is one of a few.
         """
-        batch, size = mask.shape
+        size = mask.shape[1]
         places = mask.flatten().nonzero().squeeze(1)
         starts = int((mask[:, 1:] & ~mask[:, :-1]).sum() + mask[:, 0].sum())
         lengths: list[int] = mask.sum(1).tolist()
         is_contiguous = starts == sum(length > 0 for length in lengths)
-        columns, added = places % size, list[int]()
-        if rounds_up:
-            added = _cut(round_up(len(places)) - len(places), max(*lengths, 1))
-            columns = torch.cat([columns, *map(torch.arange, added)])
-        return Rows(
-            (batch, size),
-            _send(places, device),
-            lengths + added,
-            _send(columns, device),
-            is_contiguous=is_contiguous,
+        rows = Rows((mask.shape[0], size), places, lengths, places % size, is_contiguous)
+        return (rows._round_up() if rounds_up else rows)._move(device)
+
+    @staticmethod
+    def read_packed(
+        positions: Tensor, device: torch.device | None = None, *, rounds_up: bool = False
+    ) -> Rows:
+        """The examples of packed rows: each begins where positions [batch, tokens] start again."""
+        begins = torch.ones_like(positions, dtype=torch.bool)
+        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        places = torch.arange(positions.numel())
+        starts = begins.flatten().nonzero().squeeze(1)
+        ends = torch.cat([starts[1:], torch.tensor([positions.numel()])])
+        columns = places - starts.repeat_interleave(ends - starts)
+        shape = (positions.shape[0], positions.shape[1])
+        rows = Rows(shape, places, (ends - starts).tolist(), columns, is_contiguous=True)
+        return (rows._round_up() if rounds_up else rows)._move(device)
+
+    def _round_up(self) -> Rows:
+        count = len(self.places)
+        added = _cut(round_up(count) - count, max(*self.lengths, 1))
+        return replace(
+            self,
+            lengths=self.lengths + added,
+            columns=torch.cat([self.columns, *map(torch.arange, added)]),
             extra=sum(added),
-            is_rounded=rounds_up,
+            is_rounded=True,
         )
+
+    def _move(self, device: torch.device | None) -> Rows:
+        places, columns = _send(self.places, device), _send(self.columns, device)
+        return replace(self, places=places, columns=columns)
 
     @cached_property
     def longest(self) -> int:

@@ -92,6 +92,8 @@ def apply_unpadding(
     unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
     with uncompiled(plan.get_blocks(model)):
         difference = find_difference(model, plan, plain, unpadded, dtype)
+        packs = difference is None and shifts_labels(model)
+        packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
     if difference is not None:
         for block, _ in _list_blocks(model, plan):
             remove(block, "unpad")
@@ -100,7 +102,9 @@ def apply_unpadding(
         return f"{type(model).__name__} is not the same without padding ({difference})"
     inside = list_inner_modules(model, plan.blocks)
     reader = PaddingReader(is_trusted=is_asked)
-    build = functools.partial(_build_model, inside=inside, rounds_up=is_compiled, reader=reader)
+    build = functools.partial(
+        _build_model, inside=inside, rounds_up=is_compiled, reader=reader, packs=packs
+    )
     extend(model, "unpad", build)
     return None
 
@@ -132,9 +136,20 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 
 def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
+    if "position_ids" in batch:
+        positions = batch["position_ids"]
+        rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
+        with use_rows(rows):
+            return _call(model, _add_mask(batch))
     mask = batch["attention_mask"]
     with use_rows(Rows.read(mask.bool().cpu(), mask.device, rounds_up=rounds_up)):
         return _call(model, batch)
+
+
+def _add_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """Packed examples are apart by their rows: the model need not build a mask of all pairs."""
+    positions = batch["position_ids"]
+    return {**batch, "attention_mask": torch.ones_like(positions)}
 
 
 # ---- blocks --------------------------------------------------------------------------------------
@@ -183,16 +198,19 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _build_model(
-    cls: Any, inside: dict[str, nn.Module], rounds_up: bool, reader: PaddingReader
+    cls: Any, inside: dict[str, nn.Module], rounds_up: bool, reader: PaddingReader, packs: bool
 ) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A user's hook on a block must see what it would see without the switch.
-        rows = None if find_watched(inside) else find_rows(self, kwargs, rounds_up=rounds_up)
+        find = find_packed_rows if packs and is_packed(kwargs) else find_rows
+        rows = None if find_watched(inside) else find(self, kwargs, rounds_up=rounds_up)
         if rows is None:
             return cls.forward(self, *args, **kwargs)
         # With a label for each row, there are no logits for padding.
         is_by_row = kwargs["labels"].shape != rows.shape
         way = use_rows if is_by_row or reader.ignores_padding else reader.observe
+        if way is use_rows and find is find_packed_rows:
+            kwargs = _add_mask(kwargs)
         with way(rows):
             return cls.forward(self, *args, **kwargs)
 
@@ -219,6 +237,24 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     if not is_causal and not bool(is_real[:, 0].all()):
         return None
     return Rows.read(is_real, device, rounds_up=rounds_up)
+
+
+def is_packed(given: dict[str, Any]) -> bool:
+    """Whether a batch has examples that only its positions keep apart."""
+    positions = given.get("position_ids")
+    is_plain = isinstance(positions, Tensor) and positions.dim() == 2
+    return is_plain and given.get("attention_mask") is None and given.get("use_cache") is False
+
+
+def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
+    """The examples of packed rows; None if there is one in each row, or if something else is."""
+    labels, positions = given.get("labels"), given["position_ids"]
+    if not isinstance(labels, Tensor) or find_asked(model, given):
+        return None
+    if labels.shape != positions.shape or given.get("past_key_values") is not None:
+        return None
+    rows = Rows.read_packed(get_host_copy(positions), positions.device, rounds_up=rounds_up)
+    return rows if len(rows.lengths) > len(positions) else None
 
 
 def _are_labels_real(labels: Tensor, is_real: Tensor, is_shifted: bool) -> bool:
