@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import SwinConfig, SwinModel
 
 from rapidformer.accel.attention import Device, apply_bias_layout, choose, find_obstacle
 from rapidformer.accel.context.attention import find_configs
@@ -59,6 +60,12 @@ def test_heads_that_are_too_large_are_refused() -> None:
     assert "heads of up to 128, and LlamaForCausalLM has 256" in str(
         find_obstacle(model, "cudnn", HOPPER)
     )
+    assert find_obstacle(model, "flash", HOPPER) is None
+
+
+def test_a_list_of_heads_is_not_a_head_size() -> None:
+    config = SwinConfig(image_size=8, patch_size=2, embed_dim=8, depths=[1], num_heads=[2])
+    model = SwinModel(config)
     assert find_obstacle(model, "flash", HOPPER) is None
 
 

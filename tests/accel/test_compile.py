@@ -213,3 +213,9 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_compiled_code()
     assert variable not in os.environ
+    # A container's user without an entry in /etc/passwd.
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    keep_compiled_code()
+    assert variable not in os.environ

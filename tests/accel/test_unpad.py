@@ -225,6 +225,12 @@ def test_a_batch_whose_loss_would_change_stays_padded() -> None:
     without = {name: value for name, value in batch.items() if name != "labels"}
     assert find_rows(model, without) is None, "what the loss will read is not known"
     assert find_rows(model, {**batch, "output_hidden_states": True}) is None
+    assert find_rows(model, batch, rounds_up=True) is not None
+    gap = batch["attention_mask"].clone()
+    gap[:, 1] = 0
+    with_gap = {**batch, "attention_mask": gap, "labels": torch.full_like(gap, -100)}
+    assert find_rows(model, with_gap) is not None
+    assert find_rows(model, with_gap, rounds_up=True) is None, "a sliding window would have gaps"
     full = {name: value[:1] for name, value in batch.items()}
     assert find_rows(model, full) is None, "there is nothing to remove"
 

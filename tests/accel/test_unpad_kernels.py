@@ -76,12 +76,19 @@ def test_shapes_and_types_of_flash_attention(
 ) -> None:
     """Without a GPU: the operator's own rules, checked by tensors without values."""
     monkeypatch.setattr(kernels, "get_largest_head", lambda device: 256)
-    monkeypatch.setattr(kernels, "takes_flash", lambda *given: True)
     inputs = make_inputs(16, dtype, device="meta")
     found = kernels.attend(*inputs, make_mask(kind), dropout=0.1, scaling=0.3)
     assert found.shape == (1, 16, 4, 8) and found.dtype == dtype
     gradients = torch.autograd.grad(found.sum(), inputs)
     assert [each.shape for each in gradients] == [each.shape for each in inputs]
+
+
+def test_flash_attention_needs_values_of_the_size_of_keys() -> None:
+    """Those of multi-head latent attention are smaller: rows are padded for it."""
+    query, _, value = make_inputs(16, torch.bfloat16)
+    assert kernels.takes_flash(query, value, 256)
+    assert not kernels.takes_flash(query, value[..., :4], 256)
+    assert not kernels.takes_flash(query.float(), value, 256)
 
 
 def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:

@@ -93,12 +93,14 @@ def test_ranks_that_share_rows_count_once(tmp_path: Path) -> None:
         Result(
             model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
             first_step=1.0, step_times=[1.0], rows=4, tokens=20, slots=30, operations=5.0,
-            peak_memory=memory, is_counted=is_counted,
+            peak_memory=memory, is_counted=is_counted, matrix_rate=10.0,
         )
         for memory, is_counted in ((10, True), (30, False), (20, True))
     ]  # fmt: skip
     whole = merge(ranks)
     assert (whole.rows, whole.tokens, whole.slots, whole.peak_memory) == (8, 40, 60, 30)
+    (line,) = [line for line in describe_result(whole) if line.startswith("MFU")]
+    assert "33.3%" in line and "/ 3 x " in line, "10 operations per second of 3 devices' 30"
     path = make_job(tmp_path).get_path(1)
     whole.save(path)
     assert Result.load(path) == whole

@@ -117,6 +117,13 @@ def test_dropout_keeps_as_much_as_it_should() -> None:
     assert first[..., 0].std() > 0.1
 
 
+def test_a_mask_that_is_read_off_the_gpu_has_no_window() -> None:
+    allowed = torch.ones(2, 4, dtype=torch.bool, device="cuda")
+    real = torch.ones(2, 4, dtype=torch.bool)
+    rows = Rows.read(real, torch.device("cuda"))
+    assert make_row_mask(rows, lambda row, head, query, key: allowed[row, key]).window is None
+
+
 def test_a_step_does_not_wait_for_the_device() -> None:
     """Masks and labels are read from the host copies of the batch."""
     from rapidformer.data.batch import move_to_device

@@ -129,7 +129,10 @@ def _get_head_size(model: nn.Module) -> int:
         heads = getattr(config, "num_attention_heads", None)
         width = getattr(config, "hidden_size", None)
         given = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-        sizes.append(given or (width // heads if heads and width else 0))
+        if isinstance(given, int):
+            sizes.append(given)
+        elif isinstance(heads, int) and isinstance(width, int) and heads:
+            sizes.append(width // heads)  # a Swin has a list of heads, one number per stage
     return max(sizes)
 
 

@@ -56,11 +56,11 @@ def keep_compiled_code() -> None:
     """
     if os.environ.get(_CACHE):
         return
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(base) / "rapidformer" / "torchinductor"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
+        folder = Path(base).expanduser() / "rapidformer" / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         return
     if os.access(folder, os.W_OK):
         os.environ[_CACHE] = str(folder)

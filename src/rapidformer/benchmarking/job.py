@@ -64,6 +64,8 @@ class Result:
     recompilations: int = 0
     is_counted: bool = True
     """False for a rank that sees the same rows as another."""
+    ranks: int = 1
+    """How many ranks the counts are of."""
 
     @property
     def seconds(self) -> float:
@@ -99,4 +101,5 @@ def merge(results: list[Result]) -> Result:
     first.slots = sum(result.slots for result in counted)
     first.operations = sum(result.operations for result in counted)
     first.peak_memory = max(result.peak_memory for result in results)
+    first.ranks = len(results)
     return first

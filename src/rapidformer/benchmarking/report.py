@@ -54,7 +54,7 @@ def describe_gain(base: Result, changed: Result) -> str:
 
 
 def get_rate(result: Result) -> float:
-    """Real tokens per second; samples for a model without tokens."""
+    """Real tokens per second; a sample of a model without tokens counts as one."""
     return result.tokens / result.seconds
 
 
@@ -69,8 +69,11 @@ def _describe_utilization(result: Result) -> tuple[str, str]:
     if result.matrix_rate is None:
         return "-", "the ranks share this CPU's cores"
     rate = result.operations / result.seconds
-    formula = f"({result.formula}) / {_format_rate(result.matrix_rate)} in {result.precision}"
-    return f"{rate / result.matrix_rate:.1%}", formula
+    devices = f"{result.ranks} x " if result.ranks > 1 else ""
+    formula = (
+        f"({result.formula}) / {devices}{_format_rate(result.matrix_rate)} in {result.precision}"
+    )
+    return f"{rate / (result.matrix_rate * result.ranks):.1%}", formula
 
 
 def _describe_phases(result: Result) -> list[str]:

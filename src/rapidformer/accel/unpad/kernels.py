@@ -39,7 +39,7 @@ def attend(
         raise ModelError("its attention has soft caps, biases or sinks")
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
     is_on_cpu = query.device.type == "cpu"
-    if mask.fused is not None and (is_on_cpu or takes_flash(query, mask.fused.largest_head)):
+    if mask.fused is not None and (is_on_cpu or takes_flash(query, value, mask.fused.largest_head)):
         return _attend_compiled(query, key, value, mask.fused, dropout, scaling)
     if mask.fused is not None:
         found: Tensor = torch.compiler.disable(attend_in_grid)(
@@ -48,15 +48,17 @@ def attend(
         return found
     if is_on_cpu:
         return _attend_row_by_row(query, key, value, mask, dropout, scaling)
-    if mask.window is not None and takes_flash(query, get_largest_head(query.device)):
+    if mask.window is not None and takes_flash(query, value, get_largest_head(query.device)):
         return _attend_with_flash(query, key, value, mask, dropout, scaling)
     return attend_in_grid(query, key, value, mask, dropout, scaling)
 
 
-def takes_flash(query: Tensor, largest_head: int) -> bool:
-    """Whether flash attention takes this type and head size."""
+def takes_flash(query: Tensor, value: Tensor, largest_head: int) -> bool:
+    """Whether flash attention takes this type and head size; that of values must be the same."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False
     size = query.shape[-1]
-    return query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= largest_head
+    return value.shape[-1] == size and size % 8 == 0 and size <= largest_head
 
 
 def _cast(tensor: Tensor) -> Tensor:

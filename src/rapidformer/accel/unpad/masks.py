@@ -133,6 +133,8 @@ def _find_window(may_attend: MayAttend, size: int) -> Window | None:
             _ask(may_attend, 0, columns[query], columns).expand(size)
             for query in (0, size // 2, size - 1)
         )
+        if last.device != columns.device:  # read off a tensor there, which has it on each row
+            return None
         before, after = int(last.sum()) - 1, int(first.sum()) - 1
         edges = {offset: _ask_along(may_attend, columns, offset) for offset in (-before, after)}
         outside = [_ask_along(may_attend, columns, offset) for offset in (-before - 1, after + 1)]

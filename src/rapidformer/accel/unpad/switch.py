@@ -236,7 +236,9 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     # A classifier reads its first token. It must be real, as it was when the two were compared.
     if not is_causal and not bool(is_real[:, 0].all()):
         return None
-    return Rows.read(is_real, device, rounds_up=rounds_up)
+    rows = Rows.read(is_real, device, rounds_up=rounds_up)
+    # Compiled blocks only know the window of a mask. In rows with gaps, it has none.
+    return None if rounds_up and not rows.is_contiguous else rows
 
 
 def is_packed(given: dict[str, Any]) -> bool:
