@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rapidformer.checkpoint import background as background_module
 from rapidformer.checkpoint import disk_space
 from rapidformer.checkpoint import save as save_module
 from rapidformer.checkpoint.background import BackgroundSave
 from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.host_memory import measure_free_memory
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
 from rapidformer.checkpoint.saving import prepare_save, save_checkpoint
@@ -92,6 +95,36 @@ def test_a_run_saves_the_same_in_the_background(tmp_path: Path) -> None:
     saves = [line for line in map(json.loads, lines) if "save_stall_s" in line]
     assert [line["step"] for line in saves] == [int(name[5:]) for name in names[:-1]]
     assert all(line["save_write_s"] > 0 for line in saves)
+
+
+def test_training_waits_for_a_save_if_host_memory_has_no_room_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    needed = sum(piece.data.nbytes for piece in prepare_save(tmp_path, run.state, {}).pieces)
+    for ranks, free, has_room in ((1, 2 * needed + 1, True), (2, 4 * needed, False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
+        assert BackgroundSave().has_room(prepare_save(tmp_path, run.state, {})) is has_room
+    monkeypatch.setattr("rapidformer.engine.engine.SMALLEST_BYTES", 0)
+    for free, is_behind in ((0.0, False), (math.inf, True)):
+        monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
+        folder = tmp_path / str(free)
+        train(folder, async_save="auto")
+        assert ("save_write_s" in (folder / "metrics.jsonl").read_text()) is is_behind
+
+
+def test_free_memory_is_what_the_system_and_the_container_leave(tmp_path: Path) -> None:
+    system = tmp_path / "meminfo"
+    assert measure_free_memory(system, tmp_path) == math.inf
+    system.write_text("MemTotal: 900 kB\nMemAvailable: 600 kB\n")
+    assert measure_free_memory(system, tmp_path) == 600 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    assert measure_free_memory(system, tmp_path) == 600 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 3500\ninactive_file 500\n")
+    assert measure_free_memory(system, tmp_path) == 1500
 
 
 @pytest.mark.parametrize("async_save", ["on", "off"])

@@ -9,6 +9,7 @@ release it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,13 +18,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rapidformer.checkpoint.host_memory import measure_free_memory
 from rapidformer.checkpoint.index import Sizes
 from rapidformer.checkpoint.pieces import Piece
 from rapidformer.checkpoint.save import Save
-from rapidformer.dist.collectives import is_alone
+from rapidformer.dist.collectives import gather_from_all, is_alone
 
 SMALLEST_BYTES = 64 * 2**20
 """``--async-save auto`` writes smaller states at once: that takes a moment anyway."""
+_LARGEST_PART = 0.5
+"""Of the free host memory, for copies: data loaders and the page cache need some, too."""
 # A slow disk is not a failure, and gloo notices by itself when another rank dies.
 _PATIENCE = timedelta(days=1)
 
@@ -37,6 +41,18 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._save: Save | None = None
         self._error: BaseException | None = None
+        self._has_room: bool | None = None
+
+    def has_room(self, save: Save) -> bool:
+        """Whether host memory holds a copy of the state with room to spare, on every rank.
+
+        Found out once, since copies of GPU tensors stay. Every rank must call this.
+        """
+        if self._has_room is None:
+            needed = sum(piece.data.nbytes for piece in save.pieces) * _count_ranks_here()
+            is_enough = needed < measure_free_memory() * _LARGEST_PART
+            self._has_room = all(gather_from_all(is_enough))
+        return self._has_room
 
     @property
     def save(self) -> Save | None:
@@ -109,6 +125,11 @@ class _HostCopies:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+
+def _count_ranks_here() -> int:
+    """Ranks on this machine, as torchrun and our launcher tell."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _copy_from_device(data: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

@@ -511,8 +511,8 @@ class CheckpointArguments:
     save_rng: bool = True
     """save the random states in checkpoints"""
     async_save: Literal["auto", "on", "off"] = "auto"
-    """write checkpoints in the background while training continues: auto = from 64 MiB on, but not
-    under DeepSpeed"""
+    """write checkpoints in the background while training continues: auto = from 64 MiB on, if half
+    of the free host memory holds a copy, but not under DeepSpeed"""
     load: str | None = None
     """run to resume, one of its checkpoints, or a model folder to start from"""
     resume: Literal["auto"] | None = None

@@ -183,7 +183,17 @@ class RapidformerEngine(PredictingRun):
             if self.args.async_save == "on":
                 warn_once("--async-save on has no effect under --deepspeed: it saves at once.")
             return False
-        return self.args.async_save == "on" or save.total_bytes >= SMALLEST_BYTES
+        if self.args.async_save == "on":
+            return True
+        if save.total_bytes < SMALLEST_BYTES:
+            return False
+        has_room = self._background.has_room(save)
+        if not has_room:
+            warn_once(
+                "training waits while checkpoints are written: host memory has no room for a copy "
+                "of the state (--async-save on makes one anyway)."
+            )
+        return has_room
 
     def hold_folder(self, folder: Path) -> None:
         """Lock a folder to write to, instead of the one held before; every rank must call this.
