@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.unpad import reading, switch
@@ -276,8 +278,6 @@ def test_dropout_of_attention_is_kept() -> None:
 
 
 def test_it_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rapidformer import RapidformerEngine
-
     used = []
     monkeypatch.setattr(switch, "use_rows", lambda rows: used.append(rows) or _nothing())
     model = build(AutoModelForMaskedLM, "bert").train()
@@ -331,3 +331,35 @@ def _nothing() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+class Padded(Finetuner):
+    """Causal, with dropout and rows of different lengths."""
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        rows = [[1 + (7 * i + j) % 30 for j in range(3 + i % 5)] for i in range(24)]
+        return [{"input_ids": row, "labels": row} for row in rows], None, None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return build(AutoModelForCausalLM, "gpt2", attn_pdrop=0.3).train(), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+
+def test_a_resumed_run_removes_padding_from_the_same_batches(tmp_path: Path) -> None:
+    """The first batch runs padded, with other dropout: a resumed run must not do so again."""
+
+    def train(name: str, **more: Any) -> dict[str, torch.Tensor]:
+        settings = {
+            "micro_batch_size": 4, "train_iters": 4, "save_interval": 2, "lr": 1e-2,
+            "log_level": "error", "save": str(tmp_path / name), **more,
+        }  # fmt: skip
+        trainer = Padded(RapidformerEngine(args=settings))
+        trainer.train()
+        return dict(trainer.engine.parallelized.model.named_parameters())
+
+    expected = train("whole")
+    train("stopped", exit_interval=2)
+    for name, weight in train("stopped", load=str(tmp_path / "stopped")).items():
+        assert torch.equal(weight, expected[name]), name

@@ -21,7 +21,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "param_groups": (list, _NONE),
     "extra": (dict,),
 }
-_OPTIONAL: dict[str, tuple[type, ...]] = {"tied": (dict,), "facts": (dict,), "base": (dict,)}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "tied": (dict,),
+    "facts": (dict,),
+    "base": (dict,),
+    "padding": (list,),
+}
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rapidformer.accel.unpad.reading import PaddingReader
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
@@ -44,6 +45,7 @@ from rapidformer.engine.predicting import PredictingRun
 from rapidformer.engine.run import Arguments
 from rapidformer.errors import CheckpointError, RapidformerError, TrainingError, WriteError
 from rapidformer.log import get_logger, warn_once
+from rapidformer.overlay import find_fact
 
 
 class RapidformerEngine(PredictingRun):
@@ -401,6 +403,7 @@ class RapidformerEngine(PredictingRun):
             device=self.device,
             topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
+            padding=find_fact(parallelized.model, PaddingReader),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
             facts=self._describe_facts(),
             base=self.adapter.base if self.adapter else None,

@@ -2,7 +2,7 @@
 
 The model's own loss ignores padding, but a user's may read all of ``outputs.logits``. That cannot
 be known beforehand, so the first batch runs padded, and the gradient tells: it is zero for padding
-if and only if nothing behind the blocks depends on it.
+if and only if nothing behind the blocks depends on it. Checkpoints hold what was found.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ class PaddingReader:
         """Without gradients, whoever reads the logits leaves no trace."""
         is_seen = self._reads_padding is False and torch.is_grad_enabled()
         return self._is_trusted or is_seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reads_padding": self._reads_padding}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = state.get("reads_padding")
+        self._reads_padding = found if isinstance(found, bool) else None
 
     @contextmanager
     def observe(self, rows: Rows) -> Iterator[None]:

@@ -102,6 +102,7 @@ def apply_unpadding(
         return f"{type(model).__name__} is not the same without padding ({difference})"
     inside = list_inner_modules(model, plan.blocks)
     reader = PaddingReader(is_trusted=is_asked)
+    put_fact(model, reader)
     build = functools.partial(
         _build_model, inside=inside, rounds_up=is_compiled, reader=reader, packs=packs
     )
