@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ class Bench(Finetuner):
         return model(**batch).loss
 
 
-def train() -> None:
-    Bench(RapidformerEngine(args=SETTINGS)).train()
+def train(**more: Any) -> None:
+    Bench(RapidformerEngine(args={**SETTINGS, **more})).train()
 
 
 def make_job(folder: Path, **more: Any) -> Job:
@@ -54,6 +55,16 @@ def test_a_run_is_timed_and_counted(tmp_path: Path) -> None:
     text = "\n".join(describe_result(result))
     for word in ("tokens/s", "MFU", "6 x", "peak memory", "padding", "waiting for data"):
         assert word in text
+
+
+def test_graphs_compiled_in_the_timed_steps_are_reported(tmp_path: Path) -> None:
+    job = Job(folder=str(tmp_path), name="run", steps=2, warm_up=1)
+    result = measure_run(job, lambda: train(compile=True, compile_backend="eager"))
+    assert result.graphs >= 2, "lengths vary: one for the first, and one for all others"
+    assert 0 <= result.late_graphs < result.graphs
+    lines = describe_result(replace(result, late_graphs=1))
+    (line,) = [line for line in lines if line.startswith("graphs")]
+    assert "1 of them in the timed steps" in line
 
 
 def test_the_trainer_of_hugging_face_gets_the_same_work(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.matrix_rate import measure_matrix_rate
 from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_settings
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
+from rapidformer.overlay import find_fact
 
 
 class MeasuringFinished(BaseException):
@@ -65,6 +67,7 @@ class BenchedRun(RunObserver):
         self._clock: Clock | None = None
         self._profiler: Any = None
         self._profiled_since = 0.0
+        self._graphs_before = 0
         self._started_at = 0.0
         self.result: Result | None = None
 
@@ -112,6 +115,7 @@ class BenchedRun(RunObserver):
             self._clock.mark("update")
         if timed == 0:
             wait_for(self._engine.device)
+            self._graphs_before = self._count_graphs()
             self._clock = Clock(self._engine.device)
             self._clock.mark("update")
         elif timed == self._job.steps:
@@ -132,6 +136,8 @@ class BenchedRun(RunObserver):
             is_packed=bool(self._engine.args.packing),
         )
         result.peak_memory = read_peak_memory(self._engine.device)
+        result.graphs = self._count_graphs()
+        result.late_graphs = result.graphs - self._graphs_before
         self._clock = None
         if self._engine.device.type != "cuda":
             raise MeasuringFinished
@@ -139,6 +145,10 @@ class BenchedRun(RunObserver):
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profiler.start()
         self._profiled_since = time.perf_counter()
+
+    def _count_graphs(self) -> int:
+        compiled = find_fact(self._engine.parallelized.model, CompiledBlocks)
+        return compiled.graphs if compiled is not None else 0
 
     def _read_profile(self) -> None:
         assert self.result is not None
@@ -178,7 +188,8 @@ def measure_run(job: Job, train: Callable[[], None]) -> Result:
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def read_peak_memory(device: torch.device) -> int:

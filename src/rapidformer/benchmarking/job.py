@@ -61,7 +61,9 @@ class Result:
     busy: float | None = None
     """The fraction of the time in which the GPU computes; None on a CPU."""
     graphs: int = 0
-    recompilations: int = 0
+    """Compiled by torch.compile, in all steps."""
+    late_graphs: int = 0
+    """Those of the timed steps, which they slowed down."""
     is_counted: bool = True
     """False for a rank that sees the same rows as another."""
     ranks: int = 1

@@ -30,8 +30,8 @@ def describe_result(result: Result) -> list[str]:
         ("padding", f"{_get_padding(result):.0%}", "of the positions in the batches"),
     ]
     if result.graphs:
-        note = f"{result.recompilations} recompilations after the warm-up"
-        rows.append(("compiled", f"{result.graphs} graphs", note))
+        note = f"{result.late_graphs} of them in the timed steps: try a larger --bench-warmup"
+        rows.append(("graphs", f"{result.graphs}", note if result.late_graphs else ""))
     width = max(len(value) for _, value, _ in rows)
     lines = [f"{name:<12} {value:>{width}}   {note}".rstrip() for name, value, note in rows]
     return [*lines, *_describe_phases(result)]

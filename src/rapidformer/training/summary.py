@@ -59,15 +59,15 @@ def describe_run(
 
 
 def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str:
-    args, replicas = engine.args, f"{engine.args.data_parallel_size} data parallel"
+    args, replicas = engine.args, engine.args.data_parallel_size
     if loader.has_token_budget:
         return (
-            f"{args.global_batch_size} over {replicas}, in micro-batches of up to "
-            f"{args.tokens_per_micro_batch} tokens"
+            f"{args.global_batch_size} samples over {replicas} replica{'s' * (replicas > 1)}, in "
+            f"micro-batches of up to {args.tokens_per_micro_batch} tokens"
         )
-    rounds = engine.clock.rounds_per_update
     return (
-        f"{args.global_batch_size} = {loader.batch_size} micro x {replicas} x {rounds} accumulation"
+        f"{args.global_batch_size} = {loader.batch_size} micro x {replicas} data parallel x "
+        f"{engine.clock.rounds_per_update} accumulation"
     )
 
 
