@@ -227,7 +227,7 @@ Path({str(tmp_path)!r}, 'pid' + rank).write_text(f"{{os.getpid()}} {{child.pid}}
     assert command.wait() == 128 + number
     assert f"stopped by signal {name}" in command.err
     if name in ("SIGINT", "SIGTERM"):
-        assert "--load RUN goes on from it." in command.err
+        assert "--load RUN resumes from it." in command.err
     assert "Traceback" not in command.err
     wait_until(lambda: not any(map(is_alive, workers + children)))
 

@@ -18,7 +18,7 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large square product; measured once."""
     size = _choose_size(device, dtype)
     with torch.no_grad():
-        # A generator of its own: dropout must draw the same numbers with and without this.
+        # A separate generator: dropout must draw the same numbers with and without this.
         generator = torch.Generator(device).manual_seed(0)
         left = torch.randn(size, size, device=device, generator=generator).to(dtype)
         right = torch.randn(size, size, device=device, generator=generator).to(dtype)

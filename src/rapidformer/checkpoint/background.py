@@ -121,7 +121,7 @@ class _HostCopies:
             self._kept[key] = _copy_from_device(piece.data, before.pop(key, None))
             devices.add(piece.data.device)
             copies.append(replace(piece, data=self._kept[key]))
-        # On the stream of the updates, so after them; training goes on only when all is copied.
+        # On the stream of the updates, so after them. Training continues only when all is copied.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies

@@ -83,7 +83,7 @@ def has_hashes(folder: Path) -> bool:
 
 
 def list_unlisted(folder: Path) -> list[str]:
-    """Files that nobody vouches for, since the manifest does not list them."""
+    """Files that cannot be verified, since the manifest does not list them."""
     try:
         listed = {*read_manifest(folder), MANIFEST}
     except CheckpointError:

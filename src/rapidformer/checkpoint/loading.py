@@ -288,7 +288,9 @@ def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None
 def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
     first = folder / get_random_file(0)
     if not first.is_file():
-        get_logger().warning("%s was saved without random states: dropout starts anew.", folder)
+        get_logger().warning(
+            "%s was saved without random states: dropout draws other numbers.", folder
+        )
         return
     # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
     # layer the same ones.

@@ -285,7 +285,7 @@ class DistributedLoader:
         return self._get_update_size(self._consumed) // self.samples_per_round
 
     def _get_update_size(self, consumed: int) -> int:
-        """Samples of the update that begins after so many samples of the epoch."""
+        """Samples of the update that begins after this many samples of the epoch."""
         if self._get_batch_size is None:
             return self.samples_per_update
         return self._get_batch_size(self.epoch * self.num_samples + consumed)

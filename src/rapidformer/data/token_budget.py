@@ -1,8 +1,8 @@
 """Micro-batches filled to a number of tokens (--tokens-per-micro-batch).
 
 An optimizer step takes the samples it always takes. Only its micro-batches are cut differently:
-samples of similar length together, at most so many tokens with padding, and equally many
-micro-batches of about equal size on every rank.
+samples of similar length together, at most this many tokens with padding, and the same number
+of micro-batches, of about equal size, on every rank.
 """
 
 from __future__ import annotations

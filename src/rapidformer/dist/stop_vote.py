@@ -1,7 +1,7 @@
 """The optimizer step at which all ranks stop, agreed upon without a collective.
 
 A signal reaches the ranks one by one, at different steps. Each posts the step at which it noticed,
-and goes on training: another rank may be waiting for it in a collective. Once all have posted, the
+and continues training: another rank may be waiting for it in a collective. Once all have posted, the
 run stops two steps after the latest.
 
 Why nobody is past that step by then: a rank that has noticed waits for its device after every step,

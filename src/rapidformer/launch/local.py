@@ -76,7 +76,7 @@ def launch(
             if is_training and plan.nodes == 1 and caught.sigval in _ENDINGS:
                 message += (
                     " All processes were ended; what came after the last checkpoint is lost. "
-                    "--load RUN goes on from it."
+                    "--load RUN resumes from it."
                 )
             if rounds is not None:
                 who = f"node {plan.node_rank} was " if plan.nodes > 1 else ""

@@ -45,7 +45,7 @@ class GarbageCollection:
             self._freeze()
 
     def _freeze(self) -> None:
-        # Objects that a user has frozen could not be told from ours when they are released.
+        # If the user has frozen objects, unfreezing ours later would release theirs, too.
         if gc.get_freeze_count() == 0:
             gc.collect()
             gc.freeze()

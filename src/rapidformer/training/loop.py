@@ -273,7 +273,7 @@ class TrainingLoop:
             return False
         attempts = self._attempts
         self.restore(self.engine.roll_back())
-        self._attempts = attempts  # the data goes on, only the weights go back
+        self._attempts = attempts  # only the weights go back, not the place in the data
         self.meter.reset()
         self._bad_batches.forget()
         self.reporter.go_back(self.step)

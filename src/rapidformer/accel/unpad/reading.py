@@ -32,7 +32,7 @@ class PaddingReader:
 
     @property
     def ignores_padding(self) -> bool:
-        """Without gradients, whoever reads the logits leaves no trace."""
+        """False without gradients: there, nothing shows who reads the logits."""
         is_seen = self._reads_padding is False and torch.is_grad_enabled()
         return self._is_trusted or is_seen
 
