@@ -13,7 +13,6 @@ import pytest
 from tests.processes import find_free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ONE_OR_TWO = pytest.mark.parametrize("processes", [1, 2])
 TWO = pytest.mark.parametrize("processes", [2])
 
 
@@ -26,15 +25,19 @@ def _common(model: Path, data: Path, processes: int) -> list[object]:
     ]  # fmt: skip
 
 
-@ONE_OR_TWO
+@pytest.mark.parametrize(("processes", "backend"), [(1, "inductor"), (2, "eager")])
 def test_black_box(
-    python: Path, processes: int, small_model: Path, small_data: Path, tmp_path: Path
+    python: Path, processes: int, backend: str, small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """The documents' fine-tuning command, every switch included."""
+    """The documents' fine-tuning command, every switch included.
+
+    Two processes generate no code: it takes a minute, and one process shows that it works.
+    """
     folder = tmp_path / "run"
     done = subprocess.run(
         ["bash", str(EXAMPLES / "black_box.sh"), "--lr", "2e-3", "--lr-warmup-iters", "2",
-         "--log-interval", "1", "--save", str(folder), "--nproc-per-node", str(processes)],
+         "--log-interval", "1", "--save", str(folder), "--nproc-per-node", str(processes),
+         "--compile-backend", backend],
         env={
             **os.environ,
             "MODEL": str(small_model),
@@ -45,7 +48,7 @@ def test_black_box(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "64 = 16 micro" in done.stderr
-    assert "torch.compile of 2 blocks with inductor" in done.stderr
+    assert f"torch.compile of 2 blocks with {backend}" in done.stderr
     if processes == 2:
         assert "ZeRO: stage 1 over 2 ranks" in done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +80,7 @@ def test_finetuner(
         "--user-script", EXAMPLES / "finetuner.py", "--task", "sequence_classification",
         *_common(small_model, small_data, processes), "--global-batch-size", 32,
         "--mixed-precision", "--zero-3-memory-optimization", "--onnx-runtime-training",
-        "--compile-backend", "aot_eager", "--save", tmp_path / "run",
+        "--compile-backend", "eager", "--save", tmp_path / "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -123,3 +123,19 @@ def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFix
     assert "loss 0.1235" in text
     assert "ms/step" not in text, "no line beside the bar"
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_board_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    pytest.importorskip("tensorboard")
+
+    class FullBoard:
+        def add_scalar(self, *args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    reporter = make(tmp_path, "--no-progress")
+    reporter._board = FullBoard()
+    reporter.log_training(LINE)
+    reporter.log_training(LINE)
+    reporter.close()
+    assert caplog.text.count("TensorBoard's file cannot be written any more") == 1
+    assert "No space left" in caplog.text

@@ -7,6 +7,8 @@ everything else is a copy of it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -107,18 +109,32 @@ class Reporter(Callback):
         if self._bar is not None:
             self._bar.close()
         if self._board is not None:
-            self._board.close()
+            with self._tolerating_board():
+                self._board.close()
+
+    @contextmanager
+    def _tolerating_board(self) -> Iterator[None]:
+        """TensorBoard's file is only a copy: losing it must not end a run, or hide why it ended."""
+        try:
+            yield
+        except OSError as reason:
+            get_logger().warning("TensorBoard's file cannot be written any more: %s", reason)
+            self._board = None
 
     def _record(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(line)
         if self._board is not None:
-            for key, value in line.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    group, _, name = key.partition("_")
-                    is_training = group not in ("eval", "test")
-                    name = f"train/{key}" if is_training else f"{group}/{name}"
-                    self._board.add_scalar(name, value, line["step"])
+            with self._tolerating_board():
+                self._add_to_board(line)
+
+    def _add_to_board(self, line: dict[str, Any]) -> None:
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                group, _, name = key.partition("_")
+                is_training = group not in ("eval", "test")
+                name = f"train/{key}" if is_training else f"{group}/{name}"
+                self._board.add_scalar(name, value, line["step"])
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:
