@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -15,6 +17,12 @@ def get_quantization(args: Any) -> dict[str, Any]:
     import torch
     from transformers import BitsAndBytesConfig
 
+    has_gpu = torch.cuda.is_available() and args.device != "cpu"
+    if args.quantize_base == "8bit" and not has_gpu:
+        raise ConfigurationError(
+            "--quantize-base 8bit needs a GPU: on a CPU, bitsandbytes trains with such weights but "
+            "cannot save them. Use --quantize-base 4bit."
+        )
     if args.quantize_base == "8bit":
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
@@ -24,7 +32,7 @@ def get_quantization(args: Any) -> dict[str, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.current_device() if has_gpu else "cpu"
     # Quantized weights are made on their device, and never moved.
     return {"quantization_config": config, "device_map": {"": device}}
 
