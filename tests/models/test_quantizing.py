@@ -12,7 +12,7 @@ from rapidformer.models.quantizing import get_quantization
 
 def test_eight_bits_need_a_gpu() -> None:
     args = SimpleNamespace(quantize_base="8bit", device="cpu")
-    with pytest.raises(ConfigurationError, match="8bit needs a GPU.*--quantize-base 4bit"):
+    with pytest.raises(ConfigurationError, match=r"8bit needs a GPU.*--quantize-base 4bit"):
         get_quantization(args)
 
 
