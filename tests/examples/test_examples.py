@@ -25,19 +25,19 @@ def _common(model: Path, data: Path, processes: int) -> list[object]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("processes", "backend"), [(1, "inductor"), (2, "eager")])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_black_box(
-    python: Path, processes: int, backend: str, small_model: Path, small_data: Path, tmp_path: Path
+    python: Path, processes: int, small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:
     """The documents' fine-tuning command, every switch included.
 
-    Two processes generate no code: it takes a minute, and one process shows that it works.
+    Blocks are compiled without generating code, which takes more than a minute; other tests do it.
     """
     folder = tmp_path / "run"
     done = subprocess.run(
         ["bash", str(EXAMPLES / "black_box.sh"), "--lr", "2e-3", "--lr-warmup-iters", "2",
          "--log-interval", "1", "--save", str(folder), "--nproc-per-node", str(processes),
-         "--compile-backend", backend],
+         "--compile-backend", "eager"],
         env={
             **os.environ,
             "MODEL": str(small_model),
@@ -48,7 +48,7 @@ def test_black_box(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "64 = 16 micro" in done.stderr
-    assert f"torch.compile of 2 blocks with {backend}" in done.stderr
+    assert "torch.compile of 2 blocks with eager" in done.stderr
     if processes == 2:
         assert "ZeRO: stage 1 over 2 ranks" in done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
