@@ -219,3 +219,14 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     keep_compiled_code()
     assert variable not in os.environ
+
+
+def test_generated_code_computes_the_same() -> None:
+    """The one test with inductor, the default: generating code for a graph takes seconds."""
+    model = build_model("small-bert", 0.0, layers=2).train()
+    expected = run(model, "small-bert", FIXED)
+    compiled = compile_blocks(model, backend="inductor")
+    found = run(model, "small-bert", FIXED)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert (compiled.graphs, compiled.recompilations) == (1, 0)

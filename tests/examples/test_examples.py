@@ -31,7 +31,7 @@ def test_black_box(
 ) -> None:
     """The documents' fine-tuning command, every switch included.
 
-    Blocks are compiled without generating code, which takes more than a minute; other tests do it.
+    Blocks are compiled without generating code, which would take more than a minute.
     """
     folder = tmp_path / "run"
     done = subprocess.run(
