@@ -17,7 +17,7 @@ from typing import Any
 from rapidformer.benchmarking.job import Job, Result, merge
 from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
-from rapidformer.cli.run_output import write_output_to
+from rapidformer.cli.run_output import start_run, write_output_to
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.config.validate import find_problems
@@ -151,8 +151,6 @@ class _Benchmark:
 
     def _measure(self, name: str, description: str, *more: str, peer: str | None = None) -> Result:
         """Run it in new processes and read what they measured."""
-        from rapidformer.launch.local import launch
-
         steps, warm_up = _GPU_STEPS if self._is_on_gpu else _CPU_STEPS
         job = Job(
             folder=str(self._folder),
@@ -161,18 +159,15 @@ class _Benchmark:
             warm_up=self._own.bench_warmup or warm_up,
             peer=peer,
         )
-        plan = LaunchPlan(
-            processes=self._processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
-        )
         sys.stderr.write(f"running  {description}\n")
-        os.environ[JOB_VARIABLE] = job.to_text()
         try:
-            launch(plan, ["bench", *self._words, *more], self._args)
+            start_run(
+                ["bench", *self._words, *more], self._args,
+                processes=self._processes, variable=JOB_VARIABLE, job=job.to_text(),
+            )  # fmt: skip
         except RapidformerError as error:
             error.args = (f"{error}\nThis was {description}; its output is in {self._folder}.",)
             raise
-        finally:
-            del os.environ[JOB_VARIABLE]
         result = merge([Result.load(job.get_path(rank)) for rank in range(self._processes)])
         self._results[name] = result
         return result

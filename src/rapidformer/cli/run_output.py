@@ -1,10 +1,27 @@
-"""Where the output of a run goes that another command has started."""
+"""Runs that another command starts in new processes, and where their output goes."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+from rapidformer.config import Settings
+from rapidformer.launch.environment import LaunchPlan
+
+
+def start_run(words: list[str], args: Settings, *, processes: int, variable: str, job: str) -> None:
+    """Run a command of ours in new processes on this machine, which find ``job`` in a variable."""
+    from rapidformer.launch.local import launch
+
+    plan = LaunchPlan(
+        processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
+    )
+    os.environ[variable] = job
+    try:
+        launch(plan, words, args)
+    finally:
+        del os.environ[variable]
 
 
 def write_output_to(path: Path) -> None:

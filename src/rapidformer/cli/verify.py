@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
-from rapidformer.cli.run_output import write_output_to
+from rapidformer.cli.run_output import start_run, write_output_to
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.launch.environment import LaunchPlan, is_launched
+from rapidformer.launch.environment import is_launched
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare
 from rapidformer.verification.report import describe_cause, format_table
@@ -229,7 +229,6 @@ class _Verification:
 
     def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
         """Run it in new processes and read their traces."""
-        from rapidformer.launch.local import launch
         from rapidformer.verification.verified_run import get_trace_path
 
         processes = self._processes if kind == "switched" else 1
@@ -242,13 +241,12 @@ class _Verification:
             global_batch_size=self._batch,
             micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
         )
-        plan = LaunchPlan(
-            processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
-        )
         _say(f"running  {description}")
-        os.environ[JOB_VARIABLE] = job.to_text()
         try:
-            launch(plan, ["verify", *self._words], self._args)
+            start_run(
+                ["verify", *self._words], self._args,
+                processes=processes, variable=JOB_VARIABLE, job=job.to_text(),
+            )  # fmt: skip
         except RapidformerError as error:
             hint = "" if self._own.full_size else " --full-size keeps the sizes of the run."
             error.args = (
@@ -256,8 +254,6 @@ class _Verification:
                 f"{hint}",
             )
             raise
-        finally:
-            del os.environ[JOB_VARIABLE]
         return [Trace.load(get_trace_path(job, rank)) for rank in range(processes)]
 
 
