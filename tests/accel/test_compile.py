@@ -197,6 +197,28 @@ def test_model_without_blocks_is_compiled_whole_and_says_so(
     assert "no repeated blocks were found in Linear" in capsys.readouterr().err
 
 
+def test_outputs_of_activation_functions_are_recomputed_for_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(4, 32), nn.SiLU(), nn.Linear(32, 4))
+    batch = torch.linspace(-1, 1, 12).reshape(3, 4)
+    saved: list[torch.Size] = []
+
+    def run_once() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda tensor: tensor
+        ):
+            loss = model(batch).square().sum()
+        loss.backward()
+        return [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected = run_once()
+    assert saved.count(torch.Size([3, 32])) == 2, "before and after SiLU"
+    saved.clear()
+    compile_blocks(model, backend="aot_eager")
+    assert_close(run_once(), expected)
+    assert saved.count(torch.Size([3, 32])) == 1
+
+
 def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

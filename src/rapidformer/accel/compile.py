@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.compiled_blocks import Backend, CompiledBlocks
+from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.compat.torch_compile import Backend
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import put_fact

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
+    Backend,
     copy_function,
     count_graphs,
     get_compile_seconds,
     get_recompile_reason,
+    recompute_cheap_activations,
     tell_sizes_apart,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
-
-Backend = str | Callable[..., Any]
 
 
 @dataclass
@@ -48,6 +48,7 @@ class CompiledBlocks:
         self.graphs = 0
         self.recompilations = 0
         self._backend = backend
+        self._lean_backend = recompute_cheap_activations(backend)
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
@@ -92,7 +93,9 @@ class CompiledBlocks:
         key = (form, ones if takes_all else None)
         if key not in self._functions:
             name = f"block_{len(self._functions)}"
-            run = torch.compile(copy_function(_run, name), backend=self._backend, dynamic=takes_all)
+            run = torch.compile(
+                copy_function(_run, name), backend=self._lean_backend, dynamic=takes_all
+            )
             self._functions[key] = _Compiled(run=run, takes_all_sizes=takes_all)
         return self._functions[key]
 

@@ -1,4 +1,4 @@
-"""Frozen weights under mixed precision: kept in 16 bits, which is how autocast uses them anyway.
+"""Adapters under mixed precision: no casts that autocast would undo or repeat.
 
 Autocast rounds a matrix to 16 bits for every product, and keeps the rounded copy only of trained
 ones. A frozen matrix of a linear layer can be rounded once instead: half the memory, no work in the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from rapidformer.accel.precision import Precision
@@ -16,11 +17,18 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.models.adapters import find_adapter
 
 
-def apply_16_bit_frozen_weights(model: nn.Module, precision: Precision) -> None:
-    """Round the frozen linear layers under adapters, if their files still have them in full."""
+def apply_lean_adapters(model: nn.Module, precision: Precision) -> None:
+    """Drop needless casts, and round frozen linear layers if their files have them in full."""
     adapter = find_adapter(model)
-    if precision.dtype is None or adapter is None or adapter.base is None:
+    if precision.dtype is None or adapter is None:
         return
+    for module in model.modules():
+        _keep_input(module)
+    if adapter.base is not None:
+        _round_frozen_weights(model, precision.dtype)
+
+
+def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
     used_elsewhere = {
         id(parameter)
         for module in model.modules()
@@ -29,12 +37,11 @@ def apply_16_bit_frozen_weights(model: nn.Module, precision: Precision) -> None:
         if parameter is not None
     }
     for module in model.modules():
-        _keep_input(module)
         for parameter in get_parameter_table(module).values() if _is_linear(module) else ():
             # A head may be tied to the embedding, which needs all digits.
             if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
                 continue
-            parameter.data = parameter.data.to(precision.dtype)
+            parameter.data = parameter.data.to(dtype)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from rapidformer.accel.adapter_rules import check_adapter
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
-from rapidformer.accel.frozen_weights import apply_16_bit_frozen_weights
+from rapidformer.accel.frozen_weights import apply_lean_adapters
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
@@ -156,7 +156,7 @@ def _place_weights(assembly: Assembly) -> None:
     # Before they are split, which copies them.
     apply_fp32_weights(model, assembly.precision)
     if not assembly.uses_deepspeed:
-        apply_16_bit_frozen_weights(model, assembly.precision)
+        apply_lean_adapters(model, assembly.precision)
     if assembly.pipeline is None and assembly.topology.mesh is not None:
         equalize_weights(model, deferred)
 

@@ -16,7 +16,12 @@ PRIVATE_NAMES = {
     "torch._dynamo.utils.get_compilation_metrics": "why a block was compiled again",
     "torch.fx.experimental._config.use_duck_shape": "graphs for all sizes",
     "torch.fx.experimental._config.patch": "the same",
+    "torch._functorch.config.patch": "recomputing cheap activations",
+    "torch._functorch.config.ban_recompute_materialized_backward": "the same",
+    "torch._dynamo.lookup_backend": "the same",
 }
+
+Backend = str | Callable[..., Any]
 
 
 def count_graphs() -> int:
@@ -50,6 +55,24 @@ def tell_sizes_apart() -> AbstractContextManager[Any]:
     from torch.fx.experimental import _config
 
     return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
+    """The backend, whose backward passes recompute what takes no matrix product to compute.
+
+    torch keeps the input of every matrix product that the backward pass repeats, although a
+    normalization or an activation function gives it again in one pass over memory. In a Llama block
+    these are a third of the activations.
+    """
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        with config.patch(ban_recompute_materialized_backward=False):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
 
 
 def copy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
