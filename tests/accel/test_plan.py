@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan, find_plan, shifts_labels
@@ -133,6 +134,16 @@ def test_subclasses_and_adapters_shift_labels_as_their_model_does() -> None:
         # No task type: peft's class says nothing about the model.
         adapted = get_peft_model(make(family), LoraConfig(target_modules="all-linear"))
         assert shifts_labels(adapted) is is_shifted
+
+
+def test_a_multimodal_decoder_shifts_labels() -> None:
+    """Its class is named like T5's: the configuration tells whether there is an encoder."""
+    small = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    }  # fmt: skip
+    config = LlavaConfig(vision_config=small, text_config={**small, "model_type": "llama"})
+    with torch.device("meta"):
+        assert shifts_labels(LlavaForConditionalGeneration(config))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from tests.processes import run_in_processes
 
 ROWS = 4
 CONTEXT: Settings = {"context_parallel_size": 2, "global_batch_size": ROWS}
+FUSED: Settings = {"fused_loss": "on"}
 
 
 def under_context(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
@@ -47,8 +48,9 @@ def test_two_processes_that_share_sequences_equal_one() -> None:
     """Odd lengths, padding, labels that meet at the cut, tied weights, accumulation."""
     lengths = [len(row["input_ids"]) for row in build_rows("llama", 40)]
     assert any(length % 2 for length in lengths)
-    names = ["bert", "bert-mlm", "gpt2", "llama", "qwen3", "gpt", "mistral-narrow", "own"]
-    check(2, under_context(CONTEXT, *names, updates=10))
+    names = ["bert", "gpt2", "llama", "gpt", "mistral-narrow", "own"]
+    fused = under_context({**CONTEXT, **FUSED}, "bert-mlm", "qwen3", updates=10)
+    check(2, under_context(CONTEXT, *names, updates=10) + fused)
 
 
 def test_shared_sequences_under_data_parallelism() -> None:
@@ -59,7 +61,7 @@ def test_shared_sequences_under_data_parallelism() -> None:
 
 def test_shared_sequences_under_sharding_with_recompute() -> None:
     settings = {**CONTEXT, "zero_3_memory_optimization": True, "checkpoint_activations": True}
-    check(2, under_context(settings, "llama", "gpt"))
+    check(2, under_context({**settings, **FUSED}, "llama") + under_context(settings, "gpt"))
 
 
 def test_more_processes_than_key_value_heads_share_sequences() -> None:
@@ -71,7 +73,7 @@ def test_more_processes_than_key_value_heads_share_sequences() -> None:
 
 def test_shared_layers_and_shared_sequences() -> None:
     settings = {**CONTEXT, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    check(4, under_context(settings, "gpt-rope"))
+    check(4, under_context(settings, "gpt-rope") + under_context({**settings, **FUSED}, "llama"))
 
 
 def test_key_value_heads_are_repeated_as_little_as_will_do() -> None:

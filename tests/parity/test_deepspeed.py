@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),
 }
+FUSED = ("stage 1", "stage 2 offloaded", "our tensor parallelism")
 
 
 Run = tuple[Training, list[Trace]]
@@ -47,7 +48,10 @@ Run = tuple[Training, list[Trace]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """What each case trains, and the traces of its processes."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    cases = [build_case(model, content, folder) for model, content in CASES.values()]
+    cases = [
+        build_case(*case, folder, fused_loss="on" if name in FUSED else "auto")
+        for name, case in CASES.items()
+    ]
     trainings = [training for training, _ in cases]
     return dict(zip(CASES, zip(trainings, run_on(2, cases), strict=True), strict=True))
 

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"context_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "zero-bubble": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"},
+    "fused tensor": {"tensor_model_parallel_size": 2, "fused_loss": "on"},
+    "fused context": {"context_parallel_size": 2, "fused_loss": "on"},
 }
 SETTINGS = {
     "global_batch_size": 4, "micro_batch_size": 2, "clip_grad": 0.0, "seed": 5,
@@ -181,7 +183,9 @@ EXACT = [
     ("tensor", "input gradient of split logits"), ("context", "input gradient of split logits"),
     ("tensor", "attentions"), ("sequence", "attentions"), ("context", "attentions"),
     ("tensor", "logits"), ("context", "logits"), ("pipeline", "logits"),
-    ("tensor", "smooth labels"), ("context", "smooth labels"),
+    ("fused tensor", "smooth labels"), ("fused context", "smooth labels"),
+    ("fused tensor", "logits"), ("fused context", "logits"),
+    ("fused tensor", "input gradient"), ("fused context", "input gradient"),
     ("tensor", "parameters"), ("sequence", "parameters"), ("context", "parameters"),
     ("tensor", "embedding"), ("sequence", "embedding"), ("context", "embedding"),
     ("tensor", "embedded outside"), ("pipeline", "embedded outside"),

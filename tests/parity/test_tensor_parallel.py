@@ -5,6 +5,7 @@ The whole matrix runs by ``python tests/parity/matrix.py``; here stands what eac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
+from rapidformer.accel.fused_loss import chunked
+from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
+from rapidformer.accel.fused_loss.split import VocabularySlice
+from rapidformer.dist.regions import copy_in
 from rapidformer.dist.topology import build_topology
 from rapidformer.dist.vocabulary import compute_split_losses
 from rapidformer.engine import RapidformerEngine
@@ -42,6 +47,7 @@ from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
 TENSOR: Settings = {"tensor_model_parallel_size": 2}
+FUSED: Settings = {"fused_loss": "on"}
 
 
 def check_fraction(traces: list[Trace], model: str, fraction: float) -> None:
@@ -52,9 +58,10 @@ def check_fraction(traces: list[Trace], model: str, fraction: float) -> None:
 
 def test_two_processes_that_share_layers_equal_one() -> None:
     """Tied embeddings, norms on a fraction of the heads, fused and uneven weights, accumulation."""
-    names = ["bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gpt", "vit", "custom"]
-    names += ["unplanned", "apertus", "deepseek", "gpt-oss"]
-    traces = dict(zip(names, check(2, under(TENSOR, *names)), strict=True))
+    names = ["roberta", "gpt2", "llama", "gpt", "vit", "custom", "unplanned", "deepseek"]
+    fused = ["bert-mlm", "t5", "qwen3", "apertus", "gpt-oss"]
+    cases = under(TENSOR, *names) + under({**TENSOR, **FUSED}, *fused)
+    traces = dict(zip(names + fused, check(2, cases), strict=True))
     for name in ("gpt2", "t5", "llama", "qwen3", "gpt"):
         check_fraction(traces[name], name, 0.54)
 
@@ -74,7 +81,8 @@ def test_split_tokens_change_nothing() -> None:
     lengths = [len(row["input_ids"]) for row in build_rows("llama", 24)]
     assert any(length % 2 for length in lengths)
     settings = {**TENSOR, "sequence_parallel": True}
-    check(2, under(settings, "llama", "gemma2", "gpt2", "gpt", "bert", "vit"))
+    capped = under({**settings, **FUSED}, "gemma2")
+    check(2, under(settings, "llama", "gpt2", "gpt", "bert", "vit") + capped)
     # Parts that the plan keeps together or does not know are given all tokens.
     check(2, under(settings, "phi3", "mixtral", "deepseek", "apertus"))
 
@@ -87,8 +95,11 @@ def test_shared_layers_under_data_parallelism() -> None:
 @pytest.mark.parametrize("stage", ["zero_1", "zero_2", "fsdp"])
 def test_shared_layers_under_sharding(stage: str) -> None:
     """A fused bias that both split comes back in order: its gradient is compared whole."""
-    names = ["gpt2", "qwen3", "custom"] if stage == "fsdp" else ["gpt2"]
-    traces = check(4, under({**TENSOR, f"{stage}_memory_optimization": True}, *names))
+    settings = {**TENSOR, f"{stage}_memory_optimization": True}
+    cases = under({**settings, **({} if stage == "zero_2" else FUSED)}, "gpt2")
+    if stage == "fsdp":
+        cases += under(settings, "qwen3", "custom")
+    traces = check(4, cases)
     check_fraction(traces[0], "gpt2", 0.28)
 
 
@@ -201,7 +212,7 @@ def test_megatrons_form_computes_its_loss_from_split_logits() -> None:
         assert mine[3] == [DTensor, torch.Tensor]  # joined where there are no labels
 
 
-def _compute_losses() -> tuple[np.ndarray, np.ndarray]:
+def _compute_losses() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     RapidformerEngine(args={**SETTINGS, "tensor_model_parallel_size": 4})
     mesh = build_topology("cpu", tensor=4).get_submesh("tensor")
     logits, labels, factors = _build_logits()
@@ -212,7 +223,25 @@ def _compute_losses() -> tuple[np.ndarray, np.ndarray]:
     )
     losses = compute_split_losses(split, labels)
     (losses * factors).sum().backward()
-    return losses.detach().numpy(), local.grad.numpy()
+    return losses.detach().numpy(), local.grad.numpy(), _fuse_losses(mesh.get_group(), start, end)
+
+
+def _fuse_losses(group: Any, start: int, end: int) -> list[np.ndarray]:
+    """The loss from hidden states in chunks of four rows, and its gradients on this rank."""
+    hidden, weight, labels, recipe = _build_head()
+    weight = weight.detach()[start:end].requires_grad_()
+    chunked._choose_chunk = lambda rows, width, device: 4
+    recipe = replace(recipe, words=VocabularySlice(group, 5))
+    loss = sum_losses(copy_in(hidden, group), weight, None, labels, recipe)
+    loss.backward()
+    return [each.detach().numpy() for each in (loss, hidden.grad, weight.grad)]
+
+
+def _build_head() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Recipe]:
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randn(n, 6, generator=generator).requires_grad_() for n in (10, 5))
+    labels = torch.tensor([0, 4, -100, 2, 1, 3, 3, -100, 4, 0])
+    return hidden, weight, labels, Recipe(label_smoothing=0.1, steps=(torch.tanh,))
 
 
 def _build_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -223,16 +252,24 @@ def _build_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_a_vocabulary_smaller_than_its_processes_allow() -> None:
-    """Five words on four processes: two, two, one and none."""
+    """Five words on four processes: two, two, one and none; from logits, and from hidden states."""
     logits, labels, factors = _build_logits()
     logits.requires_grad_()
     expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     (expected.view(2, 3) * factors).sum().backward()
     results = run_in_processes(_compute_losses, 4)
-    for losses, _ in results:
+    for losses, _, _ in results:
         assert np.allclose(losses.flatten(), expected.detach().numpy(), rtol=1e-6, atol=1e-6)
-    gradient = np.concatenate([gradient for _, gradient in results], axis=-1)
+    gradient = np.concatenate([gradient for _, gradient, _ in results], axis=-1)
     assert np.allclose(gradient, logits.grad.numpy(), rtol=1e-5, atol=1e-7)
+    hidden, weight, labels, recipe = _build_head()
+    loss = sum_losses(hidden, weight, None, labels, recipe)
+    loss.backward()
+    for total, of_hidden, _ in (fused for *_, fused in results):
+        assert np.allclose(total, loss.item(), rtol=1e-6)
+        assert np.allclose(of_hidden, hidden.grad.numpy(), rtol=1e-5, atol=1e-6)
+    of_weight = np.concatenate([fused[2] for *_, fused in results])
+    assert np.allclose(of_weight, weight.grad.numpy(), rtol=1e-5, atol=1e-6)
 
 
 # ---- what cannot work ----------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from tests.parity.models import SAMPLES
 LIMITS = Limits({**ALL, "updated weights": 1e-6}, FIRST)
 
 
-def build_case(model: str, content: dict[str, Any], folder: Path, epochs: int = 1) -> Case:
+def build_case(
+    model: str, content: dict[str, Any], folder: Path, epochs: int = 1, **settings: Any
+) -> Case:
     """A small model, with accumulation, under a DeepSpeed file of this content."""
     path = folder / f"{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -30,7 +32,7 @@ def build_case(model: str, content: dict[str, Any], folder: Path, epochs: int = 
         epochs=epochs, clip_grad=0.5, is_shuffled=True, run_epoch=run_epoch,
         recorder=DeepSpeedRecorder,
     )  # fmt: skip
-    return training, {"deepspeed": str(path)}
+    return training, {"deepspeed": str(path), **settings}
 
 
 def make_grouped_sgd(model: nn.Module) -> torch.optim.Optimizer:

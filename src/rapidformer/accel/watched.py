@@ -19,7 +19,7 @@ ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_l
 """What a Hugging Face model collects from every block."""
 _SHOWN = 3
 # These hooks are safe: sharding's, and those that collect what was requested by name.
-_LIBRARIES = ("torch", "transformers", "rapidformer")
+_LIBRARIES = ("torch", "transformers", "deepspeed", "rapidformer")
 
 
 def list_inner_modules(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module]:

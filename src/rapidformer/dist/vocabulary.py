@@ -6,6 +6,7 @@ the sum of exponentials together with the label's logit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,28 +45,55 @@ def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IG
     return losses.view_as(labels)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class SplitRows:
+    """What the ranks find out together about rows of logits, of which each has some columns."""
+
+    probabilities: Tensor
+    """Of this rank's words: [rows, words]."""
+    normalizers: Tensor
+    """Per row, the logarithm of the sum of all exponentials, less the largest logit."""
+    chosen: Tensor
+    """Per row, the label's logit, less the largest; 0 if the label is ignored."""
+    sums: Tensor
+    """Per row, the sum of all logits, each less the largest."""
+    index: Tensor
+    """Per row, the label's place among this rank's words; 0 if it is not one of them."""
+    is_mine: Tensor
+    """Per row, whether the label is one of this rank's words."""
+
+
+def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> SplitRows:
+    """The softmax of rows of fp32 logits; this rank has the words from ``first`` on."""
+    width = logits.shape[-1]
+    # With many ranks and a small vocabulary, the last rank may have no part of it.
+    greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
+    dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+    relative = logits - greatest[:, None]
+    index = labels - first
+    is_mine = (index >= 0) & (index < width)
+    index = index.masked_fill(~is_mine, 0)
+    chosen = logits.new_zeros(len(labels))
+    if width:
+        chosen = relative.gather(1, index[:, None]).squeeze(1).masked_fill(~is_mine, 0.0)
+    totals = relative.sum(-1)
+    exponentials = relative.exp_()
+    sums = torch.stack([exponentials.sum(-1), chosen, totals])
+    dist.all_reduce(sums, group=group)
+    probabilities = exponentials.div_(sums[0][:, None])
+    return SplitRows(probabilities, sums[0].log(), sums[1], sums[2], index, is_mine)
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, group: Group
     ) -> Tensor:
-        width = logits.shape[-1]
-        # With many ranks and a small vocabulary, the last rank may have no part of it.
-        greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
-        exponentials = (logits - greatest[:, None]).exp()
         is_kept = labels != ignore_index
-        index = labels - first
-        is_mine = is_kept & (index >= 0) & (index < width)
-        index = index.masked_fill(~is_mine, 0)
-        chosen = logits.new_zeros(len(labels))
-        if width:
-            found = logits.gather(1, index[:, None]).squeeze(1) - greatest
-            chosen = found.masked_fill(~is_mine, 0.0)
-        sums = torch.stack([exponentials.sum(-1), chosen])
-        dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), index, is_mine, is_kept)
-        return (sums[0].log() - sums[1]).masked_fill(~is_kept, 0.0)
+        # No rank has the word -1.
+        rows = compare_rows(logits, labels.masked_fill(~is_kept, -1), first, group)
+        ctx.save_for_backward(rows.probabilities, rows.index, rows.is_mine, is_kept)
+        return (rows.normalizers - rows.chosen).masked_fill(~is_kept, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

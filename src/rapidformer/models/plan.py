@@ -224,6 +224,8 @@ def shifts_labels(model: nn.Module) -> bool:
     # An adapter's class need not say what it adapts.
     get_base: Any = getattr(model, "get_base_model", None)
     model = model if get_base is None else get_base()
-    # A subclass may have any name.
+    # A subclass may have any name. Without an encoder, "conditional generation" is that of a
+    # multimodal decoder.
     names = [cls.__name__ for cls in type(model).__mro__]
-    return any(mark in name for name in names for mark in ("CausalLM", "LMHeadModel"))
+    marks = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
+    return any(mark in name for name in names for mark in marks)

@@ -4,7 +4,8 @@ Used if the model computes its own loss by a function that we know: Hugging Face
 ``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
 ``logits``, evaluation) every rank has the logits of all tokens. Logits are then a DTensor over the
 tokens only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/on_demand.py``).
+(``accel/on_demand.py``). A head with the fused loss does not need any of this: it gets the region,
+and splits the rows of any loss itself.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rapidformer.accel.known_loss import build_split_loss, find_known_loss
-from rapidformer.accel.tensor.styles import extend_module
+from rapidformer.accel.tensor.styles import Split, extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens
 from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import get_fact
+from rapidformer.overlay import find_fact, get_fact, list_layers, put_fact
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,6 +43,11 @@ def apply_split_loss(
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear):
         return None
+    if "loss" in list_layers(head):
+        put_fact(head, region)  # the fused loss splits its rows over these ranks
+        return None
+    if find_fact(head, Split) is not None:
+        return None  # tensor parallelism splits the logits already
     if not plan.has_split_losses:
         shifts = find_known_loss(model)
         if shifts is None:

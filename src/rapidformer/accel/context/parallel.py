@@ -99,7 +99,7 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
         for module in block.modules():
             if hasattr(module, "context_region"):
                 module.context_region = region  # type: ignore[assignment]
-    head = None if _get_tensor_size(model) > 1 else apply_split_loss(model, plan, region, mesh)
+    head = apply_split_loss(model, plan, region, mesh)
     inner = list_inner_modules(model, plan.blocks)
     extend_module(model, SplitModel, _WholeModel(region=region, head=head, inner=inner))
     prove_context(model, region)

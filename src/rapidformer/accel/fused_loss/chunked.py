@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.fused_loss.split import VocabularySlice
+
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
 
@@ -36,6 +38,9 @@ class Recipe:
     steps: tuple[Step, ...] = ()
     differentiate: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]] | None = None
     """A compiled ``differentiate``, if there is one; it gets chunks of one size only."""
+    words: VocabularySlice | None = None
+    """Set if the head has this rank's slice of the words. ``hidden`` is then the same on all ranks,
+    and so is the loss; the gradient of ``hidden`` is this rank's part of a sum."""
 
     def run_steps(self, logits: Tensor) -> Tensor:
         """The logits that the loss is computed from."""
@@ -55,6 +60,8 @@ def sum_losses(
         # On a GPU, choosing rows would make the host wait for their number.
         is_kept = labels != recipe.ignore_index
         hidden, labels = hidden[is_kept], labels[is_kept]
+    if recipe.words is not None:
+        recipe.words.check(labels, recipe.ignore_index)
     total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe)  # type: ignore[no-untyped-call]
     return total
 
@@ -90,10 +97,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     hidden, weight, bias, labels = ctx.saved_tensors
+    # Aliases: hooks on the parameters must run only if the caller wants their gradients.
+    hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
     # Autocast, which would cast the weight, has ended by now.
     offset = None if bias is None else bias.to(hidden.dtype)
     product = functional.linear(hidden, weight.to(hidden.dtype), offset)
-    logits = ctx.recipe.run_steps(product)
+    words = ctx.recipe.words
+    logits = ctx.recipe.run_steps(product if words is None else words.join(product))
     loss = functional.cross_entropy(
         logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
         label_smoothing=ctx.recipe.label_smoothing,
@@ -122,7 +133,8 @@ def _compute(
     of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    size = _choose_chunk(len(hidden), len(weight), hidden.device)
+    width = len(weight) if recipe.words is None else recipe.words.width
+    size = _choose_chunk(len(hidden), width, hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), size):
             rows = hidden[start : start + size].to(dtype)
@@ -164,16 +176,17 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
 
 def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe, size: int) -> tuple[Tensor, Tensor]:
     """The sum of a chunk's losses, and the gradient of its logits."""
+    plain = differentiate if recipe.words is None else recipe.words.differentiate
     if recipe.steps:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             capped = recipe.run_steps(leaf)
-        losses, gradient = differentiate(
+        losses, gradient = plain(
             capped.detach(), labels, recipe.ignore_index, recipe.label_smoothing
         )
         return losses, torch.autograd.grad(capped, leaf, gradient)[0]
     if recipe.differentiate is None:
-        return differentiate(logits, labels, recipe.ignore_index, recipe.label_smoothing)
+        return plain(logits, labels, recipe.ignore_index, recipe.label_smoothing)
     count = len(labels)
     if count < size:
         # The last chunk as large as the others: one size, one compiled graph.

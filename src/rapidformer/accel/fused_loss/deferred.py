@@ -171,6 +171,12 @@ def _reshape(func: Any, logits: DeferredLogits, *shape: Any, **kwargs: Any) -> A
     return _replace(logits, func(logits.get_hidden(), [*sizes[:-1], logits._hidden.shape[-1]]))
 
 
+def _flatten(func: Any, logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return _replace(logits, func(logits.get_hidden(), start_dim, end_dim))
+
+
 def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
@@ -225,6 +231,7 @@ def _replace(
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _compute_loss,
     Tensor.view: _reshape, Tensor.reshape: _reshape,
+    Tensor.flatten: _flatten, torch.flatten: _flatten,
     Tensor.__getitem__: _index,
     Tensor.contiguous: _lay_out,
     Tensor.float: _cast, Tensor.to: _cast,

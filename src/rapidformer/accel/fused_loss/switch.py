@@ -1,7 +1,8 @@
 """Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
 
 The loss runs inside a second call of the head, so that a module which is sharded on its own is
-gathered when its weight is used. A head with a user's hooks is left as it is.
+gathered when its weight is used. A head with a user's hooks is left as it is. Tensor parallelism
+has split the head by now; context parallelism comes later and leaves its region on the head.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import (
     Recipe,
     differentiate_in_one_kernel,
@@ -23,11 +25,15 @@ from rapidformer.accel.fused_loss.chunked import (
     sum_losses,
 )
 from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer
+from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
 from rapidformer.accel.sharding.zero import gather_weight
+from rapidformer.accel.tensor.styles import ColwiseGathered, Split
 from rapidformer.accel.watched import find_watched
+from rapidformer.dist.context_region import ContextRegion
+from rapidformer.dist.regions import copy_in
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, list_layers
 
 _LARGE = 4096
 """Words from which ``auto`` uses it: below, the logits are no larger than other activations."""
@@ -60,22 +66,23 @@ def apply(assembly: Assembly) -> str | None:
 def find_head(model: nn.Module) -> nn.Linear | None:
     """The layer that gives a logit for each word of the vocabulary."""
     find: Any = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
+    head: Any = find() if callable(find) else None
     # Not a subclass: its forward may do more than a product.
-    return head if type(head) is nn.Linear else None
+    is_plain = get_own_class(head) is nn.Linear and set(list_layers(head)) <= {"split"}
+    return head if is_plain else None
 
 
 def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
     if head is None:
         return f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank"
-    if assembly.topology.tensor > 1:
-        return "tensor parallelism splits the logits already"
-    if assembly.topology.context > 1:
-        return "context parallelism splits the logits already"
+    if assembly.plan.has_split_losses and assembly.topology.tensor * assembly.topology.context > 1:
+        return "the model's loss takes the logits of each rank's own words or tokens"
     if assembly.args.compile and not assembly.plan.blocks:
         return "the whole model is compiled as one, head and loss included"
-    if assembly.uses_deepspeed:
-        return "DeepSpeed calls the head itself"
+    if assembly.uses_autotp:
+        return "DeepSpeed's AutoTP replaces the head"
+    if isinstance(assembly.synchronizer, DeepSpeedStrategy) and assembly.synchronizer.stage == 3:
+        return "DeepSpeed's ZeRO-3 gathers the head's weight for one call only"
     return None
 
 
@@ -104,24 +111,52 @@ def _build_head(
         recipe: Recipe | None = None,
         is_wanted: bool = False,
     ) -> Tensor:
+        words = _find_words(self)
         if labels is None and not is_wanted:
             dtype = get_compute_type(hidden)
             if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
                 head = Head(functools.partial(self, is_wanted=True), self)
+                width = self.out_features if words is None else words.length
                 # Cast now: the logits may be needed after autocast has ended.
-                return defer(head, hidden.to(dtype), self.out_features, dtype)
+                return defer(head, hidden.to(dtype), width, dtype)
             result: Tensor = cls.forward(self, hidden)
             return result
-        weight = gather(self.weight)
-        bias = None if self.bias is None else gather(self.bias)
+        weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
+        assert weight is not None
+        if words is not None:
+            hidden = copy_in(hidden, words.group)
         if labels is None:
             bias = None if bias is None else bias.to(hidden.dtype)
-            return functional.linear(hidden, weight.to(hidden.dtype), bias)
+            logits = functional.linear(hidden, weight.to(hidden.dtype), bias)
+            return logits if words is None else words.join(logits)
         assert recipe is not None
-        recipe = dataclasses.replace(recipe, differentiate=compiled)
-        return sum_losses(hidden, weight, bias, labels, recipe)
+        # A compiled chunk would contain collectives.
+        compiled_here = compiled if words is None else None
+        recipe = dataclasses.replace(recipe, differentiate=compiled_here, words=words)
+        region = find_fact(self, ContextRegion)
+        if region is None:
+            return sum_losses(hidden, weight, bias, labels, recipe)
+        hidden, labels = take_rows(hidden, labels, region)
+        return region.sum(sum_losses(hidden, weight, bias, labels, recipe))
 
     return {"forward": forward}
+
+
+def _find_words(head: nn.Linear) -> VocabularySlice | None:
+    """This rank's slice of the vocabulary, if the head is split."""
+    if not isinstance(head, ColwiseGathered):
+        return None
+    split = get_fact(head, Split)
+    return VocabularySlice(split.group, split.length)
+
+
+def _read(
+    parameter: Tensor | None, words: VocabularySlice | None, gather: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    if parameter is None:
+        return None
+    whole = gather(parameter)
+    return whole if words is None else words.cut(whole)
 
 
 def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:

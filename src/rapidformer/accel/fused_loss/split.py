@@ -1,0 +1,67 @@
+"""The same loss on ranks that share the work: each has a slice of the words, of the rows, or both.
+
+Under tensor parallelism each rank computes the logits of its words. For every chunk of rows, two
+small reductions pass between the ranks, as for logits that are held whole. Under context
+parallelism every rank has the hidden states of all tokens after the last block, so each takes some
+of the rows, whichever tokens they are, and the sums are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rapidformer.dist.context_region import ContextRegion
+from rapidformer.dist.regions import Group, gather_out, get_slice_bounds, slice_in
+from rapidformer.dist.vocabulary import check_ids, compare_rows
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This rank's slice of the words."""
+
+    group: Group
+    length: int
+    """Words on all ranks."""
+
+    @property
+    def width(self) -> int:
+        """Words of the largest slice: chunks must be equal on all ranks."""
+        return -(-self.length // dist.get_world_size(self.group))
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """This rank's slice of a weight, if it is the whole one."""
+        return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
+
+    def join(self, logits: Tensor) -> Tensor:
+        """The logits of all words."""
+        return gather_out(logits, -1, self.length, self.group)
+
+    def check(self, labels: Tensor, ignore_index: int) -> None:
+        """Refuse a label outside the vocabulary, as torch's own loss does."""
+        check_ids(labels, self.length, "a label", ignore_index)
+
+    def differentiate(
+        self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the rows' cross entropies, and its gradient for this rank's logits."""
+        is_kept = labels != ignore_index
+        first, _ = get_slice_bounds(self.length, self.group)
+        rows = compare_rows(logits.float(), labels.masked_fill(~is_kept, -1), first, self.group)
+        losses = rows.normalizers - (1 - smoothing) * rows.chosen
+        gradient = rows.probabilities
+        if smoothing:
+            losses = losses - smoothing / self.length * rows.sums
+            gradient -= smoothing / self.length
+        if gradient.shape[-1]:
+            of_label = rows.is_mine.to(gradient.dtype)[:, None] * (smoothing - 1)
+            gradient.scatter_add_(1, rows.index[:, None], of_label)
+        gradient.masked_fill_(~is_kept[:, None], 0.0)
+        return losses.masked_fill(~is_kept, 0.0).sum(), gradient.to(logits.dtype)
+
+
+def take_rows(hidden: Tensor, labels: Tensor, region: ContextRegion) -> tuple[Tensor, Tensor]:
+    """This rank's slice of the rows. ``region.sum`` adds up what ranks compute from them."""
+    return region.enter(hidden[None])[0], region.slice(labels[None])[0]
