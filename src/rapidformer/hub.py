@@ -39,6 +39,11 @@ def looks_like_path(text: str) -> bool:
     )
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text is a name such as ``org/model``, and not a path in a folder that exists."""
+    return text.count("/") == 1 and not looks_like_path(text) and not Path(text).parent.is_dir()
+
+
 def list_names(folder: Path) -> list[str]:
     """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())

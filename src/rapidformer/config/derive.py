@@ -12,7 +12,7 @@ from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, Implication, to_flag
-from rapidformer.config.validate import find_problems, has_sound_batches
+from rapidformer.config.validate import find_problems, has_sound_batches, loads_from_hub
 from rapidformer.errors import ConfigurationError
 
 _BLACK_BOX_MICRO_BATCH = 8
@@ -49,6 +49,11 @@ def _derive_names(args: Settings) -> Settings:
         # Users' scripts call `from_pretrained(args.load)`.
         args = args.replace(
             "derived: --pretrained-model-name-or-path", load=args.pretrained_model_name_or_path
+        )
+    if loads_from_hub(args):
+        # It starts the run, it does not resume one.
+        args = args.replace(
+            "derived: --load", pretrained_model_name_or_path=args.load, load=args.load
         )
     if args.train_tokens is not None and args.seq_length is not None:
         args = args.replace(

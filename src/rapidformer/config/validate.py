@@ -443,14 +443,28 @@ def _check_quantized(args: Settings, given: str) -> Iterator[str]:
             )
 
 
+def loads_from_hub(args: Settings) -> bool:
+    """Whether ``--load`` names a model or adapter on the Hub to start from."""
+    from rapidformer.hub import is_hub_name
+
+    is_start = args.is_given("load") and args.pretrained_model_name_or_path is None
+    return is_start and not _is_script(args) and is_hub_name(args.load or "")
+
+
+def _is_script(args: Settings) -> bool:
+    return args.user_script is not None or args.task is None
+
+
 def _check_files(args: Settings) -> Iterator[str]:
     if args.user_script is not None and not Path(args.user_script).is_file():
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:
-        # Only a script may mean a Hub name: it calls from_pretrained(args.load) itself.
-        is_script = args.user_script is not None or args.task is None
-        looks_local = args.load.startswith((".", "/", "~")) or args.load.count("/") > 1
-        if (looks_local or not is_script) and not Path(args.load).expanduser().exists():
+        from rapidformer.hub import looks_like_path
+
+        # A script may mean any Hub name: it calls from_pretrained(args.load) itself.
+        may_be_name = _is_script(args) and not looks_like_path(args.load)
+        is_missing = not Path(args.load).expanduser().exists()
+        if is_missing and not may_be_name and not loads_from_hub(args):
             yield f"--load {args.load}: no such folder."
     if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
         yield f"--output {args.output}: there is no folder {Path(args.output).parent}."

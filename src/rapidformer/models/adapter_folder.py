@@ -147,10 +147,9 @@ def replace_adapter(model: nn.Module, folder: str | Path) -> None:
     if adapter is None:
         load_adapter(inner, folder)
         return
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
+    from peft import load_peft_weights, set_peft_model_state_dict
 
-    weights = load_file(Path(folder) / WEIGHTS_FILE)
+    weights = load_peft_weights(str(folder), device="cpu")
     if not adapter.is_prompt:
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     try:
@@ -163,10 +162,9 @@ def replace_adapter(model: nn.Module, folder: str | Path) -> None:
 
 def list_weights(folder: str | Path) -> set[str]:
     """The names of the weights that an adapter's file has for the model."""
-    from safetensors import safe_open
+    from peft import load_peft_weights
 
-    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:  # type: ignore[no-untyped-call]
-        names: list[str] = list(file.keys())
+    names: list[str] = list(load_peft_weights(str(folder), device="cpu"))
     return {name.removeprefix(PREFIX) for name in names}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
 from rapidformer.models.adapter_folder import is_adapter_folder
+from rapidformer.models.hub_adapter import fetch_adapter
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -35,14 +36,19 @@ _HEADS = (
 
 
 def get_model_location(args: Any) -> str | None:
-    """The folder or Hub name to load the model from; a model folder in --load takes precedence."""
+    """The folder or Hub name to load the model from; a model folder in --load takes precedence.
+
+    An adapter on the Hub is downloaded first.
+    """
     if args.load and is_model_folder(Path(args.load).expanduser()):
         return str(Path(args.load).expanduser())
     location = args.pretrained_model_name_or_path
     if location is None:
         return None
     path = Path(location).expanduser()
-    return str(path) if path.exists() else str(location)
+    if path.exists():
+        return str(path)
+    return fetch_adapter(str(location), args.cache_dir) or str(location)
 
 
 def is_model_folder(folder: Path) -> bool:

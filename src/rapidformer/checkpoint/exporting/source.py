@@ -12,6 +12,7 @@ from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.checkpoint.run_file import read_run
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models.adapter_folder import is_adapter_folder, read_base
+from rapidformer.models.hub_adapter import fetch_adapter
 from rapidformer.models.location import DESCRIPTION, is_checkpoint_model, is_model_folder
 
 _ARGUMENTS_FILE = "arguments.yaml"
@@ -52,10 +53,13 @@ def find_source(given: str | Path, base: str | None = None) -> Source:
     if is_checkpoint_model(folder):
         folder = folder.parent
     if not folder.is_dir():
-        raise ConfigurationError(
-            f"{given}: no such folder. export takes a run, a checkpoint, an adapter or a model on "
-            "this machine."
-        )
+        fetched = fetch_adapter(str(given), None)
+        if fetched is None:
+            raise ConfigurationError(
+                f"{given}: no such folder. export takes a run, a checkpoint, a model or an adapter "
+                "on this machine, or an adapter on the Hub."
+            )
+        folder = Path(fetched)
     for candidate in (folder, folder / "best", folder / "last"):
         if is_model_folder(candidate):
             return _describe_folder(candidate, base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,7 @@ from torch import nn
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import is_adapter_folder, replace_adapter
+from rapidformer.models.hub_adapter import fetch_adapter
 from rapidformer.models.weight_names import compare_names
 from rapidformer.training.run_folder import BEST, LAST
 
@@ -20,9 +22,14 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
-    """Load every weight by its name; one that is missing or of another shape is an error."""
+    """Load every weight by its name; one that is missing or of another shape is an error.
+
+    The folder may also be the name of an adapter on the Hub.
+    """
     choices = [folder / (BEST if best else LAST), folder]
-    adapted = next((path for path in choices if is_adapter_folder(path)), None)
+    adapted: Any = next((path for path in choices if is_adapter_folder(path)), None)
+    if not folder.exists():
+        adapted = fetch_adapter(str(folder), None)
     if adapted is not None:
         replace_adapter(model, adapted)
         get_logger().info(f"adapter loaded from {adapted}")
