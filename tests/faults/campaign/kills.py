@@ -17,7 +17,9 @@ from typing import Any
 
 from tests.faults.campaign.runs import LAYOUTS, Run
 
-MOMENTS = ("forward", "evaluate", "open", "mkdir", "rename", "remove", "any time")
+MOMENTS = (
+    "forward", "evaluate", "open", "mkdir", "rename", "remove", "background write", "any time",
+)  # fmt: skip
 Steps = dict[tuple[int, int], list[tuple[tuple[int, ...], str]]]
 """Samples and losses of the micro-batches, by rank and step."""
 

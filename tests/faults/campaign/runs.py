@@ -23,6 +23,7 @@ _FLAGS = (
     "--device", "cpu", "--lr", "0.01", "--global-batch-size", "4", "--epochs", "2",
     "--save-interval", "3", "--eval-interval", "4", "--save-total-limit", "3",
     "--log-interval", "1", "--log-level", "warning", "--resume", "auto", "--no-progress",
+    "--async-save", "on",
 )  # fmt: skip
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "1 process": ("--nproc-per-node", "1", "--micro-batch-size", "2"),

@@ -3,8 +3,9 @@
 Every forward pass leaves a line in ``$TRACE/rank_N.jsonl``: attempt, step, samples, exact loss.
 ``$FAULT`` says where to die: ``{"at": "forward", "count": 5, "rank": 0, "all": false}`` kills at
 the fifth forward pass of training, ``evaluate`` at one of an evaluation, and ``open``, ``mkdir``,
-``rename`` and ``remove`` at that event in the run's folder. ``rank`` is who counts; with ``all``
-it takes the other ranks with it.
+``rename`` and ``remove`` at that event in the run's folder. ``background write`` is any of these
+while training continues: between the copy of the state and the published checkpoint. ``rank`` is
+who counts; with ``all`` it takes the other ranks with it.
 
 With ``$WAIT_FOR`` (``SIGTERM``, say), the fifth forward pass waits until that signal was caught.
 """
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -59,6 +61,8 @@ class Death:
         path = arguments[0] if name else None
         if name and isinstance(path, str | Path) and str(path).startswith(self._folder):
             self.meet(name)
+            if threading.current_thread().name == "rapidformer-save":
+                self.meet("background write")
 
     def write_counts(self, path: Path) -> None:
         path.write_text(json.dumps(self._seen))
