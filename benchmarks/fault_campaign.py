@@ -14,15 +14,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from tests.faults.campaign.corruptions import run_corruptions
 from tests.faults.campaign.fuzz import run_fuzz
 from tests.faults.campaign.kills import MOMENTS, Reference, run_kills
+from tests.faults.campaign.layouts import LAYOUTS, Campaign
 from tests.faults.campaign.table import format_table
 from tests.warm_python import start_warm_python
+
+from rapidformer.accel.deepspeed.package import import_deepspeed
 
 
 def campaign_kills(options: argparse.Namespace) -> int:
@@ -40,6 +45,27 @@ def campaign_kills(options: argparse.Namespace) -> int:
                 number, options.runs, f"{kill.layout}, {kill.moment} {kill.fault}", kill.problems
             )
     return show(counts, "layout", ["runs", "killed", *MOMENTS, "failed"])
+
+
+def campaign_layouts(options: argparse.Namespace) -> int:
+    counts: Counter[tuple[str, str]] = Counter()
+    worst = {"without dropout": 0.0, "with dropout": 0.0}
+    layouts = options.layouts or list(LAYOUTS)
+    if "DeepSpeed 2" in layouts:
+        # Before ranks are forked from this process: importing it takes each of them seconds.
+        import_deepspeed(torch.device("cpu"), "error")
+    campaigns = [Campaign(options.folder / kind, 0.1 * i) for i, kind in enumerate(worst)]
+    for routes in islice(zip(*(each.run(layouts) for each in campaigns)), options.runs // 2):
+        for kind, route in zip(worst, routes, strict=True):
+            counts["routes", kind] += 1
+            counts["failed", kind] += bool(route.problems)
+            worst[kind] = max(worst[kind], route.error)
+            words = f"{', '.join(route.layouts)} {kind}"
+            report(
+                sum(counts["routes", kind] for kind in worst), options.runs, words, route.problems
+            )
+    print(f"differences from uninterrupted runs: up to {worst}")
+    return show(counts, "layouts", ["routes", "failed"])
 
 
 def campaign_corruptions(options: argparse.Namespace) -> int:
@@ -86,6 +112,7 @@ def report(number: int, total: int, what: str, problems: list[str]) -> None:
 
 CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], int], int]] = {
     "kills": (campaign_kills, 100),
+    "layouts": (campaign_layouts, 2 * (len(LAYOUTS) ** 2 + len(LAYOUTS) ** 3)),
     "corruptions": (campaign_corruptions, 200),
     "fuzz": (campaign_fuzz, 10_000),
 }
