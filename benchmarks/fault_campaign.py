@@ -55,7 +55,8 @@ def campaign_layouts(options: argparse.Namespace) -> int:
         # Before ranks are forked from this process: importing it takes each of them seconds.
         import_deepspeed(torch.device("cpu"), "error")
     campaigns = [Campaign(options.folder / kind, 0.1 * i) for i, kind in enumerate(worst)]
-    for routes in islice(zip(*(each.run(layouts) for each in campaigns)), options.runs // 2):
+    runs = zip(*(each.run(layouts) for each in campaigns), strict=True)
+    for routes in islice(runs, options.runs // 2):
         for kind, route in zip(worst, routes, strict=True):
             counts["routes", kind] += 1
             counts["failed", kind] += bool(route.problems)

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.campaign.corruptions import DAMAGES, run_corruptions
 from tests.faults.campaign.fuzz import run_fuzz
 from tests.faults.campaign.kills import Reference, kill_once
+from tests.faults.campaign.layouts import Campaign
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,21 @@ def test_a_run_that_is_killed_and_started_again_is_the_run_that_lived(
 ) -> None:
     kill = kill_once(reference, tmp_path / "killed", moment, random.Random(0))
     assert kill.was_killed and kill.problems == []
+
+
+@pytest.mark.parametrize(
+    ("route", "dropout"),
+    [(("DDP 2", "TP 2", "ZeRO-3 2"), 0.1), (("EP 2", "PP 2", "DDP 2"), 0.0)],
+    ids=["with dropout", "without dropout"],
+)
+def test_a_run_that_changes_its_layout_is_the_run_that_did_not(
+    route: tuple[str, ...], dropout: float, tmp_path: Path
+) -> None:
+    """From slices to replicas, both replicas once got the same masks; to slices, different ones."""
+    found = Campaign(tmp_path / "routes", dropout).follow(route)
+    assert [(each.layouts, each.problems) for each in found] == [
+        (route[:2], []), (route, []),
+    ]  # fmt: skip
 
 
 def test_damage_is_noticed_and_the_checkpoint_before_is_taken(

@@ -35,7 +35,7 @@ UPDATES = 2
 """Of each leg; an epoch has six, so that legs begin and end inside of it."""
 LEGS = 3
 LOADED, TRAINED = "loaded", "trained"
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 """Of a trained tensor, as a fraction of its norm: additions in another order, over six updates."""
 _DEEPSPEED = {"zero_optimization": {"stage": 2}}
 LAYOUTS: dict[str, tuple[int, Settings]] = {
@@ -163,16 +163,18 @@ class Campaign:
             for last in layouts:
                 yield from self.extend([(*start, layout) for layout in layouts], last)
 
+    def follow(self, route: Layouts) -> Iterator[Route]:
+        """A route between layouts of the same number of ranks, in one group of processes."""
+        stops = [route[:count] for count in range(1, len(route) + 1)]
+        failures = self._start(stops)
+        yield from (self._look_at(stop, failures) for stop in stops[1:])
+
     def extend(self, routes: list[Layouts], last: str) -> Iterator[Route]:
         """Continue all of these in the same layout, and see what became of them."""
         longer = [(*route, last) for route in routes]
         failures = self._start(longer)
         for route in longer:
-            found = Route(route, self._dropout)
-            if route in failures:
-                found.problems.append(failures[route])
-            else:
-                self._judge(found)
+            found = self._look_at(route, failures)
             if not found.problems and len(route) == LEGS:
                 shutil.rmtree(self._get_folder(route))
             yield found
@@ -209,6 +211,14 @@ class Campaign:
 
     # ---- what must hold --------------------------------------------------------------------------
 
+    def _look_at(self, route: Layouts, failures: dict[Layouts, str]) -> Route:
+        found = Route(route, self._dropout)
+        if route in failures:
+            found.problems.append(failures[route])
+        else:
+            self._judge(found)
+        return found
+
     def _judge(self, found: Route) -> None:
         route, step = found.layouts, UPDATES * len(found.layouts)
         folder, source = self._get_folder(route), self._get_source(route)
@@ -237,7 +247,7 @@ class Campaign:
 
 
 def _run_on_ranks(legs: list[Leg]) -> list[list[Rank]]:
-    """Legs in the same layout; returns the ranks of each."""
+    """Legs on the same number of ranks; returns the ranks of each."""
     for leg in legs:
         shutil.rmtree(leg.folder, ignore_errors=True)
         leg.folder.mkdir()
@@ -286,4 +296,5 @@ def _compare(one: Tensor, other: Tensor) -> float:
 
 def _read_position(folder: Path) -> Any:
     run = read_run(folder)
-    return [run[name] for name in ("step", "loader", "scheduler")]
+    # Not the whole schedule: it has a rate for each group of parameters, and experts form their own.
+    return run["step"], run["loader"], run["scheduler"]["last_epoch"]
