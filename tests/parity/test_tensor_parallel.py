@@ -6,7 +6,6 @@ The whole matrix runs by ``python tests/parity/matrix.py``; here stands what eac
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
-from transformers import GPT2LMHeadModel
 
 from rapidformer.accel.fused_loss import chunked
 from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
@@ -43,7 +41,6 @@ from tests.parity.harness import (
 from tests.parity.limits import get_bytes
 from tests.parity.models import GIVEN_PLANS, build_model, build_rows, collate
 from tests.parity.own_models import PLAN, UnplannedModel
-from tests.parity.resuming import check_route
 from tests.processes import run_in_processes
 
 TENSOR: Settings = {"tensor_model_parallel_size": 2}
@@ -147,25 +144,10 @@ def test_whole_weights_stay_equal_under_dropout() -> None:
             assert np.array_equal(value, others[key]), (name, key)
 
 
-# ---- checkpoints and exports ---------------------------------------------------------------------
-
-
-def test_any_layout_continues_from_any_other(tmp_path: Path) -> None:
-    """GPT-2's fused weight is held in pieces; torch's own checkpoints would refuse it."""
-    route = [
-        (1, {}),
-        (4, {**TENSOR, "fsdp_memory_optimization": True}),
-        (2, {"zero_3_memory_optimization": True}),
-        (2, TENSOR),
-        (1, {}),
-    ]
-    check_route(Training("gpt2"), route, GPT2LMHeadModel, tmp_path)
-
-
 # ---- generating and evaluating -------------------------------------------------------------------
 
 
-def test_split_modelsgenerate_the_same_text() -> None:
+def test_split_models_generate_the_same_text() -> None:
     names = ["gpt2", "llama", "t5"]
     expected = generate(names, {})
     settings = {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}

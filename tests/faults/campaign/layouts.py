@@ -296,5 +296,5 @@ def _compare(one: Tensor, other: Tensor) -> float:
 
 def _read_position(folder: Path) -> Any:
     run = read_run(folder)
-    # Not the whole schedule: it has a rate for each group of parameters, and experts form their own.
+    # Not the whole schedule: it has a rate for each group of parameters, and experts are a group.
     return run["step"], run["loader"], run["scheduler"]["last_epoch"]
