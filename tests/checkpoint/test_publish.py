@@ -12,6 +12,7 @@ import pytest
 from rapidformer.checkpoint import publish as module
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import (
+    MANIFEST,
     check_manifest,
     publish,
     remove_leftovers,
@@ -20,6 +21,7 @@ from rapidformer.checkpoint.publish import (
     withdraw,
 )
 from rapidformer.checkpoint.saving import save_checkpoint
+from rapidformer.errors import CheckpointError
 
 from .run import Run
 
@@ -46,6 +48,16 @@ def test_new_folder_appears_with_its_manifest(tmp_path: Path) -> None:
     publish(target)
     assert read_version(target) == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """Its content is right now, but belongs to something outside of the folder."""
+    write_version(tmp_path / "run", "one")
+    publish(tmp_path / "run")
+    (tmp_path / "run" / MANIFEST).rename(tmp_path / MANIFEST)
+    (tmp_path / "run" / MANIFEST).symlink_to(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointError, match=r"run is damaged: its manifest.json is a link\.$"):
+        read_version(tmp_path / "run")
 
 
 def test_older_folder_makes_way(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_a_disk_that_cannot_be_written_to(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".staging")]
 
 
+def test_a_wrong_metric_does_not_claim_a_checkpoint_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the checkpoint to resume from, so a background save must be complete."""
+    fail_at(10, monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(CheckpointError, match="No space left on device. What was"):
+        train(tmp_path, metric_for_best_model="acuracy", async_save="on")
+
+
 def test_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(10, monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
     full = SimpleNamespace(f_files=9, f_favail=0, f_bavail=1, f_bfree=1, f_blocks=9, f_frsize=2**40)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.dist.processes import start_processes
 from rapidformer.log import configure_logging
 from rapidformer.training.stop_signals import StopSignals
+from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, make_engine
 
 
@@ -69,6 +73,25 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         assert signals.caught == signal.SIGINT and len(said) == 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def _train_until_stopped() -> tuple[int, str]:
+    """Only the second rank gets the signal."""
+    rank = start_processes(device="cpu").rank
+    with StopSignals(print, saves=True, is_alone=False) as signals:
+        for step in itertools.count(1):
+            dist.barrier()
+            if (rank, step) == (1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            signals.look(step, asks_others=step % 4 == 0)
+            if signals.is_agreed:
+                break
+    return step, signals.name
+
+
+def test_a_signal_to_one_rank_stops_all_of_them_at_the_same_step() -> None:
+    first, second = run_in_processes(_train_until_stopped, 2)
+    assert first == second == (6, "SIGTERM"), "two steps after the other rank has asked"
 
 
 def test_one_of_several_ranks_leaves_ctrl_c_to_the_launcher() -> None:

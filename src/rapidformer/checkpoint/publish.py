@@ -136,6 +136,8 @@ def find_damage(
 
 def read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file that was written."""
+    if (folder / MANIFEST).is_symlink():  # what it leads to may change with another checkpoint
+        raise CheckpointError(f"its {MANIFEST} is a link")
     try:
         files = read_json(folder / MANIFEST)["files"]
         return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}

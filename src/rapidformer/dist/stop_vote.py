@@ -1,8 +1,9 @@
 """The optimizer step at which all ranks stop, agreed upon without a collective.
 
-A signal reaches the ranks one by one, at different steps. Each posts the step at which it noticed,
-and continues training: another rank may be waiting for it in a collective. Once all have posted, the
-run stops two steps after the latest.
+A signal reaches the ranks one by one, at different steps, or only one of them; the others then ask
+for it now and then. Each posts the step at which it noticed, and continues training: another rank
+may be waiting for it in a collective. Once all have posted, the run stops two steps after the
+latest.
 
 Why nobody is past that step by then: a rank that has noticed waits for its device after every step,
 so the others have at least begun the step that it ends. A post that it has not seen after a step
@@ -12,6 +13,8 @@ step is for those that only share them with a third.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +22,7 @@ from rapidformer.compat.torch_collectives import get_default_store
 from rapidformer.dist.collectives import is_alone
 
 _MARGIN = 2
+_numbers = itertools.count()
 
 
 class StopVote:
@@ -26,24 +30,37 @@ class StopVote:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # A process may train twice; what was posted stays in the store.
+        self._prefix = f"rapidformer/stop/{next(_numbers)}"
         self._has_posted = False
         self._last_step: int | None = None
 
-    def is_over(self, step: int) -> bool:
-        """Whether to stop after this step; ask after every step once a signal was caught."""
+    def find_signal(self) -> int | None:
+        """The signal that another rank has caught, if any."""
+        if is_alone() or not get_default_store().check([self._signal_key]):
+            return None
+        return int(get_default_store().get(self._signal_key))
+
+    def is_over(self, step: int, number: int) -> bool:
+        """Whether to stop after this step; ask after every step once signal ``number`` was caught.
+        """
         if is_alone():
             return True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         store = get_default_store()
         if not self._has_posted:
-            store.set(_get_key(dist.get_rank()), str(step))
+            store.set(self._signal_key, str(number))
+            store.set(self._get_key(dist.get_rank()), str(step))
             self._has_posted = True
-        keys = [_get_key(rank) for rank in range(dist.get_world_size())]
+        keys = [self._get_key(rank) for rank in range(dist.get_world_size())]
         if self._last_step is None and store.check(keys):
             self._last_step = max(int(store.get(key)) for key in keys) + _MARGIN
         return self._last_step is not None and step >= self._last_step
 
+    @property
+    def _signal_key(self) -> str:
+        return f"{self._prefix}/signal"
 
-def _get_key(rank: int) -> str:
-    return f"rapidformer/stop/{rank}"
+    def _get_key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"

@@ -82,7 +82,7 @@ def _check_metric(loop: RunningLoop, name: str, results: dict[str, float]) -> No
     if name in results or not results or not args.is_given("metric_for_best_model"):
         return
     if args.save:
-        loop.save()
+        loop.save(wait=True)
     raise RapidformerError(
         f"--metric-for-best-model {args.metric_for_best_model}: the evaluation returns only "
         f"{', '.join(results)}. "

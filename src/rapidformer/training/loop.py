@@ -241,7 +241,7 @@ class TrainingLoop:
         self._attempts += 1
         self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
         self._bad_batches.see(update)
-        self._signals.look(self._attempts)
+        self._signals.look(self._attempts, asks_others=self._is_anything_due())
         if not self._bad_batches.is_late or self._is_anything_due():
             self._settle()
         self._plan_end_of_step()

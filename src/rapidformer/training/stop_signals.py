@@ -62,10 +62,16 @@ class StopSignals:
     def name(self) -> str:
         return _NAMES[self.caught] if self.caught is not None else ""
 
-    def look(self, step: int) -> None:
-        """Find out whether to stop after this step; every rank must call it after each step."""
+    def look(self, step: int, *, asks_others: bool) -> None:
+        """Find out whether to stop after this step; every rank must call it after each step.
+
+        If it ``asks_others``, a signal that only another rank has caught counts as well. That takes
+        a message, so not every step should.
+        """
+        if self.caught is None and asks_others and (number := self._vote.find_signal()):
+            self._catch(number, None)
         if self.caught is not None and not self.is_agreed:
-            self.is_agreed = self._vote.is_over(step)
+            self.is_agreed = self._vote.is_over(step, self.caught)
 
     def leave(self) -> NoReturn:
         """Exit with 128 + the signal, as a shell expects: schedulers take it for a preemption."""

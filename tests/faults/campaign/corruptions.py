@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rapidformer.checkpoint.checking import check_checkpoint, choose_complete
 from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.checkpoint.publish import MANIFEST
 from rapidformer.errors import CheckpointError
 
 Damage = Callable[[Path, random.Random], None]
@@ -87,8 +86,6 @@ def corrupt_once(run: Path, folder: Path, damage: Damage, dice: random.Random) -
     *_, before, newest = find_checkpoints(folder)
     # Sorted: the same seed must damage the same files.
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
-    if damage is replace_by_link:  # the manifest does not list itself, and its content is the same
-        files.remove(newest / MANIFEST)
     path = dice.choice(files)
     found = Corruption(damage.__name__.replace("_", " "), str(path.relative_to(newest)))
     damage(path, dice)
