@@ -66,7 +66,7 @@ def test_a_wrong_metric_does_not_claim_a_checkpoint_that_failed(
 ) -> None:
     """The error names the checkpoint to resume from, so a background save must be complete."""
     fail_at(10, monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(CheckpointError, match="No space left on device. What was"):
+    with pytest.raises(CheckpointError, match=r"No space left on device\. What was"):
         train(tmp_path, metric_for_best_model="acuracy", async_save="on")
 
 
