@@ -42,8 +42,11 @@ class RunningLoop(Protocol):
     def live_loss(self) -> float | None:
         """A running mean of the loss, if it is available without waiting for the device."""
 
-    def save(self) -> None:
-        """Save a checkpoint now; ``control.should_save`` saves after the hook."""
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint now; ``control.should_save`` saves after the hook.
+
+        With ``wait``, it is complete on return, or an error is raised.
+        """
 
     def say(self, message: str) -> None:
         """Print a line for the user, on rank 0."""
