@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_in_slow_folder = item.path.relative_to(here).parts[0] in _SLOW_FOLDERS
         if is_in_slow_folder or _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Imports are done: later collections, also in forks, skip their 600,000 objects."""
+    gc.freeze()
+    gc.enable()  # tests/__init__.py has disabled it
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,17 +3,19 @@
 The tests start hundreds of commands as a user would, and importing takes each of them five seconds
 of processor time. ``start_warm_python`` gives the path of an executable that takes Python's own
 arguments (``script.py``, ``-m module``, ``-c code``) and behaves like it: same working folder,
-environment, files, signals and exit status. Its ``sys.executable`` is itself, so what a launcher
-starts is fast too. Called with ``-P`` it is the real Python: whoever gives that flag (the proof of
-an export) wants a process that has imported nothing of ours.
+environment, network namespace, files, signals and exit status. Its ``sys.executable`` is itself, so
+what a launcher starts is fast too. Called with ``-P`` it is the real Python: whoever gives that
+flag (the proof of an export) wants a process that has imported nothing of ours.
 
 Two processes stand for one: the client, which the caller sees and signals, and the fork, which
-does the work. The client passes signals on, and the fork is killed when the client dies.
+does the work. The client passes signals on, and the fork is killed when the client dies. A rank is
+tied to its launcher, so its client is, too.
 """
 
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -24,6 +26,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,8 +34,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config.rank_variables import adopt_rank_variables
+from rapidformer.launch.worker import HEARTBEAT_VARIABLE
+
 MOST_FILES = 250
 """As many descriptors as fit into one message."""
+
+PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
+"""The kind of namespace that ``setns`` enters: a network's."""
 
 SLOW = (
     "datasets", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
@@ -46,6 +56,9 @@ CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 if sys.argv[1:2] == ["-P"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+if "RANK" in os.environ and {heartbeats!r} in os.environ:
+    import ctypes
+    ctypes.CDLL(None).prctl({death_signal}, signal.SIGKILL)
 files = []
 for name in os.listdir("/proc/self/fd"):
     try:
@@ -85,7 +98,14 @@ def start_warm_python(folder: Path) -> Iterator[Path]:
     """The executable, with a ``rapidformer`` command beside it; they work until the block ends."""
     address = folder / "s"
     client = folder / "python"
-    client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+    client.write_text(
+        CLIENT.format(
+            python=sys.executable,
+            address=str(address),
+            heartbeats=HEARTBEAT_VARIABLE,
+            death_signal=PR_SET_PDEATHSIG,
+        )
+    )
     client.chmod(0o755)
     command = folder / "rapidformer"
     command.write_text(f'#!/bin/sh\nexec {client} -m rapidformer.cli.main "$@"\n')
@@ -110,9 +130,10 @@ def _serve(address: str, executable: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
+    gc.disable()  # it takes a third of the time of importing, and finds nothing
     _import_what_is_slow()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     print("ready", flush=True)
     while True:
         connection, _ = listener.accept()
@@ -121,6 +142,7 @@ def _serve(address: str, executable: str) -> None:
             _reap()
             continue
         listener.close()
+        _enter_network(connection)
         connection = _move(connection)
         call = _receive(connection)
         # Two forks: this one waits for the other, so the server never does.
@@ -144,6 +166,15 @@ def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _enter_network(connection: socket.socket) -> None:
+    """Tests start some clients in a network namespace; the server is not in it."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    theirs = Path(f"/proc/{struct.unpack('3i', peer)[0]}/ns/net")
+    if not theirs.samefile("/proc/self/ns/net"):
+        with theirs.open() as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
 
 
 def _move(connection: socket.socket) -> socket.socket:
@@ -196,6 +227,7 @@ def _become(call: list[Any], executable: str) -> None:
     sys.executable = executable
     os.environ.clear()
     os.environ.update(variables)
+    adopt_rank_variables(os.environ)  # as `import rapidformer` does
     os.chdir(folder)
     random.seed()
     np.random.seed()

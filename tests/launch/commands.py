@@ -1,6 +1,7 @@
 """The command in a process of its own, forked from the test's: torch is imported already.
 
-What the command starts in turn are real processes. A command may be put into a network namespace.
+What the command starts in turn are real processes, or forks as well with ``python``, the fixture of
+that name. A command may be put into a network namespace.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.processes import PATIENCE, wait_until
+from tests.warm_python import CLONE_NEWNET
 
 # What a launcher around the tests may have left behind.
 FOREIGN = (
@@ -20,14 +22,18 @@ FOREIGN = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
     "RAPIDFORMER_NODE", "RAPIDFORMER_FLAGS",
 )  # fmt: skip
-_CLONE_NEWNET = 0x40000000
 
 
 class Command:
     """``rapidformer <words>``, started."""
 
     def __init__(
-        self, folder: Path, *words: object, namespace: str | None = None, **variables: str
+        self,
+        folder: Path,
+        *words: object,
+        namespace: str | None = None,
+        python: Path | None = None,
+        **variables: str,
     ) -> None:
         self._files = [folder / f"{id(self)}.out", folder / f"{id(self)}.err"]
         for path in self._files:
@@ -35,6 +41,7 @@ class Command:
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            sys.executable = str(python or sys.executable)
             self._become([str(word) for word in words], namespace, variables)
 
     def _become(self, words: list[str], namespace: str | None, variables: dict[str, str]) -> None:
@@ -53,7 +60,7 @@ class Command:
             tempfile.tempdir = os.environ["TMPDIR"] = str(self._files[0].parent)
             if namespace is not None:
                 with Path(f"/run/netns/{namespace}").open() as file:
-                    assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+                    assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
             from rapidformer.cli.main import main
 
             status = main(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def _without_stand_in(tmp_path: Path) -> None:
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     started: list[Command] = []
 
-    def begin(*words: object, **options: str) -> Command:
+    def begin(*words: object, **options: Any) -> Command:
         started.append(Command(tmp_path, *words, **options))
         return started[-1]
 
@@ -42,7 +43,7 @@ def begin(start: Callable[..., Command], nodes: list[TestNode]) -> Callable[...,
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def begin_node(rank: int, *words: object, **variables: str) -> Command:
+    def begin_node(rank: int, *words: object, **variables: Any) -> Command:
         return start(
             "launch",
             *("--device", "cpu", "--nproc-per-node", "1"),

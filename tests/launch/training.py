@@ -1,11 +1,13 @@
-"""A script of the tests: a line is learnt by two processes, slowly enough to be disturbed.
+"""A script of the tests: two ranks fit a line, and a rank may wait to be killed.
 
 Run by the command, not imported: ``rapidformer launch training.py --save FOLDER ...``. Each rank
-leaves its process's number in FOLDER/pids, so that a test knows whom to kill.
+writes its process id to FOLDER/pids, so that a test knows which process to kill. With STEPS=n in
+its environment, a rank hangs after n steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -27,6 +29,8 @@ class Line(nn.Module):
 
 
 class LineTrainer(Finetuner):
+    _steps = itertools.count()
+
     def train_valid_test_datasets_provider(self) -> Any:
         torch.manual_seed(0)
         return [{"x": x.reshape(1), "labels": 2 * x} for x in torch.rand(400)], None, None, None
@@ -36,7 +40,8 @@ class LineTrainer(Finetuner):
         return Line(), None, None
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+        if next(self._steps) == int(os.environ.get("STEPS", "-1")):
+            time.sleep(600)
         return model(**batch)
 
 

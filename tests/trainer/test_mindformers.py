@@ -91,7 +91,7 @@ DISTRIBUTED = [
 ]  # fmt: skip
 
 
-def test_distribute_task_by_rank_table(place: Path) -> None:
+def test_distribute_task_by_rank_table(python: Path, place: Path) -> None:
     """Data 1 x model 2 x pipeline 2, started as MindFormers' own launch script does."""
     devices = [{"device_id": str(i), "rank_id": str(i)} for i in range(4)]
     table = {"server_list": [{"server_id": "127.0.0.1", "device": devices}], "status": "completed"}
@@ -102,7 +102,7 @@ def test_distribute_task_by_rank_table(place: Path) -> None:
     }  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "distribute_task.py"), *DISTRIBUTED],
+            [python, str(SCRIPTS / "distribute_task.py"), *DISTRIBUTED],
             env={**common, "DEVICE_ID": str(rank), "RANK_ID": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -379,6 +379,10 @@ def test_rank_variables(tmp_path: Path) -> None:
         "DEVICE_ID": "5",
         "RANK_TABLE_FILE": str(table),
     }
+    code = "import os, rapidformer; print(os.environ['RANK'])"
+    real = [sys.executable, "-c", code]
+    printed = subprocess.run(real, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert printed.stdout == "1\n", "importing the library is enough" + printed.stderr
     adopt_rank_variables(variables)
     assert [variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == [
         "1", "2", "5", "10.0.0.7",

@@ -16,7 +16,7 @@ def _as_before() -> Iterator[None]:
     gc.enable()
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as tests/conftest.py leaves it
     if not was_on:
         gc.disable()
 
