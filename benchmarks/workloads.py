@@ -20,6 +20,7 @@ from transformers import (
 )
 
 Rows = list[dict[str, Any]]
+LORA_TARGETS = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,15 @@ def _build_t5(size: str) -> nn.Module:
         sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16}
         sizes |= {"vocab_size": 512}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+def add_lora(model: nn.Module, rank: int | None) -> nn.Module:
+    if rank is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_TARGETS)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def list_workloads(size: str) -> dict[str, Workload]:

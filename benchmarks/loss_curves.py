@@ -1,0 +1,276 @@
+"""Loss curves of rapidformer laid over those of a plain PyTorch loop, for every workload.
+
+    python benchmarks/loss_curves.py [--workloads bert-16 gpt2] [--steps 300] [--picture FILE]
+
+All runs of a workload start from the same weights and see the same batches. The reference is an
+uncompiled loop in bf16 with three seeds. A seed decides what dropout draws, and the order of the
+rows within a batch, which changes rounding only. rapidformer runs with --mixed-precision, then with
+--compile as well. In fp32, without dropout, one run of each is compared.
+
+Printed for each workload: the largest distance of rapidformer's curve from the mean of the
+reference, next to that of a reference seed from the mean of the other seeds (bf16, running means
+over ``WINDOW`` steps), and the largest relative distance in fp32. Each run has its own process;
+several share the GPU, since time is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from workloads import Rows, Workload, add_lora, list_workloads
+
+from rapidformer.data.collate import PadCollator
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+LEARNING_RATE = 2e-5
+MOST_TOKENS = 8192
+"""Tokens of a step: a curve needs no large batches."""
+WINDOW = 10
+SEEDS = ("reference 1", "reference 2", "reference 3")
+OURS = ("rapidformer", "rapidformer --compile")
+IN_FP32 = ("reference fp32", "rapidformer fp32")
+LIMIT = 1e-5
+"""The largest relative distance in fp32."""
+
+Curves = dict[str, list[float]]
+
+
+def build_model(work: Workload, *, has_dropout: bool) -> nn.Module:
+    """The same weights in every process, created on the device."""
+    torch.manual_seed(1)
+    with DEVICE:
+        model = add_lora(work.build(), work.lora_rank)
+    for module in model.modules() if not has_dropout else ():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # T5's attention reads this one
+    return model
+
+
+def make_batches(work: Workload, steps: int, seed: int) -> list[Rows]:
+    """One per step; the seed decides the order of the rows within a batch."""
+    longest = max(len(row["input_ids"]) for row in work.make_rows(work.batch))
+    size = min(work.batch, max(2, MOST_TOKENS // longest))
+    rows = work.make_rows(size * steps)
+    order = np.random.default_rng(seed)
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [[batch[i] for i in order.permutation(size)] for batch in batches]
+
+
+def run_reference(model: nn.Module, batches: list[Rows], *, is_bf16: bool) -> Iterator[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    collate = PadCollator()
+    losses = []
+    model.train()
+    for rows in batches:
+        batch = {name: value.to(DEVICE) for name, value in collate(rows).items()}
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=is_bf16):
+            loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return map(float, losses)
+
+
+def run_rapidformer(model: nn.Module, batches: list[Rows], **more: Any) -> list[float]:
+    from rapidformer import Finetuner, RapidformerEngine
+    from rapidformer.training.callbacks import Callback
+
+    losses: list[float] = []
+
+    class Record(Callback):
+        def on_log(self, loop: Any, control: Any, line: dict[str, Any]) -> None:
+            if "loss" in line:
+                losses.append(line["loss"])
+
+    class Run(Finetuner):
+        callbacks = (Record(),)
+
+        def train_valid_test_datasets_provider(self) -> Any:
+            return [row for rows in batches for row in rows], None, None, None
+
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            return model, None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            return model(**batch).loss
+
+    settings: dict[str, Any] = {
+        "micro_batch_size": len(batches[0]), "epochs": 1, "lr": LEARNING_RATE, "weight_decay": 0.0,
+        "lr_decay_style": "constant", "clip_grad": 1.0, "log_interval": 1, "save": "none",
+        "dataloader_type": "single", "log_level": "error", "progress": False,
+    }  # fmt: skip
+    Run(RapidformerEngine(args={**settings, **more})).train()
+    return losses
+
+
+def run_one(name: str, work: Workload, steps: int) -> list[float]:
+    """Called in the run's own process."""
+    seed = SEEDS.index(name) + 1 if name in SEEDS else 0
+    batches = make_batches(work, steps, seed)
+    model = build_model(work, has_dropout=name not in IN_FP32)
+    if name.startswith("reference"):
+        torch.manual_seed(seed)
+        return list(run_reference(model, batches, is_bf16=name in SEEDS))
+    more: dict[str, Any] = {} if name in IN_FP32 else {"mixed_precision": "bf16"}
+    more |= {"compile": True} if name.endswith("--compile") else {}
+    return run_rapidformer(model, batches, **more)
+
+
+def start(name: str, workload: str, options: argparse.Namespace) -> list[float]:
+    """The losses of one run, which gets a new process; none if it fails."""
+    steps = options.fp32_steps or options.steps if name in IN_FP32 else options.steps
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--only", name, "--workloads", workload]
+        command += ["--steps", str(steps), "--size", options.size, "--json", file.name]
+        environment = {**os.environ, "RAPIDFORMER_EMULATE_16_BIT": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"{workload}: {name} failed: {done.stderr.strip()[-300:]}", flush=True)
+            return []
+        return list(json.loads(Path(file.name).read_text()))
+
+
+def smooth(losses: list[float]) -> np.ndarray:
+    window = min(WINDOW, len(losses))
+    return np.convolve(losses, np.ones(window) / window, mode="valid")
+
+
+def measure_distance(curve: np.ndarray, others: list[np.ndarray]) -> float:
+    """The largest distance from the mean of the others."""
+    return float(np.abs(curve - np.mean(others, axis=0)).max())
+
+
+def compare(curves: Curves) -> dict[str, float]:
+    """The distances that the table shows; without those of runs that failed."""
+    seeds = [smooth(curves[name]) for name in SEEDS if curves[name]]
+    found = {}
+    if len(seeds) > 1:
+        rest = [[other for other in seeds if other is not seed] for seed in seeds]
+        found["spread"] = max(map(measure_distance, seeds, rest))
+        found |= {
+            name: measure_distance(smooth(curves[name]), seeds) for name in OURS if curves[name]
+        }
+    reference, ours = (np.array(curves[name]) for name in IN_FP32)
+    if len(reference) and len(ours):
+        found["fp32"] = float(np.max(np.abs(ours - reference) / np.abs(reference)))
+    return found
+
+
+def format_line(workload: str, found: dict[str, float]) -> str:
+    spread = found.get("spread")
+    cells = [workload, "failed" if spread is None else f"{spread:.2e}"]
+    for name in OURS:
+        distance = found.get(name)
+        if spread is None or distance is None:
+            cells.append("failed")
+        else:
+            ratio = f" ({distance / spread:.2f} x)" if spread else ""
+            cells.append(f"{distance:.2e}{ratio}")
+    fp32 = found.get("fp32")
+    verdict = "failed" if fp32 is None else f"{fp32:.1e}"
+    cells.append(verdict + (f", above {LIMIT:.0e}" if fp32 is not None and fp32 >= LIMIT else ""))
+    return "| " + " | ".join(cells) + " |"
+
+
+def draw(results: dict[str, Curves], path: Path) -> None:
+    """One panel per workload: the range of the reference's seeds, and our curves over it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(3, len(results))
+    lines = -(-len(results) // columns)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(4.2 * columns, 3.2 * lines), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat[len(results) :]:
+        axes.set_visible(False)
+    for axes, (workload, curves) in zip(grid.flat, results.items(), strict=False):
+        seeds = [smooth(curves[name]) for name in SEEDS if curves[name]]
+        if seeds:
+            steps = np.arange(len(seeds[0])) + len(curves[SEEDS[0]]) - len(seeds[0]) + 1
+            low, high = np.min(seeds, axis=0), np.max(seeds, axis=0)
+            axes.fill_between(steps, low, high, color="0.8", label="reference, range of 3 seeds")
+            axes.plot(steps, np.mean(seeds, axis=0), color="0.45", label="reference, mean")
+        for name, color, style in zip(OURS, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
+            if curves[name]:
+                smoothed = smooth(curves[name])
+                steps = np.arange(len(smoothed)) + len(curves[name]) - len(smoothed) + 1
+                axes.plot(steps, smoothed, style, color=color, linewidth=1.2, label=name)
+        axes.set_title(workload, fontsize=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss")
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def count_fitting(work: Workload) -> int:
+    """How many runs fit at a time, if activations take as much as weights and Adam's states."""
+    if not HAS_GPU:
+        return 1
+    with torch.device("meta"):
+        size = sum(p.numel() for p in work.build().parameters())
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, int(free // (32 * size + 6 * 2**30)))
+
+
+def main() -> None:
+    names = [*SEEDS, *OURS, *IN_FP32]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=("full", "tiny"), default="full" if HAS_GPU else "tiny")
+    parser.add_argument("--workloads", nargs="+", choices=list_workloads("tiny"))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--fp32-steps", type=int, help="fewer in fp32, which is slow for a large model"
+    )
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", type=Path, help="write the losses there")
+    parser.add_argument("--only", choices=names, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    workloads = list_workloads(options.size)
+    chosen = options.workloads or list(workloads)
+    if options.only:
+        losses = run_one(options.only, workloads[chosen[0]], options.steps)
+        options.json.write_text(json.dumps(losses))
+        return
+    print(f"{options.steps} steps, torch {torch.__version__}, {DEVICE.type}, {options.size} models")
+    print(f"\n| workload | reference's spread | {' | '.join(OURS)} | fp32, relative |")
+    print("|---|---|---|---|---|", flush=True)
+    results: dict[str, Curves] = {}
+    for workload in chosen:
+        # The GPU is divided among the runs of a workload, slowest first.
+        order = [*reversed(names)]
+        with ThreadPoolExecutor(count_fitting(workloads[workload])) as pool:
+            runs = [pool.submit(start, name, workload, options) for name in order]
+            losses = dict(zip(order, [run.result() for run in runs], strict=True))
+        results[workload] = losses
+        print(format_line(workload, compare(losses)), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results))
+    if options.picture:
+        draw(results, options.picture)
+
+
+if __name__ == "__main__":
+    main()
