@@ -16,13 +16,16 @@ several share the GPU, since time is not measured.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,14 @@ from rapidformer.data.collate import PadCollator
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 LEARNING_RATE = 2e-5
-MOST_TOKENS = 8192
+MOST_TOKENS = 4096
 """Tokens of a step: a curve needs no large batches."""
 WINDOW = 10
 SEEDS = ("reference 1", "reference 2", "reference 3")
 OURS = ("rapidformer", "rapidformer --compile")
 IN_FP32 = ("reference fp32", "rapidformer fp32")
+NAMES = (*reversed(OURS), *IN_FP32, *SEEDS)
+"""All runs, the slowest first."""
 LIMIT = 1e-5
 """The largest relative distance in fp32."""
 
@@ -225,18 +230,63 @@ def draw(results: dict[str, Curves], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def count_fitting(work: Workload) -> int:
-    """How many runs fit at a time, if activations take as much as weights and Adam's states."""
-    if not HAS_GPU:
-        return 1
+def estimate_memory(work: Workload) -> int:
+    """Bytes of the device that a run may take: its states, as much again, and some for CUDA."""
     with torch.device("meta"):
         size = sum(p.numel() for p in work.build().parameters())
-    free, _ = torch.cuda.mem_get_info()
-    return max(1, int(free // (32 * size + 6 * 2**30)))
+    return 32 * size + 6 * 2**30
+
+
+class Room:
+    """The device's memory: a run waits until there is enough; a CPU takes one run at a time."""
+
+    def __init__(self) -> None:
+        self._free = torch.cuda.mem_get_info()[0] if HAS_GPU else 0
+        self._running = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == 0 or self._free >= size)
+            self._take(size, 1)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._take(-size, -1)
+                self._changed.notify_all()
+
+    def _take(self, size: int, runs: int) -> None:
+        self._free -= size
+        self._running += runs
+
+
+def run_all(chosen: list[str], options: argparse.Namespace) -> Iterator[tuple[str, Curves]]:
+    """All runs of all workloads, as many at a time as fit; a workload is given when it is done."""
+    workloads = list_workloads(options.size)
+    room = Room()
+
+    def run(workload: str, name: str) -> list[float]:
+        with room.reserved(estimate_memory(workloads[workload])):
+            return start(name, workload, options)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {
+            workload: {name: pool.submit(run, workload, name) for name in NAMES}
+            for workload in chosen
+        }
+        for workload, futures in runs.items():
+            yield workload, {name: future.result() for name, future in futures.items()}
+
+
+def load_complete(path: Path | None) -> dict[str, Curves]:
+    """The workloads of an earlier call of which no run failed."""
+    kept = json.loads(path.read_text()) if path and path.exists() else {}
+    return {workload: curves for workload, curves in kept.items() if all(curves.values())}
 
 
 def main() -> None:
-    names = [*SEEDS, *OURS, *IN_FP32]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=("full", "tiny"), default="full" if HAS_GPU else "tiny")
     parser.add_argument("--workloads", nargs="+", choices=list_workloads("tiny"))
@@ -245,8 +295,8 @@ def main() -> None:
         "--fp32-steps", type=int, help="fewer in fp32, which is slow for a large model"
     )
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path, help="write the losses there")
-    parser.add_argument("--only", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="keep the losses there; what it has is not run")
+    parser.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     workloads = list_workloads(options.size)
     chosen = options.workloads or list(workloads)
@@ -257,17 +307,13 @@ def main() -> None:
     print(f"{options.steps} steps, torch {torch.__version__}, {DEVICE.type}, {options.size} models")
     print(f"\n| workload | reference's spread | {' | '.join(OURS)} | fp32, relative |")
     print("|---|---|---|---|---|", flush=True)
-    results: dict[str, Curves] = {}
-    for workload in chosen:
-        # The GPU is divided among the runs of a workload, slowest first.
-        order = [*reversed(names)]
-        with ThreadPoolExecutor(count_fitting(workloads[workload])) as pool:
-            runs = [pool.submit(start, name, workload, options) for name in order]
-            losses = dict(zip(order, [run.result() for run in runs], strict=True))
-        results[workload] = losses
-        print(format_line(workload, compare(losses)), flush=True)
+    results = load_complete(options.json)
+    missing = [name for name in chosen if name not in results]
+    for workload, curves in itertools.chain(results.items(), run_all(missing, options)):
+        results = {**results, workload: curves}
         if options.json:
             options.json.write_text(json.dumps(results))
+        print(format_line(workload, compare(curves)), flush=True)
     if options.picture:
         draw(results, options.picture)
 

@@ -57,13 +57,17 @@ def make_bert_config(size: str) -> BertConfig:
 
 
 def make_pair_rows(count: int, *, shortest: int = 20, longest: int = 99) -> Rows:
-    """Rows like those of a sentence-pair task: uniformly distributed lengths, two labels."""
+    """Rows like those of a sentence-pair task: uniformly distributed lengths, two labels.
+
+    A label has its own half of the vocabulary, so that the loss can fall.
+    """
     random = np.random.default_rng(0)
     rows = []
     for _ in range(count):
         length = int(random.integers(shortest, longest + 1))
-        ids = random.integers(1000, 30000, length).tolist()
-        rows.append({"input_ids": ids, "labels": int(random.integers(0, 2))})
+        label = int(random.integers(0, 2))
+        ids = (random.integers(1000, 15500, length) + 14500 * label).tolist()
+        rows.append({"input_ids": ids, "labels": label})
     return rows
 
 
