@@ -167,7 +167,7 @@ def test_replicas_that_draw_the_same_dropout_masks(
             "but the gradient was made with 4: it is a mean of means",
         ),
         (
-            "RapidformerEngine._count_labels = lambda self, micro_batch: 1.0",
+            "RapidformerEngine.count_labels = lambda self, micro_batch: 1.0",
             "has weight 1, but the loader counted",
         ),
         (

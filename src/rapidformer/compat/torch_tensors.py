@@ -10,6 +10,7 @@ from torch import Tensor
 
 PRIVATE_NAMES = {
     "torch._foreach_mul_": "scaling all gradients in one kernel",
+    "torch._foreach_copy_": "copying all gradients in one kernel",
     "torch._foreach_norm": "the norms of all gradients in one kernel",
     "torch._assert_async": "refusing bad ids without waiting for the device",
     "torch.Tensor._base": "asking logits without values whether they are a view, as FSDP does",
@@ -35,6 +36,11 @@ FACTS = {
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply every tensor by one factor, in place."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source into its target."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -449,6 +449,9 @@ class AccelerationArguments:
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False
     """compile each transformer block with torch.compile"""
+    cuda_graph: Literal["auto", "on", "off"] = "off"
+    """replay the forward and backward passes of a step as one CUDA graph, which saves launching
+    each kernel: auto = on one GPU, if launches matter and a replay gives the same result"""
     onnx_runtime_training: bool = False
     """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "inductor"

@@ -398,6 +398,15 @@ SWITCHES: tuple[Switch, ...] = (
         ),
         exact="no: it trades precision for speed",
     ),
+    # Last: the passes are recorded with everything above in them.
+    Switch(
+        name="CUDA graph",
+        turned_on_by=("cuda_graph",),
+        off={"cuda_graph": "off"},
+        module="cuda_graph.switch",
+        moment="final",
+        exact=f"yes; with unpadded rows to 1e-6{_NEW_DROPOUT}",
+    ),
     Switch(
         name="loss scaling",
         options=(

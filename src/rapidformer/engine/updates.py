@@ -8,6 +8,7 @@ learning rates. ``run_update`` needs no such state: an update carries its micro-
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.switch import MayCapture
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
@@ -23,6 +26,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.composing import ComposedRun
+from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.observer import get_observer
@@ -32,6 +36,7 @@ from rapidformer.optim.update import (
     scale_loss,
     take_gradients,
 )
+from rapidformer.overlay import find_fact
 
 UNKNOWN_WEIGHT = (
     "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
@@ -76,7 +81,7 @@ class UpdatingRun(ComposedRun):
         if in_hand is not None and in_hand.is_filler:
             weight = 0.0
         elif weight is None:
-            weight = self._count_labels(in_hand)
+            weight = self.count_labels(in_hand)
         result = MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given)
         self._back_propagate(result, in_hand, ends_update=bool(in_hand and in_hand.is_last))
 
@@ -129,7 +134,7 @@ class UpdatingRun(ComposedRun):
         earlier: list[torch.Tensor | None] = []
         if not started.has_run:
             micro_batch = started.micro_batch
-            weight = 0.0 if micro_batch.is_filler else self._count_labels(micro_batch)
+            weight = 0.0 if micro_batch.is_filler else self.count_labels(micro_batch)
             result = MicroBatchResult(loss=loss, weight=weight, is_weight_given=False)
             started.is_last, started.fraction = self._count_micro_batch(
                 result, micro_batch, ends_update=False
@@ -166,12 +171,16 @@ class UpdatingRun(ComposedRun):
         ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. Every loop of the library
         trains this way, and it is the only way to train a model that is split into stages
         (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
-        the last; a pipeline's are all under way at once, so there it is called after them all.
+        the last; those of a pipeline or a CUDA graph are all under way at once, so there it is
+        called after them all.
         """
         pipeline = self.parallelized.pipeline
         if pipeline is None:
-            return self._run_in_turn(forward, update, after_micro_batch)
-        results = self._run_pipelined(pipeline, forward, update)
+            results = self._run_graphed(forward, update)
+            if results is None:
+                return self._run_in_turn(forward, update, after_micro_batch)
+        else:
+            results = self._run_pipelined(pipeline, forward, update)
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
@@ -200,6 +209,48 @@ class UpdatingRun(ComposedRun):
             if after_micro_batch is not None and micro_batch is not update[-1]:
                 after_micro_batch()
         return results
+
+    @functools.cached_property
+    def graphs(self) -> GraphedPasses | None:
+        """What replays the passes of an update; None if nothing may."""
+        allowed = find_fact(self.parallelized.model, MayCapture)
+        if allowed is None:
+            return None
+        return GraphedPasses(
+            self.parallelized.model,
+            self._parameters,
+            self.device,
+            CudaCapture(self.device),
+            self.count_labels,
+            is_asked=allowed.is_asked,
+            is_16_bit=self.precision.dtype is not None,
+            work=self.work,
+        )
+
+    def _run_graphed(
+        self, forward: Callable[[Any], Any], update: Update
+    ) -> list[MicroBatchResult] | None:
+        """Replay the passes; None if they must run one by one."""
+        if self.graphs is None:
+            return None
+        beat("forward", self.clock.updates + 1)
+        steps = getattr(forward, "steps", (forward,))
+        outcome = self.graphs.run(functools.partial(self.run_forward, forward), update, steps)
+        if outcome is None:
+            return None
+        get_observer().see_phase("forward")
+        for micro_batch, result in zip(update, outcome.results, strict=True):
+            with self.accumulate(is_last=micro_batch is update[-1]):
+                _, fraction = self._count_micro_batch(result, micro_batch, ends_update=False)
+            self.clock.add_loss(result.loss, fraction)
+        for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True):
+            parameter.grad = gradient
+        get_observer().see_phase("backward")
+        beat("update")
+        held = [gradient for gradient in outcome.gradients if gradient is not None]
+        self.clock.take_finished(held, outcome.norm)
+        self._notice_unfrozen()
+        return outcome.results
 
     def _run_pipelined(
         self, pipeline: Pipeline, forward: Callable[[Any], Any], update: Update
@@ -282,14 +333,14 @@ class UpdatingRun(ComposedRun):
         if micro_batch.is_filler:
             weight = 0.0
         elif weight is None:
-            weight = self._count_labels(micro_batch)
+            weight = self.count_labels(micro_batch)
         means = {
             name: (mean, weight if own is None or micro_batch.is_filler else own)
             for name, (mean, own) in parts.items()
         }
         return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given, parts=means)
 
-    def _count_labels(self, micro_batch: MicroBatch | None) -> float:
+    def count_labels(self, micro_batch: MicroBatch | None) -> float:
         """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
         if micro_batch is not None:
             count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)

@@ -184,6 +184,15 @@ class UpdateClock:
         self._is_complete = True
         get_observer().see_gradients()
 
+    def take_finished(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        """Take a gradient that is a mean already, and its norm; one rank only."""
+        self._gradients = list(gradients)
+        self._total = _sum_weights(self._weight, norm.device, self._topology)
+        self.total_weight = self._total * self._unit
+        self.grad_norm = norm
+        self._is_complete = True
+        get_observer().see_gradients()
+
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm, with torch's own arithmetic."""
         if not self._is_complete or self.grad_norm is None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,20 @@ def _check_weight(weight: Any) -> Weight:
             f"over (a number) or a loss function as in Megatron, got {type(weight).__name__}."
         )
     return weight.reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
+
+
+class ForwardStep:
+    """A forward step as a function of the batch only."""
+
+    def __init__(
+        self, run: Callable[[Any], ForwardResult], steps: Sequence[Callable[..., Any]]
+    ) -> None:
+        self._run = run
+        self.steps = steps
+        """The user's code in it, which ``--cuda-graph`` examines."""
+
+    def __call__(self, batch: Any) -> ForwardResult:
+        return self._run(batch)
 
 
 class SingleBatch(Iterator[Any]):

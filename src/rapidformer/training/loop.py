@@ -33,6 +33,7 @@ from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.first_labels import check_first_labels
 from rapidformer.training.garbage import GarbageCollection
+from rapidformer.training.graph_report import GraphReport
 from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
@@ -114,6 +115,8 @@ class TrainingLoop:
         compiled = find_fact(engine.parallelized.model, CompiledBlocks)
         if compiled is not None:
             self._callbacks.append(CompileReport(compiled))
+        if engine.graphs is not None:
+            self._callbacks.append(GraphReport(engine.graphs))
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._utilization = Utilization(engine)

@@ -27,7 +27,7 @@ from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
-from rapidformer.training.forward import interpret_forward
+from rapidformer.training.forward import ForwardStep, interpret_forward
 from rapidformer.training.loop import (
     Evaluation,
     ForwardResult,
@@ -259,7 +259,14 @@ class Template(ABC):
             self.engine.shifts_labels = (
                 self.has_shifted_labels and not self.engine.has_learned_tokens
             )
-        return lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model))
+        return ForwardStep(
+            lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model)),
+            self.list_steps(),
+        )
+
+    def list_steps(self) -> list[Callable[..., Any]]:
+        """The code that runs in a forward step and may be the user's."""
+        return [self.run_forward_step]
 
     def wrap_batch(self, batch: Any) -> Any:
         """The argument of the forward step: the batch itself, unless a template says otherwise."""

@@ -41,6 +41,8 @@ def attend(
     is_on_cpu = query.device.type == "cpu"
     if mask.fused is not None and (is_on_cpu or takes_flash(query, value, mask.fused.largest_head)):
         return _attend_compiled(query, key, value, mask.fused, dropout, scaling)
+    if mask.rows.is_fixed:
+        raise ModelError("only flash attention takes lengths that change, and it needs 16 bits")
     if mask.fused is not None:
         found: Tensor = torch.compiler.disable(attend_in_grid)(
             query, key, value, mask, dropout, scaling

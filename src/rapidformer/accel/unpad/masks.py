@@ -87,19 +87,17 @@ class RowMask:
         """The window that says it all, for kernels that take nothing else; None if none does."""
         if self.is_full or self.is_causal:
             return FULL if self.is_full else CAUSAL
-        return _find_window(self.may_attend, self.rows.longest) if self.rows.is_contiguous else None
+        rows = self.rows
+        size = rows.bound if rows.is_rounded else rows.longest
+        return _find_window(self.may_attend, size) if rows.is_contiguous else None
 
 
 def fuse(mask: RowMask) -> RowMask:
     """The same mask for compiled blocks."""
     if mask.window is None:
         raise ModelError("compiled blocks take full, causal and sliding masks only")
-    rows = mask.rows
-    count = 2 ** len(rows.lengths).bit_length() + 1
-    # Rows without tokens, so that their number hardly ever changes.
-    ends = torch.cat([rows.ends, rows.ends[-1:].expand(count - len(rows.ends))])
-    longest = max(128, 2 ** (rows.longest - 1).bit_length())
-    return replace(mask, fused=Fused(ends, longest, mask.window, get_largest_head(ends.device)))
+    ends, bound = mask.rows.ends, mask.rows.bound
+    return replace(mask, fused=Fused(ends, bound, mask.window, get_largest_head(ends.device)))
 
 
 @functools.cache

@@ -36,6 +36,11 @@ class PaddingReader:
         is_seen = self._reads_padding is False and torch.is_grad_enabled()
         return self._is_trusted or is_seen
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known what the loss reads."""
+        return self._is_trusted or self._reads_padding is not None
+
     def state_dict(self) -> dict[str, Any]:
         return {"reads_padding": self._reads_padding}
 

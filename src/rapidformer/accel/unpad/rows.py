@@ -28,6 +28,8 @@ class Rows:
     """Tokens added to round their number up."""
     is_rounded: bool = False
     """Whether their number is one of a few, because blocks are compiled for it."""
+    is_fixed: bool = False
+    """Whether the tensors are overwritten in place: ``lengths`` are those of an earlier batch."""
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
@@ -43,7 +45,7 @@ class Rows:
         lengths: list[int] = mask.sum(1).tolist()
         is_contiguous = starts == sum(length > 0 for length in lengths)
         rows = Rows((mask.shape[0], size), places, lengths, places % size, is_contiguous)
-        return (rows._round_up() if rounds_up else rows)._move(device)
+        return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
     def read_packed(
@@ -58,7 +60,48 @@ class Rows:
         columns = places - starts.repeat_interleave(ends - starts)
         shape = (positions.shape[0], positions.shape[1])
         rows = Rows(shape, places, (ends - starts).tolist(), columns, is_contiguous=True)
-        return (rows._round_up() if rounds_up else rows)._move(device)
+        return (rows._round_up() if rounds_up else rows).move_to(device)
+
+    @staticmethod
+    def read_filled(mask: Tensor) -> Rows:
+        """The rows of a mask in host memory, filled up with padding to one of a few sizes.
+
+        Unlike zeros, padding has a place of its own in the batch, so there are exactly as many
+        places as tokens: nothing but the values depends on how many of them are real.
+        """
+        rows = Rows.read(mask)
+        wanted = min(round_up(len(rows.places), least=128), mask.numel())
+        padding = (~mask).flatten().nonzero().squeeze(1)[: wanted - len(rows.places)]
+        places = torch.cat([rows.places, padding])
+        return replace(
+            rows,
+            places=places,
+            lengths=rows.lengths + _cut(len(padding), max(*rows.lengths, 1)),
+            columns=places % mask.shape[1],
+            is_rounded=True,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All that Python code can see of rows that were filled up."""
+        return (*self.shape, len(self.places), len(self.ends), self.bound, self.is_contiguous)
+
+    def copy_to(self, device: torch.device) -> Rows:
+        """The same rows in memory of their own on the device, for ``overwrite``."""
+        places, columns = self.places.to(device, copy=True), self.columns.to(device, copy=True)
+        copied = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
+        copied.overwrite(self)
+        return copied
+
+    def overwrite(self, other: Rows) -> None:
+        """Become rows of the same ``sizes``, at the same place in memory."""
+        self._packed.clear()
+        for mine, theirs in (
+            (self.places, other.places),
+            (self.columns, other.columns),
+            (self.ends, other.ends),
+        ):
+            mine.copy_(_pin(theirs, mine.device), non_blocking=True)
 
     def _round_up(self) -> Rows:
         count = len(self.places)
@@ -71,7 +114,8 @@ class Rows:
             is_rounded=True,
         )
 
-    def _move(self, device: torch.device | None) -> Rows:
+    def move_to(self, device: torch.device | None) -> Rows:
+        """The same rows with their tensors on the device."""
         places, columns = _send(self.places, device), _send(self.columns, device)
         return replace(self, places=places, columns=columns)
 
@@ -81,9 +125,20 @@ class Rows:
         return max(self.lengths)
 
     @cached_property
+    def bound(self) -> int:
+        """The next power of two: it hardly ever changes."""
+        bound: int = max(128, 2 ** (self.longest - 1).bit_length())
+        return bound
+
+    @cached_property
     def ends(self) -> Tensor:
-        """Where each row begins, and the end of the last: [0, ...], as fused kernels want it."""
-        ends = torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
+        """Where each row begins, and the end of the last: [0, ...], as fused kernels want it.
+
+        If rounded, rows without tokens follow, so that the number of rows hardly ever changes.
+        """
+        count = len(self.lengths)
+        added = 2 ** count.bit_length() - count if self.is_rounded else 0
+        ends = torch.tensor([0, *self.lengths, *[0] * added]).cumsum(0).to(torch.int32)
         return _send(ends, self.places.device)
 
     @cached_property
@@ -137,9 +192,9 @@ class Rows:
         return self._packed[id(value)][1]
 
 
-def round_up(tokens: int) -> int:
-    """The next of a few sizes: 8 for each doubling, all multiples of 64."""
-    step = max(64, (1 << tokens.bit_length()) // 16)
+def round_up(tokens: int, *, least: int = 64) -> int:
+    """The next of a few sizes: 8 for each doubling, all multiples of ``least``."""
+    step = max(least, (1 << tokens.bit_length()) // 16)
     return -(-tokens // step) * step
 
 
@@ -163,10 +218,12 @@ def scatter(packed: Tensor, places: Tensor, size: int) -> Tensor:
 def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
     if device is None or tensor.device == device:
         return tensor
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        # From pinned memory, the copy does not wait for the work before it.
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return _pin(tensor, device).to(device, non_blocking=True)
+
+
+def _pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory, a copy to the device does not wait for the work before it."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 class _Gather(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
-from rapidformer.accel.unpad.attention import register, use_rows
+from rapidformer.accel.unpad.attention import register, use_rows, without_padding
+from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.reading import PaddingReader, observe_output
@@ -27,7 +29,7 @@ from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.data.batch import get_host_copy
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, shifts_labels
-from rapidformer.overlay import extend, get_fact, put_fact, remove
+from rapidformer.overlay import extend, find_fact, get_fact, put_fact, remove
 
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
@@ -110,6 +112,17 @@ def apply_unpadding(
     return None
 
 
+def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
+    """Find out whether padding may fill up the rows of an unpadded batch (``--cuda-graph``)."""
+    if find_fact(model, PaddingReader) is None:
+        return  # nothing is unpadded
+    with uncompiled(plan.get_blocks(model)):
+        plain = functools.partial(_call, model)
+        filled = functools.partial(_call_filled, model)
+        difference = find_difference(model, plan, plain, filled, dtype)
+    put_fact(model, Filling(is_exact=difference is None))
+
+
 def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
@@ -144,6 +157,12 @@ def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) 
             return _call(model, _add_mask(batch))
     mask = batch["attention_mask"]
     with use_rows(Rows.read(mask.bool().cpu(), mask.device, rounds_up=rounds_up)):
+        return _call(model, batch)
+
+
+def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
+    mask = batch["attention_mask"]
+    with use_rows(Rows.read_filled(mask.bool().cpu()).move_to(mask.device)):
         return _call(model, batch)
 
 
@@ -206,7 +225,9 @@ def _build_model(
         find = find_packed_rows if packs and is_packed(kwargs) else find_rows
         rows = None if find_watched(inside) else find(self, kwargs, rounds_up=rounds_up)
         if rows is None:
-            return cls.forward(self, *args, **kwargs)
+            fixed = get_fixed_rows(kwargs.get("attention_mask"))
+            with without_padding() if fixed and fixed.is_full else nullcontext():
+                return cls.forward(self, *args, **kwargs)
         # With a label for each row, there are no logits for padding.
         is_by_row = kwargs["labels"].shape != rows.shape
         way = use_rows if is_by_row or reader.ignores_padding else reader.observe
@@ -227,19 +248,46 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
         return None
     if find_asked(model, given) or given.get("past_key_values") is not None:
         return None
-    device, mask, labels = mask.device, get_host_copy(mask), get_host_copy(labels)
-    is_real = mask.bool()
-    if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
+    fixed = get_fixed_rows(mask)
+    if fixed is not None:
+        return fixed.rows
+    is_real = get_host_copy(mask).bool()
+    # A label for each row says nothing here, and reading it would wait for the device.
+    targets = get_host_copy(labels) if labels.shape == mask.shape else labels
+    if not _is_removable(model, is_real, targets):
         return None
-    is_causal = shifts_labels(model)
-    if labels.shape == mask.shape and not _are_labels_real(labels, is_real, is_causal):
-        return None
-    # A classifier reads its first token. It must be real, as it was when the two were compared.
-    if not is_causal and not bool(is_real[:, 0].all()):
-        return None
-    rows = Rows.read(is_real, device, rounds_up=rounds_up)
+    rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks only know the window of a mask. In rows with gaps, it has none.
     return None if rounds_up and not rows.is_contiguous else rows
+
+
+def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | None:
+    """What ``find_rows`` must say on every replay of a batch, from its tensors in host memory.
+
+    None if the loss must be seen on a padded batch first.
+    """
+    is_real = mask.bool()
+    kept = FixedRows(None, is_full=bool(is_real.all()))
+    reader, filling = find_fact(model, PaddingReader), find_fact(model, Filling)
+    if reader is None or filling is None or not filling.is_exact:
+        return kept
+    if not _is_removable(model, is_real, labels):
+        return kept
+    if labels.shape == mask.shape and not reader.ignores_padding:
+        return kept if reader.is_decided else None
+    rows = Rows.read_filled(is_real)
+    return FixedRows(rows) if rows.is_contiguous else kept
+
+
+def _is_removable(model: Any, is_real: Tensor, labels: Tensor) -> bool:
+    """Whether there is padding to speak of, and removing it cannot change the loss."""
+    if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
+        return False
+    is_causal = shifts_labels(model)
+    if labels.shape == is_real.shape and not _are_labels_real(labels, is_real, is_causal):
+        return False
+    # A classifier reads its first token. It must be real, as it was when the two were compared.
+    return is_causal or bool(is_real[:, 0].all())
 
 
 def is_packed(given: dict[str, Any]) -> bool:

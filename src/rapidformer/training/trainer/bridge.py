@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ class TrainerTemplate(Template):
 
     def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
         return self.trainer.run_training_step(model, batch_or_iterator)
+
+    def list_steps(self) -> list[Callable[..., Any]]:
+        trainer: Any = self.trainer
+        given = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
+        return [trainer.training_step, trainer.compute_loss, *given]
 
 
 def find_checkpoint_folder(given: str | bool | Path | None, output_dir: str | None) -> Path | None:

@@ -1,0 +1,168 @@
+"""Find Python code in a forward step that a replay would leave out.
+
+A graph repeats what the device did, not the code that told it to. A step may compute with its
+arguments, constants, modules and the functions of torch; whatever else it calls or changes, such as
+a counter, a log or a queue, would silently stop. The source is read, and what it names is looked
+up: what cannot be judged counts as a side effect.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.config import Settings
+from rapidformer.overlay import get_own_class
+
+_LIBRARIES = ("torch", "transformers", "rapidformer", "peft", "math", "typing")
+_SIDE_EFFECTS = {"print", "input", "open", "setattr", "delattr", "exec", "eval", "globals"}
+_CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Settings)
+
+
+def find_model_effect(model: nn.Module) -> str | None:
+    """The first side effect in the forward pass of a module that no library wrote."""
+    classes = {get_own_class(module): module for module in model.modules()}
+    for cls, module in classes.items():
+        if not _is_of_library(cls):
+            effect = find_effect(MethodType(cls.forward, module))
+            if effect is not None:
+                return f"{cls.__name__}.forward {effect}"
+    return None
+
+
+def find_effect(function: Callable[..., Any]) -> str | None:
+    """What a function does other than compute, in words that follow its name; None if nothing."""
+    return _Reader().read(function)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def read(self, function: Any) -> str | None:
+        if isinstance(function, functools.partial):
+            values = [*function.args, *function.keywords.values()]
+            return self.read(function.func) or self._first(map(self._judge_outside, values))
+        owner = function.__self__ if isinstance(function, MethodType) else None
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if _is_of_library(function) or isinstance(function, BuiltinFunctionType):
+            return None
+        if not isinstance(function, FunctionType):
+            return f"calls a {type(function).__name__}"
+        if function in self._seen:
+            return None
+        self._seen.add(function)
+        tree = _parse(function)
+        if tree is None:
+            return "has no source that could be checked"
+        return self._first(self._judge(node, function, owner, tree) for node in ast.walk(tree))
+
+    def _first(self, effects: Iterable[str | None]) -> str | None:
+        return next((effect for effect in effects if effect is not None), None)
+
+    def _judge(
+        self, node: ast.AST, function: FunctionType, owner: Any, tree: ast.AST
+    ) -> str | None:
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            return f"changes {node.names[0]}"
+        if isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)):
+            return "is not an ordinary function"
+        if isinstance(node, ast.Attribute):
+            if not isinstance(node.ctx, ast.Load):
+                return f"changes {ast.unparse(node)}"
+            if owner is not None and _is_name(node.value, _get_first_parameter(function)):
+                return self._judge_attribute(owner, node.attr)
+            if isinstance(node.value, ast.Call) and _is_name(node.value.func, "super"):
+                found = [vars(cls).get(node.attr) for cls in type(owner).__mro__]
+                methods = [MethodType(each, owner) for each in found if callable(each)]
+                return self._first(self.read(method) for method in methods)
+            return None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            root = node.value
+            is_local = isinstance(root, ast.Name) and root.id in _list_locals(tree)
+            return None if is_local else f"changes {ast.unparse(node)}"
+        if not isinstance(node, ast.Name) or node.id in _list_locals(tree):
+            return None
+        return self._judge_name(node.id, function)
+
+    def _judge_name(self, name: str, function: FunctionType) -> str | None:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        if name in cells:
+            if name == "__class__":
+                return None
+            return self._judge_outside(cells[name].cell_contents, name)
+        if name in function.__globals__:
+            return self._judge_outside(function.__globals__[name], name)
+        if name in _SIDE_EFFECTS or not hasattr(builtins, name):
+            return f"uses {name}"
+        return None
+
+    def _judge_attribute(self, owner: Any, name: str) -> str | None:
+        found = inspect.getattr_static(owner, name, None)
+        if isinstance(found, property):
+            return self.read(found.fget) if found.fget is not None else None
+        if isinstance(found, functools.cached_property):
+            return self.read(found.func)
+        if isinstance(found, FunctionType):
+            return self.read(MethodType(found, owner))
+        return self._judge_outside(getattr(owner, name, None), f"self.{name}")
+
+    def _judge_outside(self, value: Any, name: str = "an object") -> str | None:
+        """Something that a function finds outside itself."""
+        if isinstance(value, (*_CONSTANTS, torch.Tensor, nn.Module)):
+            return None
+        if isinstance(value, (tuple, frozenset)):
+            return self._first(self._judge_outside(item, name) for item in value)
+        if isinstance(value, ModuleType):
+            is_known = value.__name__.partition(".")[0] in _LIBRARIES
+            return None if is_known else f"uses {name}"
+        if isinstance(value, type):
+            is_known = _is_of_library(value) or value.__module__ == "builtins"
+            return None if is_known else f"uses {name}"
+        if isinstance(value, (FunctionType, MethodType, functools.partial, BuiltinFunctionType)):
+            return self.read(value)
+        return f"uses {name}"
+
+
+def _is_of_library(thing: Any) -> bool:
+    module = getattr(thing, "__module__", None) or ""
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _is_name(node: ast.AST, name: str | None) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _parse(function: FunctionType) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+
+
+def _get_first_parameter(function: FunctionType) -> str | None:
+    names = function.__code__.co_varnames
+    return names[0] if function.__code__.co_argcount else None
+
+
+def _list_locals(tree: ast.AST) -> set[str]:
+    """Names that the function itself gives a value, and its parameters."""
+    stored = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    defined = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    return stored | parameters | defined

@@ -1,0 +1,49 @@
+"""Applies ``--cuda-graph``: decides whether the passes of this model may be replayed at all.
+
+The engine records them later (``engine/graphs.py``), when it has seen them run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer.accel.assembly import Alone, Assembly
+from rapidformer.accel.unpad.switch import prove_filling
+from rapidformer.errors import ConfigurationError
+from rapidformer.overlay import put_fact
+
+
+@dataclass(frozen=True)
+class MayCapture:
+    """A fact on a model whose passes may be replayed."""
+
+    is_asked: bool
+    """Whether the user insists (``--cuda-graph on``)."""
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Allow the engine to capture, unless the run has something that cannot be replayed."""
+    is_asked = assembly.args.cuda_graph == "on"
+    obstacle = _find_obstacle(assembly)
+    if obstacle is None:
+        prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
+        put_fact(assembly.model, MayCapture(is_asked=is_asked))
+        return None
+    if is_asked:
+        raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+    return None
+
+
+def _find_obstacle(assembly: Assembly) -> str | None:
+    args, topology = assembly.args, assembly.topology
+    if assembly.device.type != "cuda":
+        return f"there is no CUDA device, only {assembly.device.type}"
+    if args.world_size > 1 or topology.mesh is not None:
+        return "it works on one rank only so far"
+    if not isinstance(assembly.synchronizer, Alone) or assembly.uses_deepspeed:
+        return "it does not combine with ZeRO, offloading and DeepSpeed yet"
+    if assembly.precision.needs_loss_scaling:
+        return "fp16 skips steps whose gradients overflow, which a graph cannot; use bf16"
+    if args.checkpoint_activations or args.activation_offload:
+        return "it does not combine with recomputed and offloaded activations yet"
+    return None

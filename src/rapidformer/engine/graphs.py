@@ -1,0 +1,252 @@
+"""Replay the forward and backward passes of an update as one CUDA graph.
+
+A small model spends most of a step launching kernels. A graph launches all of them at once, but
+repeats only what the device did: not the Python code around it. So the passes over each kind of
+batch first run as usual, are recorded, and must then give the same losses and gradients when they
+are replayed. Optimizer, schedule and everything that looks at a step stay outside, as they are.
+
+A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
+something was recorded nor on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError, read_inputs
+from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
+from rapidformer.accel.watched import describe_watched, find_watched
+from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.work import ModelWork
+from rapidformer.optim.update import take_gradients
+
+MOST_GRAPHS = 8
+_MOST_WORK = 5e13
+"""Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
+_CHECKED_BATCHES = 2
+"""On how many batches the first graph is compared with the passes themselves."""
+_LIMIT = 1e-5
+_LIMIT_16_BIT = 1e-3
+
+
+@dataclass
+class _Graph:
+    passes: Passes
+    outcome: Outcome
+    replay: Callable[[], None]
+
+
+class GraphedPasses:
+    """All graphs of a run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        capture: Capture,
+        count_labels: Callable[[MicroBatch], float],
+        *,
+        is_asked: bool,
+        is_16_bit: bool,
+        work: ModelWork | None,
+    ) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        self._parameters = parameters
+        self._device = device
+        self._capture = capture
+        self._count_labels = count_labels
+        self._is_asked = is_asked
+        self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
+        self._work = work
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._is_warm = False
+        self._checked = 0
+        self.problem: str | None = None
+        """Why nothing is replayed, once that is known."""
+
+    @property
+    def count(self) -> int:
+        """Graphs in use: recorded, and found to give the right results."""
+        return len(self._graphs) if self._checked >= _CHECKED_BATCHES else 0
+
+    def run(
+        self, run_forward: RunForward, update: Update, steps: Sequence[Callable[..., Any]]
+    ) -> Outcome | None:
+        """The passes of an update; None if they must run as they are.
+
+        ``steps`` is the user's code that ``run_forward`` calls.
+        """
+        if self.problem is not None:
+            return None
+        if any(parameter.grad is not None for parameter in self._parameters):
+            return None  # the gradients of this update are added to others
+        weights = [self._count_labels(each) for each in update]
+        if any(each.is_filler for each in update) or min(weights) <= 0:
+            return None
+        try:
+            if not self._is_warm:
+                self._check(steps, update)
+            inputs = [read_inputs(self._model, each.batch) for each in update]
+        except NotRepeatableError as problem:
+            self._give_up(str(problem))
+            return None
+        known = [each for each in inputs if each is not None]
+        if len(known) < len(inputs):
+            return None  # the loss must be seen on a padded batch first
+        key = (tuple(each.key for each in known), self._describe_model())
+        graph = self._graphs.get(key)
+        if graph is not None and self.count:
+            graph.passes.fill(known, weights)
+            graph.replay()
+            return graph.outcome.copy(weights)
+        if graph is not None:
+            graph.passes.fill(known, weights)
+            return self._try(lambda before: self._compare(graph, weights, before))
+        passes = Passes(run_forward, self._parameters, known, update, weights, self._device)
+        if len(self._graphs) == MOST_GRAPHS or (self._graphs and not self.count):
+            return self._try(lambda before: passes.run())
+        return self._try(lambda before: self._record(passes, key, weights, before))
+
+    def _try(self, work: Callable[[_State], Outcome]) -> Outcome | None:
+        """The result of ``work``, or None and everything as it was before."""
+        before = _State(self._model, self._device)
+        try:
+            return work(before)
+        except NotRepeatableError as problem:
+            self._give_up(str(problem))
+        except Exception as error:
+            # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
+            text = str(error).strip().splitlines() or [""]
+            self._give_up(f"{type(error).__name__}: {text[0]}")
+        take_gradients(self._parameters)
+        before.restore()
+        return None
+
+    def _record(
+        self, passes: Passes, key: Hashable, weights: Sequence[float], before: _State
+    ) -> Outcome:
+        if not self._is_warm:
+            # The very first one may still set things up, such as compiled blocks.
+            outcome = self._capture.warm_up(passes.run, forbids_reads=False)
+            before.check_host_numbers()
+            self._is_warm = True
+            return outcome
+        expected = self._capture.warm_up(passes.run, forbids_reads=True).read()
+        before.restore()
+        earlier = next(iter(self._graphs.values()), None)
+        # All graphs leave their gradients in the same memory.
+        passes.gradients = earlier.outcome.gradients if earlier is not None else None
+        graph = _Graph(passes, *self._capture.record(passes.run))
+        self._replay(graph, expected)
+        self._graphs[key] = graph
+        return graph.outcome.copy(weights)
+
+    def _compare(self, graph: _Graph, weights: Sequence[float], before: _State) -> Outcome:
+        gradients, graph.passes.gradients = graph.passes.gradients, None
+        expected = self._capture.warm_up(graph.passes.run, forbids_reads=True).read()
+        graph.passes.gradients = gradients
+        before.restore()
+        self._replay(graph, expected)
+        return graph.outcome.copy(weights)
+
+    def _replay(self, graph: _Graph, expected: list[float]) -> None:
+        """Replay a graph whose results are known."""
+        graph.replay()
+        for mine, theirs in zip(graph.outcome.read(), expected, strict=True):
+            is_same = math.isclose(mine, theirs, rel_tol=self._limit, abs_tol=1e-7)
+            if not is_same and not (math.isnan(mine) and math.isnan(theirs)):
+                raise NotRepeatableError(
+                    f"replaying a step gave {mine:.6g} where running it gave {theirs:.6g}"
+                )
+        self._checked += 1
+
+    def _check(self, steps: Sequence[Callable[..., Any]], update: Update) -> None:
+        """Refuse what cannot be replayed, as far as it can be known beforehand."""
+        if self._is_asked:
+            return
+        info = update[0].info
+        operations = (
+            self._work.count(tokens=info.slots, targets=info.slots, rows=info.rows)
+            if self._work is not None
+            else 0.0
+        )
+        if operations > _MOST_WORK:
+            raise NotRepeatableError("its steps are long, so launching kernels costs little")
+        watched = find_watched(dict(self._model.named_modules()))
+        if watched:
+            raise NotRepeatableError(
+                f"a replay would not run the hooks on {describe_watched(watched)}"
+            )
+        for step in steps:
+            effect = find_effect(step)
+            if effect is not None:
+                name = getattr(step, "__name__", type(step).__name__)
+                raise NotRepeatableError(f"{name} {effect}, which a replay would not")
+        effect = find_model_effect(self._model)
+        if effect is not None:
+            raise NotRepeatableError(f"{effect}, which a replay would not")
+
+    def _describe_model(self) -> Hashable:
+        """What else a graph depends on: where weights are, which are trained, who is training."""
+        weights = tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
+        return hash((weights, tuple(module.training for module in self._modules)))
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self._graphs.clear()
+        if self._is_asked:
+            raise ConfigurationError(f"--cuda-graph on: {problem}. Leave the flag out.")
+
+
+class _State:
+    """What passes change, apart from gradients: random numbers and buffers."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+        self._host = _get_host_numbers(device)
+        self._buffers = [(b, b.detach().clone(), count_changes(b)) for b in model.buffers()]
+
+    def restore(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._drawn, self._device)
+        else:
+            torch.set_rng_state(self._drawn)
+        for buffer, value, changes in self._buffers:
+            if count_changes(buffer) != changes:
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+    def check_host_numbers(self) -> None:
+        """Refuse a step that draws random numbers on the host: a replay would repeat them."""
+        before, now = self._host, _get_host_numbers(self._device)
+        if not all(_are_equal(mine, theirs) for mine, theirs in zip(before, now, strict=True)):
+            raise NotRepeatableError(
+                "a step draws random numbers on the host, which a replay would not"
+            )
+
+
+def _get_host_numbers(device: torch.device) -> list[Any]:
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    return states if device.type == "cpu" else [*states, torch.get_rng_state()]
+
+
+def _are_equal(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, Tensor):
+        return torch.equal(mine, theirs)
+    return str(mine) == str(theirs)

@@ -1,0 +1,114 @@
+"""What ``--cuda-graph auto`` finds in a user's forward step that a replay would leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
+
+SEEN: list[float] = []
+SCALE = 2.0
+
+
+def smooth(loss: Any) -> Any:
+    return loss * SCALE
+
+
+def remember(loss: Any) -> Any:
+    SEEN.append(loss)
+    return loss
+
+
+class Steps:
+    factor = 0.5
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.criterion = nn.CrossEntropyLoss()
+        self.history: list[Any] = []
+
+    def plain(self, batch: Any, model: Any) -> Any:
+        labels = batch.pop("labels")
+        outputs = model(**batch)
+        loss = functional.cross_entropy(outputs.logits, labels) + self.criterion(outputs[0], labels)
+        return smooth(loss) * self.factor, len(labels), {"loss": loss.detach()}
+
+    def from_iterator(self, data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        with torch.no_grad():
+            weight = torch.ones(2)
+        return sum(model(batch[name]) for name in sorted(batch)), weight
+
+    def counts(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        return model(**batch).loss
+
+    def prints(self, batch: Any, model: Any) -> Any:
+        print(batch)
+        return model(**batch).loss
+
+    def keeps(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        self.history.append(loss)
+        return loss
+
+    def calls(self, batch: Any, model: Any) -> Any:
+        return remember(model(**batch).loss)
+
+    def marks(self, batch: Any, model: Any) -> Any:
+        model.is_marked = True
+        return model(**batch).loss
+
+
+class Child(Steps):
+    def plain(self, batch: Any, model: Any) -> Any:
+        return super().plain(batch, model)
+
+
+def make_closure(watch: Any) -> Any:
+    def step(batch: Any, model: Any) -> Any:
+        watch.begin()
+        return model(**batch).loss
+
+    return step
+
+
+@pytest.mark.parametrize("name", ["plain", "from_iterator"])
+def test_a_step_that_only_computes(name: str) -> None:
+    assert find_effect(getattr(Steps(), name)) is None
+    assert find_effect(getattr(Child(), name)) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "effect"),
+    [
+        (Steps().counts, "changes self.steps"),
+        (Steps().prints, "uses print"),
+        (Steps().keeps, "uses self.history"),
+        (Steps().calls, "uses SEEN"),
+        (Steps().marks, "changes model.is_marked"),
+        (make_closure(object()), "uses watch"),
+        (eval("lambda batch: batch"), "has no source that could be checked"),
+    ],
+)
+def test_a_step_that_does_more(step: Any, effect: str) -> None:
+    assert find_effect(step) == effect
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_model_of_your_own() -> None:
+    assert find_model_effect(nn.Sequential(nn.Linear(2, 2))) is None
+    found = find_model_effect(nn.Sequential(Counting(2, 2)))
+    assert found == "Counting.forward changes self.calls"

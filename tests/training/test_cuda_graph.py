@@ -1,0 +1,242 @@
+"""``--cuda-graph`` without a GPU: a stand-in for CUDA graphs runs the passes again instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.accel.unpad.switch import prove_filling
+from rapidformer.engine.graphed_passes import Outcome
+from rapidformer.engine.graphs import GraphedPasses
+from rapidformer.errors import ConfigurationError
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
+
+T = TypeVar("T")
+Rows = list[dict[str, Any]]
+
+
+class Again:
+    """Runs the function again, and writes what it returns where the first result is."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
+        return function()
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        before = torch.get_rng_state()
+        first = function()
+        torch.set_rng_state(before)
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            now = function()
+            for mine, theirs in zip(_list(first), _list(now), strict=True):
+                mine.copy_(theirs)
+
+        return first, replay
+
+
+class Never(Again):
+    """Nothing can be recorded: all updates run through the same inputs as they are."""
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        raise AssertionError("recorded")
+
+
+class Stale(Again):
+    """A replay that does not see its inputs."""
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        first, _ = super().record(function)
+
+        def replay() -> None:
+            function()  # draws its random numbers
+
+        return first, replay
+
+
+def _list(outcome: Outcome) -> list[torch.Tensor]:
+    gradients = [gradient for gradient in outcome.gradients if gradient is not None]
+    return [outcome.norm, *(result.loss for result in outcome.results), *gradients]
+
+
+class Values(Callback):
+    """The loss of every step."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
+        if "loss" in line:
+            self.lines.append({key: line[key] for key in ("step", "loss", "grad_norm", "lr")})
+
+
+class Run(Finetuner):
+    def __init__(self, model: Any, rows: Rows, capture: Any, **settings: Any) -> None:
+        base: dict[str, Any] = {
+            "micro_batch_size": 4, "epochs": 1, "lr": 1e-2, "lr_warmup_iters": 3, "log_interval": 1,
+            "dataloader_type": "single", "save": "none", "num_workers": 0, "clip_grad": 0.5,
+        }  # fmt: skip
+        super().__init__(RapidformerEngine(args={**base, **settings}))
+        self.values = Values()
+        self.callbacks = [self.values]
+        self._model, self._rows, self._capture = model, rows, capture
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return self._rows, self._rows[:4], None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return self._model, None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        losses = [model[0](**batch).loss for batch in eval_dataloader]
+        return {"loss": float(torch.stack(losses).mean())}
+
+    def compose(self) -> Any:
+        model = super().compose()
+        if self._capture is not None:
+            engine = self.engine
+            prove_filling(model, engine.parallelized.plan, None)
+            engine.graphs = GraphedPasses(
+                model, engine.parameters, engine.device, self._capture, engine.count_labels,
+                is_asked=False, is_16_bit=False, work=engine.work,
+            )  # fmt: skip
+        return model
+
+
+def make_bert(dropout: float) -> Any:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def make_rows(count: int, longest: int = 90) -> Rows:
+    torch.manual_seed(1)
+    lengths = torch.randint(5, longest, (count,)).tolist()
+    return [
+        {"input_ids": torch.randint(5, 60, (length,)).tolist(), "labels": length % 2}
+        for length in lengths
+    ]
+
+
+def make_gpt2() -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    )
+
+
+def make_texts(count: int) -> Rows:
+    torch.manual_seed(1)
+    rows = torch.randint(5, 60, (count, 16)).tolist()
+    return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+@pytest.mark.parametrize("more", [{}, {"global_batch_size": 8}], ids=["plain", "accumulated"])
+def test_fixed_shapes_give_the_same_bits(more: dict[str, Any]) -> None:
+    """Losses, norms, learning rates and weights, with dropout."""
+    off = Run(make_gpt2(), make_texts(48), None, **more)
+    off.train()
+    capture = Again()
+    on = Run(make_gpt2(), make_texts(48), capture, **more)
+    on.train()
+    assert on.engine.graphs is not None
+    assert on.engine.graphs.problem is None
+    assert capture.recorded == 1
+    assert capture.replayed > 2
+    assert on.values.lines == off.values.lines
+    for mine, theirs in zip(on.engine.parameters, off.engine.parameters, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_rows_of_different_lengths(tmp_path: Path) -> None:
+    """Few graphs for many lengths, and the results of a run that never replays, with dropout."""
+    capture = Again()
+    on = Run(make_bert(0.1), make_rows(64), capture)
+    on.train()
+    assert on.engine.graphs is not None
+    assert on.engine.graphs.problem is None
+    assert 1 < on.engine.graphs.count <= 4
+    assert capture.replayed > capture.recorded
+    plain = Run(make_bert(0.0), make_rows(24), None)
+    plain.train()
+    filled = Run(make_bert(0.0), make_rows(24), Again())
+    filled.train()
+    mine = [line["loss"] for line in filled.values.lines]
+    assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+def test_a_replay_that_differs_is_not_used() -> None:
+    off = Run(make_gpt2(), make_texts(24), None)
+    off.train()
+    run = Run(make_gpt2(), make_texts(24), Stale())
+    run.train()
+    assert run.engine.graphs is not None
+    assert "replaying a step gave" in str(run.engine.graphs.problem)
+    assert run.values.lines == off.values.lines
+
+
+def test_evaluation_checkpoint_and_resuming(tmp_path: Path) -> None:
+    """A run that is interrupted has other graphs, and the same results."""
+    rows = make_rows(32, longest=40)
+    more: dict[str, Any] = {"eval_interval": 2, "async_save": False}
+    whole = Run(make_bert(0.1), rows, Again(), **more)
+    whole.train()
+    more["save"] = str(tmp_path / "run")
+    Run(make_bert(0.1), rows, Again(), **more, exit_interval=4).train()
+    rest = Run(make_bert(0.1), rows, Again(), **more, load=more["save"])
+    rest.train()
+    assert [line["step"] for line in rest.values.lines] == [5, 6, 7, 8]
+    assert rest.values.lines == whole.values.lines[4:]
+    assert rest.engine.graphs is not None
+    assert rest.engine.graphs.count
+
+
+def test_a_bad_loss_is_found() -> None:
+    """A NaN in a replayed step is skipped as it would be otherwise."""
+
+    def spoil(run: Run) -> list[dict[str, Any]]:
+        run.callbacks = [run.values, Spoiler()]
+        run.train()
+        return run.values.lines
+
+    more: dict[str, Any] = {"on_bad_loss": "skip", "log_interval": 2}
+    off = spoil(Run(make_gpt2(), make_texts(32), None, **more))
+    on = spoil(Run(make_gpt2(), make_texts(32), Again(), **more))
+    assert [line["step"] for line in on] == [1, 2, 4, 5, 7]
+    assert on == off
+
+
+class Spoiler(Callback):
+    """One weight is NaN for one step."""
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        weight = loop.engine.parameters[0].data
+        if loop.step == 4 and not hasattr(self, "kept"):
+            self.kept = weight.clone()
+            weight.fill_(float("nan"))
+
+    def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
+        if hasattr(self, "kept"):
+            loop.engine.parameters[0].data.copy_(self.kept)
+
+
+def test_only_a_gpu_has_graphs() -> None:
+    with pytest.raises(ConfigurationError, match="--cuda-graph on: there is no CUDA device"):
+        Run(make_gpt2(), make_texts(8), None, cuda_graph="on").train()
