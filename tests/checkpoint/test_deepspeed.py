@@ -1,4 +1,4 @@
-"""A checkpoint made under DeepSpeed is one like any other: it goes on under any strategy."""
+"""A checkpoint saved under DeepSpeed is like any other: it resumes under any strategy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from rapidformer.checkpoint.tensors import read_shapes
 from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import CheckpointError
 from tests.parity.models import build_model, build_rows
 from tests.processes import run_in_processes
 
@@ -78,6 +79,26 @@ def train(
     return losses
 
 
+def save_adapter(settings: dict[str, Any], folder: Path, change: float = 0) -> RapidformerEngine:
+    """A checkpoint of LoRA, with a change to a frozen weight."""
+    engine = RapidformerEngine(args={**SETTINGS, "lr": 0.01, "train_iters": 1, **settings})
+    model = build_model("gpt2-lora")
+    with torch.no_grad():
+        model.get_parameter("transformer.ln_f.weight")[3] += change
+    engine.compose(model)
+    engine.save_checkpoint(folder)
+    return engine
+
+
+def check_adapter(settings: dict[str, Any], folder: Path) -> None:
+    """Save one without DeepSpeed, and load it under DeepSpeed into a changed model."""
+    save_adapter({}, folder / "adapter").close()
+    engine = save_adapter(settings, folder / "changed adapter", change=1)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder / "adapter")
+    (folder / "refusal.txt").write_text(str(error.value))
+
+
 def run_all(folder: Path) -> dict[str, list[float]]:
     """Every continuation, in one group of processes."""
     torch.set_num_threads(1)
@@ -86,6 +107,7 @@ def run_all(folder: Path) -> dict[str, list[float]]:
         files[name] = {"deepspeed": str(folder / f"stage{name}.json")}
         (folder / f"stage{name}.json").write_text(json.dumps(content))
     cut, plain = folder / "cut", folder / "plain"
+    check_adapter(files["3"], folder)
     return {
         "stage 2": train(files["2"], 6, save=cut),
         "again": train(files["2"], 6, load=cut),
@@ -142,3 +164,15 @@ def test_a_tied_weight_is_stored_once(folder: Path) -> None:
     stored = read_shapes(folder / "cut" / "iter_0000003" / "state")
     assert "model.bert.embeddings.word_embeddings.weight" in stored
     assert "model.cls.predictions.decoder.weight" not in stored
+
+
+@pytest.mark.usefixtures("losses")
+def test_an_adapter_is_refused_on_other_frozen_weights(folder: Path) -> None:
+    expected, found = (
+        json.loads((folder / name / "iter_0000000" / "run.json").read_text())["base"]["checksums"]
+        for name in ("adapter", "changed adapter")
+    )
+    changed = {name for name, checksum in found.items() if checksum != expected[name]}
+    assert found.keys() == expected.keys() and changed == {"transformer.ln_f.weight"}
+    error = (folder / "refusal.txt").read_text()
+    assert "not those that this adapter was trained on: transformer.ln_f.weight differ" in error

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.checkpoint.state import TrainingState
 from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -29,6 +30,17 @@ def list_frozen(model: nn.Module) -> frozenset[str]:
     """Every name of every frozen parameter."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
+def compute_base_checksums(state: TrainingState) -> Checksums:
+    """The checksums of all frozen weights; every rank must call this."""
+    if state.gathered is None:
+        return compute_checksums(state.model, list_frozen(state.model), state.topology)
+    return {
+        name: compute_checksum(weight)
+        for names, weight in state.gathered.iterate_frozen()
+        for name in names
+    }
 
 
 def compute_checksums(model: nn.Module, names: Iterable[str], topology: Topology) -> Checksums:

@@ -17,7 +17,7 @@ from torch import nn
 from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.frozen import Checksums, compute_checksums, list_frozen
+from rapidformer.checkpoint.frozen import Checksums, compute_base_checksums, list_frozen
 from rapidformer.checkpoint.pieces import (
     plan_pieces,
 )
@@ -109,11 +109,9 @@ def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> C
     """Drop the weights of a base model that can be loaded again; returns their checksums."""
     if state.base is None:
         return None
-    frozen = list_frozen(state.model)
-    for name in frozen:
+    for name in list_frozen(state.model):
         tensors.pop(f"model.{name}", None)
-    # DeepSpeed's third stage keeps weights where only it can read them.
-    return {} if state.gathered else compute_checksums(state.model, frozen, state.topology)
+    return compute_base_checksums(state)
 
 
 def _describe_run(

@@ -37,6 +37,9 @@ class Gathered(Protocol):
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]] | None]:
         """Whole tensors by name, each on one of the ranks."""
 
+    def iterate_frozen(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Every frozen weight, whole, with all of its names."""
+
     def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
         """Names and full shapes of what is to be restored."""
 

@@ -79,6 +79,12 @@ class GatheredState:
                 weights |= dict.fromkeys(names, weight.cpu().clone())
         return weights | {name: b.cpu() for name, b in self._get_buffers().items()}
 
+    def iterate_frozen(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Every frozen weight, whole, with all of its names; every rank must call this."""
+        for names, parameter in self._iterate_parameters():
+            if not parameter.requires_grad:
+                yield names, self._gather_model_weight(parameter)
+
     # ---- from disk -------------------------------------------------------------------------------
 
     def get_wanted(self, *, with_optimizer: bool) -> dict[str, torch.Tensor]:
