@@ -30,7 +30,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     labels = torch.randint(args.words, (args.tokens,), device=device)
     labels[torch.rand(args.tokens, device=device) >= args.labelled] = -100
     if args.mode == "fused":
-        apply_fused_loss(head, backend="inductor")
+        apply_fused_loss(head)
     before = read_memory(device)
     times = []
     for _ in range(5):

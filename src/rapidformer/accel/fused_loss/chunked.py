@@ -9,6 +9,8 @@ them.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +38,6 @@ class Recipe:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     steps: tuple[Step, ...] = ()
-    differentiate: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]] | None = None
-    """A compiled ``differentiate``, if there is one; it gets chunks of one size only."""
     words: VocabularySlice | None = None
     """Set if the head has this rank's slice of the words. ``hidden`` is then the same on all ranks,
     and so is the loss; the gradient of ``hidden`` is this rank's part of a sum."""
@@ -140,7 +140,7 @@ def _compute(
             rows = hidden[start : start + size].to(dtype)
             chosen = labels[start : start + size]
             logits = functional.linear(rows, table, offset)
-            losses, gradient = _run_chunk(logits, chosen, recipe, size)
+            losses, gradient = _run_chunk(logits, chosen, recipe)
             total += losses
             if of_hidden is not None:
                 of_hidden[start : start + size] = gradient @ table
@@ -158,14 +158,17 @@ def get_compute_type(hidden: Tensor) -> torch.dtype:
 
 
 def _choose_chunk(rows: int, width: int, device: torch.device) -> int:
-    """A power of two, so that there are few sizes to compile for."""
+    """A power of two: matrix products run best on such sizes."""
     most = max(_CHUNK_BYTES.get(device.type, 2**28) // (4 * width), 128)
     return 1 << min(most.bit_length() - 1, max(rows - 1, 0).bit_length())
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
     """Add ``gradient.T @ rows``; sums of 16-bit products are kept in the weight's own type."""
-    if gradient.dtype == torch.float16:
+    if total.is_cuda and total.dtype == torch.float32 != gradient.dtype:
+        # Added in fp32 by the matrix product itself.
+        torch.addmm(total, gradient.T, rows, out_dtype=torch.float32, out=total)
+    elif gradient.dtype == torch.float16:
         # A chunk's sum may overflow. A smaller loss scale could not prevent it: it comes later.
         total.add_(gradient.T @ (rows / _HEADROOM), alpha=_HEADROOM)
     elif total.dtype == gradient.dtype:
@@ -174,28 +177,33 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
         total += gradient.T @ rows
 
 
-def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe, size: int) -> tuple[Tensor, Tensor]:
+def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The sum of a chunk's losses, and the gradient of its logits."""
-    plain = differentiate if recipe.words is None else recipe.words.differentiate
-    if recipe.steps:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            capped = recipe.run_steps(leaf)
-        losses, gradient = plain(
-            capped.detach(), labels, recipe.ignore_index, recipe.label_smoothing
-        )
-        return losses, torch.autograd.grad(capped, leaf, gradient)[0]
-    if recipe.differentiate is None:
-        return plain(logits, labels, recipe.ignore_index, recipe.label_smoothing)
-    count = len(labels)
-    if count < size:
-        # The last chunk as large as the others: one size, one compiled graph.
-        logits = functional.pad(logits, (0, 0, 0, size - count))
-        labels = functional.pad(labels, (0, size - count), value=recipe.ignore_index)
-    losses, gradient = recipe.differentiate(
-        logits, labels, recipe.ignore_index, recipe.label_smoothing
-    )
-    return losses, gradient[:count]
+    if not recipe.steps:
+        return _differentiate_fast(logits, labels, recipe)
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        changed = recipe.run_steps(leaf)
+    # Of a copy: the gradient of tanh, say, needs what tanh returned.
+    losses, gradient = _differentiate_fast(changed.detach().clone(), labels, recipe)
+    return losses, torch.autograd.grad(changed, leaf, gradient)[0]
+
+
+def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The fastest way to ``differentiate``, which may overwrite the logits."""
+    if recipe.words is not None:
+        run = recipe.words.differentiate
+    elif logits.is_cuda and _has_triton():
+        from rapidformer.accel.fused_loss.kernel import differentiate_in_place as run
+    else:
+        run = differentiate
+    return run(logits, labels, recipe.ignore_index, recipe.label_smoothing)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    is_capable = torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 0)
+    return is_capable and importlib.util.find_spec("triton") is not None
 
 
 def differentiate(
@@ -215,22 +223,3 @@ def differentiate(
     gradient.scatter_add_(1, index, torch.full_like(losses, smoothing - 1))
     gradient.masked_fill_(is_ignored, 0.0)
     return losses.masked_fill_(is_ignored, 0.0).sum(), gradient.to(logits.dtype)
-
-
-def differentiate_in_one_kernel(
-    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """The same without a scatter, which a compiler would run as a kernel of its own."""
-    wide = logits.float()
-    is_ignored = (labels == ignore_index)[:, None]
-    index = labels[:, None].masked_fill(is_ignored, 0)
-    normaliser = wide.logsumexp(-1, keepdim=True)
-    losses = normaliser - (1 - smoothing) * wide.gather(1, index)
-    if smoothing:
-        losses = losses - smoothing * wide.mean(-1, keepdim=True)
-    is_label = torch.arange(wide.shape[-1], device=wide.device) == index
-    gradient = (wide - normaliser).exp() - torch.where(is_label, 1 - smoothing, 0.0)
-    if smoothing:
-        gradient = gradient - smoothing / wide.shape[-1]
-    gradient = gradient.masked_fill(is_ignored, 0.0)
-    return losses.masked_fill(is_ignored, 0.0).sum(), gradient.to(logits.dtype)

@@ -152,7 +152,9 @@ def _compute_loss(
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
     if not is_plain or not is_labelled or logits.dim() != 2 or reduction not in ("mean", "sum"):
         return NotImplemented
-    recipe = Recipe(ignore_index=ignore_index, label_smoothing=label_smoothing, steps=logits._steps)
+    # The loss is computed in fp32 anyway.
+    steps = () if set(logits._steps) <= {Tensor.float} else logits._steps
+    recipe = Recipe(ignore_index=ignore_index, label_smoothing=label_smoothing, steps=steps)
     total = logits._head.compute_loss(logits.get_hidden(), target, recipe)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
@@ -203,7 +205,12 @@ def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if kind.dtype == logits.dtype:
         return logits
-    return _replace(logits, dtype=kind.dtype, step=lambda x: x.to(kind.dtype))
+    is_widened = kind.dtype == torch.float32
+    return _replace(
+        logits,
+        dtype=kind.dtype,
+        step=Tensor.float if is_widened else lambda x: x.to(kind.dtype),
+    )
 
 
 def _scale(func: Any, logits: DeferredLogits, factor: Any = None, **kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import (
     Recipe,
-    differentiate_in_one_kernel,
     get_compute_type,
     sum_losses,
 )
@@ -41,7 +40,7 @@ _LARGE = 4096
 
 def apply(assembly: Assembly) -> str | None:
     """Let the head's outputs exist only chunk by chunk, if there is a large head."""
-    mode, args = assembly.args.fused_loss, assembly.args
+    mode = assembly.args.fused_loss
     head = find_head(assembly.model)
     obstacle = _find_obstacle(assembly, head)
     if obstacle is not None:
@@ -52,14 +51,13 @@ def apply(assembly: Assembly) -> str | None:
     assert head is not None
     if mode == "auto" and head.weight.shape[0] < _LARGE:
         return None
-    backend = args.compile_backend if args.compile else None
 
     def gather(parameter: Tensor) -> Tensor:
         # A loss over ``outputs.logits`` may come after the forward pass, when weights are sharded
         # again. The synchronizer is made by a later switch.
         return gather_weight(assembly.synchronizer, parameter)
 
-    apply_fused_loss(head, backend=backend, always=mode == "on", gather=gather)
+    apply_fused_loss(head, always=mode == "on", gather=gather)
     return f"the {head.weight.shape[0]:,} logits of a token exist only chunk by chunk"
 
 
@@ -89,21 +87,14 @@ def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
 def apply_fused_loss(
     head: nn.Linear,
     *,
-    backend: str | None = None,
     always: bool = True,
     gather: Callable[[Tensor], Tensor] = gather_with_gradient,
 ) -> None:
-    """Defer this head's outputs in training; ``backend`` compiles a chunk's loss on a GPU."""
-    compiled = None
-    if backend is not None and head.weight.is_cuda:
-        compiled = torch.compile(differentiate_in_one_kernel, backend=backend, dynamic=False)
-    build = functools.partial(_build_head, compiled=compiled, always=always, gather=gather)
-    extend(head, "loss", build)
+    """Defer this head's outputs in training."""
+    extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
 
 
-def _build_head(
-    cls: Any, *, compiled: Any, always: bool, gather: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
+def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     def forward(
         self: nn.Linear,
         hidden: Tensor,
@@ -130,9 +121,7 @@ def _build_head(
             logits = functional.linear(hidden, weight.to(hidden.dtype), bias)
             return logits if words is None else words.join(logits)
         assert recipe is not None
-        # A compiled chunk would contain collectives.
-        compiled_here = compiled if words is None else None
-        recipe = dataclasses.replace(recipe, differentiate=compiled_here, words=words)
+        recipe = dataclasses.replace(recipe, words=words)
         region = find_fact(self, ContextRegion)
         if region is None:
             return sum_losses(hidden, weight, bias, labels, recipe)
