@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, IterableDataset
 
+from rapidformer.data import parcel
 from rapidformer.data.lengths import GroupedOrder
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch
@@ -585,3 +587,21 @@ def test_stream_drops_the_last_smaller_batch_when_asked() -> None:
     options = {"num_replicas": 2, "rounds_per_update": 2, "drop_last": True}
     expected = take_epoch(build(Numbers(21), 2, **options))
     assert take_epoch(build(Stream(21), 2, **options)) == expected
+
+
+def test_small_batches_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"ids": torch.arange(6).view(2, 3), "mask": torch.ones(2, 3).bool(), "name": "a"}
+    assert parcel.pack(small) is small, "nothing to send in the main process"
+    monkeypatch.setattr(parcel, "get_worker_info", object)
+    sent = pickle.loads(pickle.dumps(parcel.pack(small))).unpack()
+    assert list(sent) == list(small)
+    assert torch.equal(sent["ids"], small["ids"])
+    assert torch.equal(sent["mask"], small["mask"])
+    others = [
+        {"x": torch.ones(2, dtype=torch.bfloat16)},
+        {"x": [torch.ones(2)]},
+        {"x": torch.ones(2**18)},
+        (torch.ones(2),),
+    ]
+    for batch in others:
+        assert parcel.pack(batch) is batch

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.digest import compute_digest
 from rapidformer.data.lengths import GroupedOrder, measure_sample
+from rapidformer.data.parcel import Parcel, pack
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
@@ -336,6 +337,8 @@ class DistributedLoader:
         for batch, info, number, is_filler, is_last in loader:
             if isinstance(batch, RapidformerError):
                 raise batch
+            if isinstance(batch, Parcel):
+                batch = batch.unpack()
             yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
     def _build_keys(self) -> Iterator[_Dealt]:
@@ -501,7 +504,8 @@ class _Fetcher:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
             return error, (), number, is_filler, is_last
         info = describe_batch(batch)
-        return batch, tuple(info.as_filler() if is_filler else info), number, is_filler, is_last
+        counts = tuple(info.as_filler() if is_filler else info)
+        return pack(batch), counts, number, is_filler, is_last
 
 
 class _random_numbers_from:  # noqa: N801 - reads as a statement
