@@ -9,8 +9,6 @@ Import this module only if Triton is installed; torch's CPU builds come without 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -36,11 +34,11 @@ def differentiate_in_place(
     return losses.sum(), logits
 
 
+# Without annotations: Triton would read them as part of the kernel.
 @triton.jit  # type: ignore[untyped-decorator]
-def _differentiate_row(
-    logits: Any, step: Any, labels: Any, label_step: Any, losses: Any, width: Any,
-    ignore_index: Any, smoothing: Any, block: tl.constexpr,
-) -> None:  # fmt: skip
+def _differentiate_row(  # type: ignore[no-untyped-def]
+    logits, step, labels, label_step, losses, width, ignore_index, smoothing, block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row * label_step)
     logits += row * step
