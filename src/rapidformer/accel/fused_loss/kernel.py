@@ -7,6 +7,7 @@ second time from the cache, and the gradient is written once, over the logits. I
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
+# ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations
 
 import torch
@@ -34,10 +35,17 @@ def differentiate_in_place(
     return losses.sum(), logits
 
 
-# Without annotations: Triton would read them as part of the kernel.
 @triton.jit  # type: ignore[untyped-decorator]
 def _differentiate_row(  # type: ignore[no-untyped-def]
-    logits, step, labels, label_step, losses, width, ignore_index, smoothing, block: tl.constexpr
+    logits,
+    step,
+    labels,
+    label_step,
+    losses,
+    width,
+    ignore_index,
+    smoothing,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row * label_step)
