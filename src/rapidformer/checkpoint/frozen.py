@@ -32,6 +32,17 @@ def list_frozen(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
+def find_frozen(tensors: Iterable[str], model: nn.Module) -> list[str]:
+    """The tensors of a checkpoint that belong to frozen weights, by name."""
+    frozen = {f"model.{name}" for name in list_frozen(model)}
+    if not getattr(model, "is_quantized", False):
+        return [name for name in tensors if name in frozen]
+    # The scales of quantized weights are neither parameters nor buffers.
+    named = (model.named_parameters, model.named_buffers)
+    own = {f"model.{name}" for each in named for name, _ in each(remove_duplicate=False)}
+    return [n for n in tensors if n in frozen or (n.startswith("model.") and n not in own)]
+
+
 def compute_base_checksums(state: TrainingState) -> Checksums:
     """The checksums of all frozen weights; every rank must call this."""
     if state.gathered is None:

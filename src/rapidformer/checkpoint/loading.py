@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.checking import choose_complete
-from rapidformer.checkpoint.frozen import compare_checksums, compute_base_checksums, list_frozen
+from rapidformer.checkpoint.frozen import (
+    compare_checksums,
+    compute_base_checksums,
+    find_frozen,
+    list_frozen,
+)
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.checkpoint.random_states import draw_other_numbers, set_random_states
 from rapidformer.checkpoint.run_file import blaming, read_run
@@ -181,9 +186,9 @@ def _drop_base(
     tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
 ) -> None:
     """Frozen weights that the checkpoint does not have are in the model already."""
-    for name in list_frozen(model):
-        if f"model.{name}" not in saved:
-            tensors.pop(f"model.{name}", None)
+    for name in find_frozen(tensors, model):
+        if name not in saved:
+            del tensors[name]
 
 
 def is_without_base(folder: Path) -> bool:

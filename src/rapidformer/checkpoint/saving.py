@@ -17,7 +17,7 @@ from torch import nn
 from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.frozen import Checksums, compute_base_checksums, list_frozen
+from rapidformer.checkpoint.frozen import Checksums, compute_base_checksums, find_frozen
 from rapidformer.checkpoint.pieces import (
     plan_pieces,
 )
@@ -109,8 +109,8 @@ def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> C
     """Drop the weights of a base model that can be loaded again; returns their checksums."""
     if state.base is None:
         return None
-    for name in list_frozen(state.model):
-        tensors.pop(f"model.{name}", None)
+    for name in find_frozen(tensors, state.model):
+        del tensors[name]
     return compute_base_checksums(state)
 
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.errors import ModelError
+from rapidformer.log import warn_once
 from rapidformer.models.adapters import Adapter
 from rapidformer.models.location import quiet_transformers
+from rapidformer.models.quantizing import describe_merge, forget_quantization
 from rapidformer.overlay import get_own_class
 
 
@@ -72,6 +74,8 @@ def _build_base(model: Any, adapter: Adapter) -> tuple[nn.Module, set[str]]:
     if adapter.base is None:
         with torch.device("meta"):
             return cls(config), set()
+    if forget_quantization(config, adapter.base):
+        warn_once(describe_merge(adapter.base))
     with quiet_transformers(adapter.base):
         base, report = cls.from_pretrained(
             adapter.base,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,3 +46,30 @@ def prepare_quantized(model: nn.Module, args: Any) -> nn.Module:
     # Recompute is a switch of ours, not of the model.
     prepared: nn.Module = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return prepared
+
+
+def forget_quantization(config: Any, base: str) -> bool:
+    """Describe a run's model in full precision, as its base model's files have it.
+
+    Returns whether the run had quantized it (``--quantize-base``).
+    """
+    if getattr(config, "quantization_config", None) is None:
+        return False
+    from transformers import PreTrainedConfig
+
+    if PreTrainedConfig.get_config_dict(base)[0].get("quantization_config"):
+        raise ModelError(
+            f"the files of {base} are quantized, so an adapter cannot be merged into its weights: "
+            "export the adapter alone, then name the same model in full precision "
+            "(rapidformer export ADAPTER FOLDER --base MODEL)."
+        )
+    del config.quantization_config
+    return True
+
+
+def describe_merge(base: str) -> str:
+    """What to say when an adapter of quantized weights is merged."""
+    return (
+        f"the adapter was trained on quantized weights and is merged into those of {base} in full "
+        "precision: outputs differ slightly from those in training."
+    )

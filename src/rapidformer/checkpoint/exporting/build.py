@@ -23,7 +23,7 @@ from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.errors import CheckpointError, ModelError, RapidformerError
 from rapidformer.log import get_logger
-from rapidformer.models.adapter_folder import is_adapter_folder, wrap
+from rapidformer.models.adapter_folder import wrap
 from rapidformer.models.adapters import find_adapter, get_inner
 from rapidformer.models.location import check_folder, explain_failure, quiet_transformers
 from rapidformer.models.merging import check_mergeable, merge
@@ -72,11 +72,7 @@ def load_config(folder: Path) -> Any:
     import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
 
     with quiet_transformers(str(folder)), explain_failure(str(folder), "model"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if hasattr(config, "quantization_config") and is_adapter_folder(folder):
-        # --quantize-base packs the weights of a run only: the base model's files are not packed.
-        del config.quantization_config
-    return config
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def find_class(config: Any) -> Any:

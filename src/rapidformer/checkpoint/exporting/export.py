@@ -33,10 +33,11 @@ from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.exporting.texts import copy_texts
 from rapidformer.checkpoint.publish import get_staging, publish, read_json, start_staging
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn_once
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import quiet_transformers
+from rapidformer.models.quantizing import describe_merge, forget_quantization
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_SIZE = "5GB"
@@ -101,6 +102,8 @@ def _export(
 ) -> Report:
     say = get_logger().info
     config = load_config(source.description)
+    if source.base is not None and forget_quantization(config, source.base) and merges:
+        warn_once(describe_merge(source.base))
     kind = DTYPES[dtype] if dtype else find_stored_dtype(source)
     is_adapter = source.adapter is not None and not merges
     say("source    %s", source.describe())
