@@ -1,27 +1,41 @@
 """Every workload of the docs: rapidformer against Hugging Face's Trainer and a plain loop.
 
-    python benchmarks/peers.py [--size tiny] [--workloads gpt2 lora] [--steps 30] [--picture FILE]
+    python benchmarks/peers.py [--size tiny] [--workloads gpt2 lora] [--runs rapidformer ...]
+        [--steps 30] [--picture FILE] [--json FILE]
 
 Each run has its own process, data loading included, the first steps excluded; padding does not
 count. bf16 on a GPU, fp32 on a CPU; fused AdamW and clipping everywhere. rapidformer runs with
 its defaults, then with --compile. Prints a table in Markdown, and draws it with --picture.
+
+Processes are forked from one that has imported everything, so each starts at once. That one must
+never touch the GPU: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-from workloads import Rows, Workload, list_workloads
+# Asking whether there is a GPU must not start CUDA; see above.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
+import peft  # noqa: F401  imported for the forks
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from workloads import LORA_TARGETS, Rows, Workload, add_lora, list_workloads
+
+from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.matrix_rate import measure_matrix_rate
 from rapidformer.data.collate import PadCollator
 from rapidformer.models.work import count_work
@@ -32,7 +46,9 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 WARM_UP = 12 if HAS_GPU else 2
 LIMIT = 400
 """Seconds for one run."""
-TARGETS = "all-linear"
+
+Result = dict[str, Any]
+"""Figures, or a ``problem``."""
 
 
 class Stopwatch:
@@ -63,15 +79,20 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
-    from rapidformer import Finetuner, RapidformerEngine
+def build_model(work: Workload, device: torch.device = DEVICE) -> nn.Module:
+    """Created on the device: initializing a billion weights in host memory takes a minute."""
+    with device:
+        return add_lora(work.build(), work.lora_rank)
 
+
+def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
     class Bench(Finetuner):
         def train_valid_test_datasets_provider(self) -> Any:
             return rows, None, None, None
 
         def model_optimizer_lr_scheduler_provider(self) -> Any:
-            return work.build(), None, None
+            with DEVICE:
+                return work.build(), None, None
 
         def run_forward_step(self, batch: Any, model: Any) -> Any:
             watch.begin_step()
@@ -83,21 +104,11 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
     }  # fmt: skip
     settings |= {"mixed_precision": "bf16"} if HAS_GPU else {}
     if work.lora_rank:
-        settings |= {"lora_rank": work.lora_rank, "lora_target_modules": [TARGETS]}
+        settings |= {"lora_rank": work.lora_rank, "lora_target_modules": [LORA_TARGETS]}
     Bench(RapidformerEngine(args={**settings, **more})).train()
 
 
-def add_lora(model: Any, rank: int | None) -> Any:
-    if rank is None:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
-
-
 def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
-    from transformers import Trainer, TrainingArguments
-
     class Bench(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(rows)
@@ -123,13 +134,13 @@ def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> No
             disable_tqdm=True,
             **more,
         )
-        model = add_lora(work.build(), work.lora_rank)
+        model = build_model(work)
         Bench(model=model, args=arguments, train_dataset=rows, data_collator=PadCollator()).train()
 
 
 def run_plain_loop(work: Workload, rows: Rows, watch: Stopwatch) -> None:
     """What a careful engineer writes by hand, compiled as a whole."""
-    model = add_lora(work.build().to(DEVICE), work.lora_rank)
+    model = build_model(work)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-5, fused=True)
     compiled = torch.compile(model)
@@ -155,11 +166,16 @@ RUNS: dict[str, Run] = {
     "HF Trainer + Liger": lambda *args: run_trainer(*args, use_liger_kernel=True),
     "plain loop + compile": run_plain_loop,
     "rapidformer": run_rapidformer,
+    "rapidformer, padded": lambda *args: run_rapidformer(*args, dynamic_shape="off"),
     "rapidformer --compile": lambda *args: run_rapidformer(*args, compile=True),
 }
 
 
-def measure(name: str, work: Workload, steps: int) -> dict[str, float]:
+OPTIONAL = ("rapidformer, padded",)
+"""Runs that are not in the picture unless they are asked for."""
+
+
+def measure(name: str, work: Workload, steps: int, matrix_rate: float) -> Result:
     rows = work.make_rows(work.batch * (WARM_UP + steps))
     timed = rows[WARM_UP * work.batch :]
     tokens = sum(len(row["input_ids"]) for row in timed)
@@ -169,31 +185,56 @@ def measure(name: str, work: Workload, steps: int) -> dict[str, float]:
     watch.stop()
     memory = torch.cuda.max_memory_allocated() if HAS_GPU else 0
     seconds = watch.stopped - watch.started
-    with torch.device("meta"):
-        model = add_lora(work.build(), work.lora_rank)
-    operations = count_work(model).count(tokens=tokens, targets=targets, rows=len(timed))
+    counted = count_work(build_model(work, torch.device("meta")))
+    operations = counted.count(tokens=tokens, targets=targets, rows=len(timed))
     return {
         "rate": (len(timed) if work.unit == "samples" else tokens) / seconds,
-        "mfu": operations / seconds / measure_matrix_rate(DEVICE, DTYPE),
+        "mfu": operations / seconds / matrix_rate,
         "memory": memory / 2**30,
         "first step": watch.first_step,
     }
 
 
-def start(name: str, workload: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in a new process; an error or a run that takes too long is a result as well."""
-    command = [sys.executable, __file__, "--only", name, "--workloads", workload]
-    command += ["--steps", str(options.steps), "--size", options.size]
+def describe_device() -> Result:
+    name = torch.cuda.get_device_name() if HAS_GPU else "CPU"
+    return {"name": name, "matrix rate": measure_matrix_rate(DEVICE, DTYPE)}
+
+
+def find_problem(name: str) -> str | None:
+    """Why a run cannot work here; found without starting it."""
+    is_installed = importlib.util.find_spec("liger_kernel") is not None
+    return "not installed" if name.endswith("Liger") and not is_installed else None
+
+
+def call_in_fork(limit: float, function: Callable[..., Result], *args: Any) -> Result:
+    """An error, a crash or a run that takes too long is a result as well."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, function, args))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=options.limit
-        )
-    except subprocess.TimeoutExpired:
-        return {"problem": f"not done after {options.limit} s"}
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not found:
-        return {"problem": (done.stderr.strip().splitlines() or ["no output"])[-1][:80]}
-    return dict(json.loads(found[0].removeprefix("RESULT ")))
+        if not receiver.poll(limit):
+            return {"problem": f"not done after {limit:.0f} s"}
+        return dict(receiver.recv())
+    except EOFError:
+        process.join()
+        return {"problem": f"crashed with status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(sender: Connection, function: Callable[..., Result], args: Any) -> None:
+    # What libraries print would break the table.
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(silence, stream.fileno())
+    try:
+        sender.send(function(*args))
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        sender.send({"problem": text[:80].replace("|", "/")})
 
 
 def format_line(name: str, result: dict[str, Any], base: float | None) -> str:
@@ -237,33 +278,37 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("full", "tiny"), default="full" if HAS_GPU else "tiny")
+    sizes = ("full", "medium", "tiny")
+    parser.add_argument("--size", choices=sizes, default="full" if HAS_GPU else "tiny")
     parser.add_argument("--workloads", nargs="+", choices=list_workloads("tiny"))
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    usual = [name for name in RUNS if name not in OPTIONAL]
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=usual)
     parser.add_argument("--steps", type=int, default=30 if HAS_GPU else 3)
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for one run")
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--only", choices=RUNS)
+    parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     workloads = list_workloads(options.size)
-    names = options.workloads or list(workloads)
-    if options.only:
-        result = measure(options.only, workloads[names[0]], options.steps)
-        print("RESULT " + json.dumps(result))
-        return
-    rate = measure_matrix_rate(DEVICE, DTYPE) / 1e12
-    device = torch.cuda.get_device_name() if HAS_GPU else "CPU"
-    print(f"{device}, torch {torch.__version__}, {rate:.1f} TFLOP/s in {DTYPE}", flush=True)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for workload in names:
-        unit = workloads[workload].unit
-        print(f"\n| {workload} (goal: {workloads[workload].goal or '-'}) | {unit}/s | speed | MFU "
+    device = call_in_fork(LIMIT, describe_device)
+    rate = device["matrix rate"]
+    print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
+    results: dict[str, dict[str, Result]] = {}
+    for workload in options.workloads or workloads:
+        work = workloads[workload]
+        print(f"\n| {workload} (goal: {work.goal or '-'}) | {work.unit}/s | speed | MFU "
               "| memory | first step |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
         results[workload] = {}
         for name in options.runs:
-            results[workload][name] = result = start(name, workload, options)
+            problem = find_problem(name)
+            result = {"problem": problem} if problem else call_in_fork(
+                options.limit, measure, name, work, options.steps, rate
+            )  # fmt: skip
+            results[workload][name] = result
             base = results[workload].get("HF Trainer", {}).get("rate")
             print(format_line(name, result, base), flush=True)
+            if options.json:
+                text = json.dumps({"device": device, "workloads": results}, indent=2)
+                options.json.write_text(text + "\n")
     if options.picture:
         draw(results, options.picture)
 

@@ -130,9 +130,13 @@ def add_lora(model: nn.Module, rank: int | None) -> nn.Module:
 
 
 def list_workloads(size: str) -> dict[str, Workload]:
-    """``full`` for a GPU; ``tiny`` has the same shapes in miniature, to try the scripts."""
+    """``full`` for a GPU; ``tiny`` has the same shapes in miniature, to try the scripts.
+
+    ``medium`` is ``tiny`` with a BERT that keeps two CPU cores busy.
+    """
+    bert = {"full": "base", "medium": "medium", "tiny": "small"}[size]
+    size = "full" if size == "full" else "tiny"
     is_tiny = size == "tiny"
-    bert = "small" if is_tiny else "base"
     short, long = (32, 64) if is_tiny else (1024, 4096)
     words, many_words = (512, 512) if is_tiny else (50304, 128256)
 
