@@ -190,6 +190,15 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--user-script nowhere.py", "--user-script nowhere.py is not a file."),
         ("--vocab-file nowhere.txt", "--vocab-file nowhere.txt is not a file."),
         ("--load ./nowhere", "--load ./nowhere: no such folder."),
+        (
+            "--chat-template-kwargs [1]",
+            "--chat-template-kwargs [1]: give a JSON object, such as "
+            "'{\"enable_thinking\": false}'.",
+        ),
+        (
+            '--chat-template-kwargs {"tools":[]}',
+            "--chat-template-kwargs: tools is set for each row and cannot be given.",
+        ),
     ],
 )
 def test_broken_rule(words: str, text: str) -> None:

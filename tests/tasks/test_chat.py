@@ -70,7 +70,8 @@ SHARE = [
 ]
 EXTRA = {
     "messages_column": None, "prompt_column": None, "response_column": None, "system_column": None,
-    "chat_template": None, "train_on_prompts": False, "packing": False,
+    "tools_column": None, "chat_template": None, "chat_template_kwargs": None,
+    "train_on_prompts": False, "packing": False,
 }  # fmt: skip
 
 
@@ -440,6 +441,44 @@ def test_the_kind_of_data_is_chosen_by_its_columns(folder: Path, said: list[str]
     assert read_trained(capital) == "blue<|im_end|>"
     # A column of that name that holds no turns is none.
     assert "labels" not in prepare(folder, [{"chat": "hello", "text": "what is"}]).train[0]
+
+
+def test_tools_of_a_conversation_reach_the_template(folder: Path) -> None:
+    schema = {"type": "function", "function": {"name": "look", "parameters": None}}
+    template = "{% for tool in tools or [] %}the {{ tool.function | tojson }}{% endfor %}" + CHATML
+    shown, *same = (
+        prepare(folder, [{"messages": TURNS, name: tools}], chat_template=template, **given)
+        for name, tools, given in (
+            ("tools", [schema], {}),
+            ("tools", json.dumps([schema]), {}),
+            ("tools", [json.dumps(schema)], {}),
+            ("functions", [schema], {"tools_column": "functions"}),
+        )
+    )
+    expected = shown.processor.apply_chat_template(
+        TURNS, tools=[{"type": "function", "function": {"name": "look"}}], tokenize=False
+    )
+    assert shown.processor.decode(shown.train[0]["input_ids"]) == expected
+    assert expected.startswith('the {"name": "look"}') and "green" in read_trained(shown)
+    assert all(each.train[0] == shown.train[0] for each in same)
+    plain = prepare(folder, [{"messages": TURNS, "tools": []}], chat_template=template)
+    assert len(plain.train[0]["input_ids"]) < len(shown.train[0]["input_ids"])
+    args = chat_args(pretrained_model_name_or_path=folder, chat_template=template, max_new_tokens=4)
+    asked = TASK.prepare_for_prediction(args, [{"messages": TURNS, "tools": [schema]}])
+    assert shown.processor.decode(asked.test[0]["input_ids"]).startswith('the {"name": "look"}')
+    with pytest.raises(DataError, match=r"train, row 1: the column tools must hold a list of JSON"):
+        prepare(folder, [{"messages": TURNS, "tools": "look"}])
+
+
+def test_variables_of_the_template(folder: Path) -> None:
+    template = "{% if is_brief %}be brief{% endif %}" + CHATML
+    rows = [{"messages": TURNS[1:]}]
+    given = {"chat_template": template, "chat_template_kwargs": '{"is_brief": true}'}
+    prepared = prepare(folder, rows, **given)
+    assert prepared.processor.decode(prepared.train[0]["input_ids"]).startswith("be brief")
+    args = chat_args(pretrained_model_name_or_path=folder, max_new_tokens=4, **given)
+    asked = TASK.prepare_for_prediction(args, rows)
+    assert prepared.processor.decode(asked.test[0]["input_ids"]).startswith("be brief")
 
 
 def test_a_test_split_may_have_no_answers(folder: Path) -> None:

@@ -20,8 +20,8 @@ _READING = (
     "task", "data_name", "seq_length", "decoder_seq_length", "text_column", "text_pair_column",
     "label_column", "target_column", "question_column", "context_column", "answers_column",
     "choice_columns", "image_column", "messages_column", "prompt_column", "response_column",
-    "system_column", "source_prefix", "problem_type", "label_all_tokens", "doc_stride",
-    "group_texts", "train_on_prompts",
+    "system_column", "tools_column", "chat_template_kwargs", "source_prefix", "problem_type",
+    "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts",
 )  # fmt: skip
 # The end of a class name in config.json -> the task of such models.
 _ARCHITECTURES = {

@@ -241,9 +241,13 @@ class DataArguments:
     """causal_lm: column with the response to the prompt (default: found by name)"""
     system_column: str | None = None
     """causal_lm: column with the system message of a prompt (default: found by name)"""
+    tools_column: str | None = None
+    """causal_lm: column with the tools that a conversation may call (default: tools, if there)"""
     chat_template: str | None = None
     """causal_lm: Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
+    chat_template_kwargs: str | None = None
+    """causal_lm: variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
     train_on_prompts: bool = False
     """causal_lm: compute the loss on whole conversations, not only on the responses"""
     packing: bool = False

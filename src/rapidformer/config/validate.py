@@ -39,6 +39,9 @@ _FRACTIONS = (
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
+# Arguments of apply_chat_template that differ from row to row, or are not the template's.
+_SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
+
 # Ranks along these axes work on the same samples.
 _AXES_OF_A_SAMPLE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -71,6 +74,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_adapters(args),
+        *_check_chat(args),
         *_check_run_folder(args),
         *_check_files(args),
     ]
@@ -403,6 +407,22 @@ def _check_run_folder(args: Settings) -> Iterator[str]:
         yield "--resume auto needs --save: the folder tells which run to resume."
     if args.resume and args.overwrite and args.is_given("overwrite"):
         yield "--resume auto and --overwrite contradict each other: give only one of them."
+
+
+def _check_chat(args: Settings) -> Iterator[str]:
+    given = args.chat_template_kwargs
+    try:
+        variables = {} if given is None else json.loads(given)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        yield (
+            f"--chat-template-kwargs {given}: give a JSON object, such as "
+            "'{\"enable_thinking\": false}'."
+        )
+        return
+    for name in sorted(_SET_BY_CHAT & variables.keys()):
+        yield f"--chat-template-kwargs: {name} is set for each row and cannot be given."
 
 
 def _check_peft_config(given: str | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import get_logger, warn_once
+from rapidformer.log import get_logger
 from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
 
 # Tried in this order.
@@ -60,6 +60,13 @@ SYSTEM = ColumnRole(
     setting="system_column",
     required=False,
 )
+TOOLS = ColumnRole(
+    name="tools",
+    candidates=("tools",),
+    holds="the tools that the model may call, as JSON schemas",
+    setting="tools_column",
+    required=False,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +79,9 @@ class ChatSettings:
     response_column: str | None = None
     context_column: str | None = None
     system_column: str | None = None
+    tools_column: str | None = None
     chat_template: str | None = None
+    chat_template_kwargs: str | None = None
     train_on_prompts: bool = False
     packing: bool = False
 
@@ -91,13 +100,17 @@ class ChatColumns:
     response: str | None = None
     context: str | None = None
     system: str | None = None
+    tools: str | None = None
+    """Of conversations only."""
 
     @property
     def is_pair(self) -> bool:
         return self.messages is None
 
     def get_names(self) -> list[str]:
-        names = (self.messages, self.prompt, self.response, self.context, self.system)
+        names = (
+            self.messages, self.prompt, self.response, self.context, self.system, self.tools,
+        )  # fmt: skip
         return [name for name in names if name is not None]
 
 
@@ -117,16 +130,15 @@ def find_chat_columns(
     if settings.text_column is not None:
         return None
     if settings.messages_column is not None:
-        return ChatColumns(messages=check_given(settings.messages_column, MESSAGES.flag, available))
+        given = check_given(settings.messages_column, MESSAGES.flag, available)
+        return _name_conversations(given, available, settings)
     if settings.prompt_column is not None or settings.response_column is not None:
         return _find_pair(available, settings, has_answers)
     by_lower = {name.lower(): name for name in available}
     likely = [by_lower[name] for name in MESSAGES.candidates if name in by_lower]
     turns = next((name for name in likely if _holds_turns(rows, name)), None)
     if turns is not None:
-        if "tools" in available:
-            warn_once("the column tools is not used: the chat template gets only the messages.")
-        return ChatColumns(messages=turns)
+        return _name_conversations(turns, available, settings)
     pair = _find_known_pair(available, settings, has_answers)
     if find_column(as_optional(text), available, settings) is not None:
         if pair is not None and has_answers:
@@ -140,6 +152,13 @@ def find_chat_columns(
     if pair is None:
         _refuse(text, available, settings)
     return pair
+
+
+def _name_conversations(
+    messages: str, available: Sequence[str], settings: ChatSettings
+) -> ChatColumns:
+    tools = find_column(TOOLS, available, settings, taken=[messages])
+    return ChatColumns(messages=messages, tools=tools)
 
 
 def _check_one_kind(settings: ChatSettings) -> None:

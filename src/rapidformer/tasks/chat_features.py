@@ -8,6 +8,7 @@ and the prompt gets the same tokens as at prediction time.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rapidformer.tasks.chat_turns import (
     name_rows,
     read_optional,
     read_prompts,
+    read_tools,
     read_turns,
 )
 from rapidformer.tasks.rows import RowList, drop_columns, get_column, get_column_names, map_rows
@@ -63,8 +65,9 @@ class ChatEncoder:
         from rapidformer.tasks.text import get_tokenizer_key
 
         text = None if self.template is None else self.template.text
+        variables = None if self.template is None else json.dumps(self.template.variables)
         return (
-            "chat", self.columns, text, self.length, self.trains_on_prompts,
+            "chat", self.columns, text, variables, self.length, self.trains_on_prompts,
             get_tokenizer_key(self.tokenizer),
         )  # fmt: skip
 
@@ -73,7 +76,12 @@ def build_encoder(
     tokenizer: Any, columns: ChatColumns, settings: ChatSettings, length: int
 ) -> ChatEncoder:
     """Choose the template and check that the tokenizer can do what it needs."""
-    template = choose_template(tokenizer, settings.chat_template, needs_one=not columns.is_pair)
+    template = choose_template(
+        tokenizer,
+        settings.chat_template,
+        needs_one=not columns.is_pair,
+        variables=json.loads(settings.chat_template_kwargs or "{}"),
+    )
     return ChatEncoder(
         tokenizer=tokenizer,
         columns=columns,
@@ -133,10 +141,12 @@ def _encode_rows(
     if encoder.template is None:
         return _encode_pairs(columns, indices, split, encoder)
     turns = read_turns(columns, indices, split, encoder.columns)
+    tools = read_tools(columns, indices, split, encoder.columns)
     found: list[tuple[str, list[Span]] | str] = []
-    for number, messages in zip(indices, turns, strict=True):
+    for number, messages, own in zip(indices, turns, tools, strict=True):
+        template = encoder.template.with_tools(own)
         try:
-            found.append(_render(messages, encoder.template, encoder.trains_on_prompts))
+            found.append(_render(messages, template, encoder.trains_on_prompts))
         except BadRowError as reason:
             found.append(f"it {reason}")
         except ModelError as reason:

@@ -24,6 +24,7 @@ from rapidformer.tasks.chat_turns import (
     Message,
     name_rows,
     read_prompts,
+    read_tools,
     read_turns,
 )
 from rapidformer.tasks.columns import find_column
@@ -102,10 +103,11 @@ def _encode_prompts(
     else:
         texts = []
         turns = read_turns(columns, indices, "input", encoder.columns)
-        for number, messages in zip(indices, turns, strict=True):
+        tools = read_tools(columns, indices, "input", encoder.columns)
+        for number, messages, own in zip(indices, turns, tools, strict=True):
             try:
                 question = _split_answer(messages)[0]
-                texts.append(encoder.template.render(question, lets_answer=True))
+                texts.append(encoder.template.with_tools(own).render(question, lets_answer=True))
             except BadRowError as reason:
                 raise DataError(f"input, row {number + 1} {reason}.") from None
         ids = tokenize(texts, encoder.tokenizer)

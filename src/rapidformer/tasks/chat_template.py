@@ -9,8 +9,9 @@ the last answer, or what follows it, differently from earlier ones.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,25 @@ class ChatTemplate:
     ``end_of_turn`` is what ends the last answer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        """What the template gets besides the messages."""
         self.text: str = tokenizer.get_chat_template()
         self.has_marks = _MARKED.search(self.text) is not None
         self._tail = self._find_tail()
         self.end_of_turn = self._cut_after_special(self._tail)
         self._end_between_turns = self._find_end_between_turns()
+
+    def with_tools(self, tools: list[Any] | None) -> ChatTemplate:
+        """The same template for a conversation that may call these tools."""
+        if tools is None:
+            return self
+        if "tools" not in self.text:
+            warn_once("the chat template does not show tools: the model does not see them.")
+        adjusted = copy.copy(self)
+        adjusted.variables = {**self.variables, "tools": tools}
+        return adjusted
 
     def render(
         self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
@@ -66,7 +79,10 @@ class ChatTemplate:
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=lets_answer, **variables
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=lets_answer,
+                **{**self.variables, **variables},
             )
         except (TemplateError, TypeError, ValueError) as reason:
             raise BadRowError(f"is refused by the chat template: {reason}") from None
@@ -140,6 +156,7 @@ class ChatTemplate:
                 chat_template=self.text,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
+                **self.variables,
             )
         except (TemplateError, TypeError, ValueError) as reason:
             raise BadRowError(f"is refused by the chat template: {reason}") from None
@@ -229,7 +246,13 @@ class ChatTemplate:
         )
 
 
-def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> ChatTemplate | None:
+def choose_template(
+    tokenizer: Any,
+    given: str | None,
+    *,
+    needs_one: bool,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatTemplate | None:
     """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
 
     The choice is stored in the tokenizer, so that it is saved with it.
@@ -255,7 +278,7 @@ def choose_template(tokenizer: Any, given: str | None, *, needs_one: bool) -> Ch
             _show(tokenizer),
         )
     check_is_fast(tokenizer, "chat data")
-    return ChatTemplate(tokenizer)
+    return ChatTemplate(tokenizer, variables)
 
 
 def _read_template(given: str) -> str:

@@ -60,6 +60,42 @@ def read_turns(
     return turns
 
 
+def read_tools(
+    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
+) -> list[list[Any] | None]:
+    """The tools that each row's conversation may call; None for rows without any."""
+    if names.tools is None:
+        return [None] * len(indices)
+    found: list[list[Any] | None] = []
+    bad: list[int] = []
+    for number, value in zip(indices, columns[names.tools], strict=True):
+        try:
+            found.append(_read_schemas(value))
+        except (ValueError, TypeError):
+            bad.append(number + 1)
+    if bad:
+        raise DataError(
+            f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON schemas."
+        )
+    return found
+
+
+def _read_schemas(value: Any) -> list[Any] | None:
+    """Some data sets store the list, or each schema in it, as JSON text."""
+    listed = json.loads(value or "null") if isinstance(value, str) else value
+    schemas = [json.loads(each) if isinstance(each, str) else each for each in listed or ()]
+    if not all(isinstance(each, Mapping) for each in schemas):
+        raise TypeError("a schema is an object")
+    return _drop_absent(schemas) or None
+
+
+def _drop_absent(value: Any) -> Any:
+    """Tables on disk give every schema the keys of all schemas, with None for the missing ones."""
+    if isinstance(value, Mapping):
+        return {key: _drop_absent(each) for key, each in value.items() if each is not None}
+    return [_drop_absent(each) for each in value] if isinstance(value, list) else value
+
+
 def read_prompts(
     columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
 ) -> list[str]:
