@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 ORDER = {
     "prompt": "returns no logits for the learned tokens before a row",
     "split": "uses its slice of a layer's weights, and exchanges activations",
+    "fp8": "multiplies in 8 bits in training",
     "bias": "lays out a relative position bias as fused attention needs it",
     "statistics": "normalises by the rows of all ranks",
     "loss": "leaves logits to the loss, which computes them chunk by chunk",

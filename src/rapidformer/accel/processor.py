@@ -23,15 +23,16 @@ _FP16 = frozenset({"avx512_fp16", "amx_fp16"})
 
 def has_bf16() -> bool:
     """Whether this CPU multiplies in bf16."""
-    return _is_emulation_wanted() or bool(_BF16 & _read_flags())
+    return is_emulation_wanted() or bool(_BF16 & _read_flags())
 
 
 def has_fp16() -> bool:
     """Whether this CPU multiplies in fp16."""
-    return _is_emulation_wanted() or bool(_FP16 & _read_flags())
+    return is_emulation_wanted() or bool(_FP16 & _read_flags())
 
 
-def _is_emulation_wanted() -> bool:
+def is_emulation_wanted() -> bool:
+    """Whether a test asks for arithmetic that this CPU must emulate."""
     return os.environ.get(EMULATE_VARIABLE, "") not in ("", "0")
 
 

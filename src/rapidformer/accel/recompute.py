@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
+from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, find_fact, put_fact
@@ -32,6 +33,7 @@ _KEPT = {
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
+    SCALED_PRODUCT,
     *EXPENSIVE_OPERATORS,
 }
 

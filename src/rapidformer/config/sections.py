@@ -420,6 +420,9 @@ class AccelerationArguments:
     """mixed precision in fp16, with dynamic loss scaling"""
     bf16: bool = False
     """mixed precision in bf16"""
+    fp8: bool = False
+    """the blocks' large matrix products in 8 bits, in bf16 training on Ada, Hopper and newer GPUs;
+    faster with --compile, and less precise"""
     initial_loss_scale: float = 2.0**16
     """fp16: initial loss scale"""
     loss_scale: float | None = None

@@ -200,6 +200,7 @@ SWITCHES: tuple[Switch, ...] = (
                 switch="hybrid sharding",
                 reason="set zero_optimization.zero_hpz_partition_size in its file instead",
             ),
+            Rule(switch="fp8", reason="use --zero-3-memory-optimization instead of DeepSpeed"),
         ),
         verification="refused",
         why="verify cannot read the gradients that DeepSpeed keeps internally: verify the same "
@@ -239,6 +240,30 @@ SWITCHES: tuple[Switch, ...] = (
         turned_on_by=("fused_loss",),
         off={"fused_loss": "off"},
         module="fused_loss.switch",
+    ),
+    # Before compilation, which fuses the rounding into neighbouring kernels.
+    Switch(
+        name="fp8",
+        turned_on_by=("fp8",),
+        module="fp8",
+        excludes=(
+            Rule(
+                switch="tensor parallelism",
+                reason="layers are converted whole; use --zero-3-memory-optimization instead of "
+                "split layers",
+            ),
+            Rule(
+                switch="pipeline",
+                setting="pipeline_schedule",
+                values=("zero-bubble",),
+                reason="use 1f1b or interleaved. (Zero-bubble computes the gradients of inputs and "
+                "weights separately; an fp8 layer computes both at once.)",
+            ),
+        ),
+        implies=(Implication(setting="fp8", sets="mixed_precision", to="bf16", unless=("fp16",)),),
+        verification="left out",
+        why="fp8 changes the numbers by design; both runs are in fp32",
+        exact="no: it trades precision for speed",
     ),
     # Before compilation, so that a compiled block is recomputed as compiled.
     Switch(

@@ -70,6 +70,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_bad_loss(args),
         *_check_generation(args),
         *_check_switches(args),
+        *_check_fp8(args),
         *_check_processes(args),
         *_check_sizes(args),
         *_check_pretraining(args),
@@ -305,6 +306,14 @@ def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
     end = "" if rule.reason.endswith(")") else "."
     both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
     return f"{both}: {rule.reason}{end}"
+
+
+def _check_fp8(args: Settings) -> Iterator[str]:
+    if args.fp8 and (args.fp16 or args.mixed_precision == "fp16"):
+        yield (
+            "--fp8 cannot be combined with fp16: everything around its products is in bf16. Use "
+            "--mixed-precision bf16."
+        )
 
 
 def _check_processes(args: Settings) -> Iterator[str]:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from rapidformer.accel.fp8 import check_fp8_device
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
@@ -88,6 +89,8 @@ class Run:
         )
         self.is_main = processes.is_main
         self.timers = Timers()
+        if self.args.fp8:
+            check_fp8_device(self.device)
         self.precision = choose_precision(self.args.mixed_precision, self.device)
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
         self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)

@@ -1,0 +1,207 @@
+"""fp8 products: close to bf16 as far as 8 bits allow, and everything else as in a bf16 run.
+
+On a CPU the products are emulated: operands are rounded to fp8 and multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel import fp8
+from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.fp8 import apply_fp8
+from rapidformer.accel.precision import Precision, apply_mixed_precision
+from rapidformer.accel.processor import EMULATE_VARIABLE
+from rapidformer.accel.recompute import apply_recompute
+from rapidformer.config import parse_arguments, resolve
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.plan import find_plan
+from rapidformer.overlay import list_layers
+from rapidformer.verification.settings import list_left_out
+from tests.parity.models import build_model
+
+from .models import get_gradients, get_loss, make, make_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fp8, "SMALLEST", 16)
+    monkeypatch.setenv(EMULATE_VARIABLE, "1")
+    yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 24)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.up(hidden).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.classifier = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": self.classifier(hidden).square().mean()}
+
+
+def switch_on(model: nn.Module, *, is_fp8: bool = True, **others: Any) -> nn.Module:
+    """In the order of the rows."""
+    plan = find_plan(model)
+    if is_fp8:
+        apply_fp8(model, plan)
+    if "recompute" in others:
+        apply_recompute(model, plan, granularity=others["recompute"])
+    if "backend" in others:
+        apply_compile(model, plan, backend=others["backend"])
+    return apply_mixed_precision(model, Precision(dtype=torch.bfloat16, reason="bf16"), CPU)
+
+
+def differentiate(model: nn.Module, rows: int = 16) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(torch.randn(rows, 16))["loss"].backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def measure_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all gradients together, relative to their size."""
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == value.dtype for name, value in expected.items())
+    pairs = [(found[name] - value, value) for name, value in expected.items()]
+    difference, size = (torch.cat([pair[i].flatten() for pair in pairs]).norm() for i in (0, 1))
+    return float(difference / size)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_loss_and_gradients_are_close_to_those_of_bf16(family: str) -> None:
+    """gpt2's layers have transposed weights; 12 rows are not a multiple of 16."""
+    plain, small = switch_on(make(family), is_fp8=False), switch_on(make(family))
+    expected, found = get_gradients(plain, family), get_gradients(small, family)
+    assert 1e-3 < measure_difference(found, expected) < 0.1
+    torch.testing.assert_close(get_loss(small, family), get_loss(plain, family), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float8_e4m3fn, 2**-4), (torch.float8_e5m2, 2**-3)]
+)
+def test_a_tensor_is_scaled_to_the_range_of_fp8(dtype: torch.dtype, bound: float) -> None:
+    for size in (1e-6, 1.0, 1e6):
+        tensor = torch.linspace(0.1, 1.0, 64) * size
+        small, scale = fp8.quantize(tensor, dtype)
+        assert float(small.float().max()) == torch.finfo(dtype).max
+        torch.testing.assert_close(small.float() * scale, tensor, rtol=bound, atol=0)
+    small, scale = fp8.quantize(torch.zeros(4), dtype)
+    assert torch.equal(small.float() * scale, torch.zeros(4))
+
+
+def test_a_value_that_is_not_finite_reaches_the_loss() -> None:
+    model = switch_on(Stack())
+    for bad in (torch.nan, torch.inf):
+        hidden = torch.ones(4, 16)
+        hidden[0, 0] = bad
+        assert not model(hidden)["loss"].isfinite()
+
+
+def test_only_large_layers_inside_blocks_are_converted() -> None:
+    model = Stack()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert apply_fp8(model, find_plan(model)) == (4, 6)
+    converted = [name for name, module in model.named_modules() if "fp8" in list_layers(module)]
+    assert converted == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_evaluation_is_that_of_bf16() -> None:
+    plain, small = switch_on(Stack(), is_fp8=False), switch_on(Stack())
+    with torch.no_grad():
+        assert torch.equal(small(torch.ones(3, 16))["loss"], plain(torch.ones(3, 16))["loss"])
+
+
+@pytest.mark.parametrize("others", [{"recompute": "full"}, {"recompute": "selective"},
+                                    {"backend": "aot_eager"}])  # fmt: skip
+def test_recomputed_and_compiled_blocks_give_the_same_gradients(others: dict[str, str]) -> None:
+    expected = differentiate(switch_on(Stack()))
+    found = differentiate(switch_on(Stack(), **others))
+    assert measure_difference(found, expected) < 1e-6
+
+
+def test_one_token_and_an_empty_batch() -> None:
+    """An expert may get no tokens."""
+    layer = switch_on(Stack()).blocks[0].up
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = layer(torch.ones(1, 16))
+        assert torch.equal(layer(torch.ones(16)), whole[0])
+        assert layer(torch.ones(0, 16)).shape == (0, 32)
+
+
+def test_frozen_layers_under_lora_only_pass_gradients_on() -> None:
+    plain = switch_on(build_model("small-gpt2-lora").train(), is_fp8=False)
+    small = switch_on(build_model("small-gpt2-lora").train())
+    expected, found = get_gradients(plain, "gpt2"), get_gradients(small, "gpt2")
+    assert all("lora" in name for name in found)
+    assert 1e-3 < measure_difference(found, expected) < 0.1
+
+
+def train(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """One update of a llama with fp8; its weights, and the start-up lines."""
+    engine = RapidformerEngine(
+        args={"lr": 1e-2, "train_iters": 9, "micro_batch_size": 2, "device": "cpu", "fp8": True,
+              "optimizer": "sgd", "log_level": "error", **settings}
+    )  # fmt: skip
+    model, optimizer, _ = engine.compose(model=make("llama"))
+    engine.backward(model(**make_batch("llama"))["loss"])
+    optimizer.step()
+    weights = copy.deepcopy(engine.gather_weights())
+    lines = engine.parallelized.switches
+    engine.close()
+    return weights, lines
+
+
+def test_fp8_is_announced_and_works_on_gathered_shards() -> None:
+    """``--cpu-offload`` is ZeRO-3 on one rank."""
+    expected, lines = train()
+    assert lines[0].startswith("precision: bf16")
+    assert "fp8: 15 of 21 linear layers in the blocks multiply in fp8 in training (a choice" in (
+        "\n".join(lines)
+    )
+    found, _ = train(cpu_offload=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_verify_leaves_it_out() -> None:
+    args = resolve(parse_arguments(["--task", "causal_lm", "--fp8"]))
+    assert args.mixed_precision == "bf16"
+    assert any(line.startswith("--fp8: fp8 changes") for line in list_left_out(args))
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no block of Stack has a linear layer with at le"
+    ):
+        monkeypatch.setattr(fp8, "SMALLEST", 1024)
+        apply_fp8(Stack(), find_plan(Stack()))
+    with pytest.raises(ConfigurationError, match=r"--fp8 cannot be combined with fp16"):
+        resolve(parse_arguments(["--fp8", "--fp16"]))
+    monkeypatch.setenv(EMULATE_VARIABLE, "0")
+    with pytest.raises(ConfigurationError, match=r"--fp8 needs an NVIDIA GPU .* is on a CPU"):
+        RapidformerEngine(args=["--fp8", "--device", "cpu", "--log-level", "error"])
