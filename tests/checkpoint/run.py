@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.accel.precision import LossScaler
 from rapidformer.checkpoint.state import TrainingState
-from rapidformer.config.sections import OptimizerArguments
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.topology import Topology
 from rapidformer.optim.optimizers import build_optimizer
+from tests.optim.rig import describe_optimizer
 
 
 class Model(nn.Module):
@@ -47,9 +47,7 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.model = model or Model()
-        self.optimizer = optimizer or build_optimizer(
-            self.model, OptimizerArguments(optimizer=kind, lr=0.05)
-        )
+        self.optimizer = optimizer or build_optimizer(self.model, describe_optimizer(kind, lr=0.05))
         self.scheduler = LambdaLR(self.optimizer, lambda update: 1.0 / (1 + update))
         self.scaler = LossScaler(initial=64, window=2)
         rows = torch.randn(10, 3, generator=torch.Generator().manual_seed(7))

@@ -42,7 +42,7 @@ def load(source: Path, run: Run | None = None, **options: bool) -> Run:
 # ---- the whole state ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("kind", ["adam", "bf16", "sgd", "adafactor", "muon"])
 def test_resumed_run_is_bit_equal(kind: str, tmp_path: Path) -> None:
     run = Run(kind=kind)
     run.train(3)

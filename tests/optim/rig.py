@@ -1,4 +1,4 @@
-"""A tiny model on the clock, driven by hand as the engine's ``backward`` drives it."""
+"""A tiny model on the clock, driven by hand as the engine's ``backward`` drives it; optimizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.accel.precision import LossScaler
+from rapidformer.config.sections import OptimizerArguments
 from rapidformer.dist.topology import Topology
 from rapidformer.optim.takeover import take_over_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
+
+
+def describe_optimizer(kind: str, lr: float) -> OptimizerArguments:
+    """``bf16`` is Adam with its moments in bf16."""
+    if kind == "bf16":
+        return OptimizerArguments(lr=lr, optimizer_state_dtype="bf16")
+    return OptimizerArguments(optimizer=kind, lr=lr)
 
 
 class Rig:

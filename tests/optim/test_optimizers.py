@@ -13,10 +13,13 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.optim.bf16_adamw import Bf16AdamW
 from rapidformer.optim.optimizers import CombinedOptimizer, build_optimizer, group_parameters
 
-KINDS = ["adam", "adamw", "sgd", "adafactor", "muon"]
-RATES = {"adam": 3e-2, "adamw": 3e-2, "sgd": 1e-1, "adafactor": 3e-2, "muon": 3e-2}
+from .rig import describe_optimizer
+
+KINDS = ["adam", "adamw", "bf16", "sgd", "adafactor", "muon"]
+RATES = dict.fromkeys(KINDS, 3e-2) | {"sgd": 1e-1}
 
 
 class Small(nn.Module):
@@ -39,7 +42,7 @@ class Small(nn.Module):
 def make(kind: str) -> tuple[Small, torch.optim.Optimizer, Callable[[], float]]:
     torch.manual_seed(0)
     model = Small()
-    optimizer = build_optimizer(model, OptimizerArguments(optimizer=kind, lr=RATES[kind]))
+    optimizer = build_optimizer(model, describe_optimizer(kind, lr=RATES[kind]))
     ids, labels = torch.arange(10), torch.arange(10) % 3
 
     def step() -> float:
@@ -61,7 +64,13 @@ def test_loss_falls(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "cls"),
-    [("adam", AdamW), ("adamw", AdamW), ("sgd", SGD), ("adafactor", Adafactor)],
+    [
+        ("adam", AdamW),
+        ("adamw", AdamW),
+        ("bf16", Bf16AdamW),
+        ("sgd", SGD),
+        ("adafactor", Adafactor),
+    ],
 )
 def test_kind_is_torchs_own(kind: str, cls: type) -> None:
     _, optimizer, _ = make(kind)

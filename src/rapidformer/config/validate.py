@@ -71,6 +71,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_generation(args),
         *_check_switches(args),
         *_check_fp8(args),
+        *_check_optimizer_state(args),
         *_check_processes(args),
         *_check_sizes(args),
         *_check_pretraining(args),
@@ -313,6 +314,19 @@ def _check_fp8(args: Settings) -> Iterator[str]:
         yield (
             "--fp8 cannot be combined with fp16: everything around its products is in bf16. Use "
             "--mixed-precision bf16."
+        )
+
+
+def _check_optimizer_state(args: Settings) -> Iterator[str]:
+    what = f"--optimizer-state-dtype {args.optimizer_state_dtype}"
+    if args.optimizer_state_dtype == "fp32":
+        return
+    if args.optimizer not in ("adam", "adamw"):
+        yield f"{what} needs --optimizer adam, got {args.optimizer}."
+    if args.deepspeed is not None:
+        yield (
+            f"{what} cannot be combined with --deepspeed, which has its own optimizers: use "
+            "--zero-1-memory-optimization, -2- or -3- instead."
         )
 
 

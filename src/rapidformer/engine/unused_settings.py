@@ -18,6 +18,7 @@ from rapidformer.config.switches import to_flag
 
 OPTIMIZER = (
     "optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+    "optimizer_state_dtype",
 )  # fmt: skip
 SCHEDULE = (
     "lr_decay_style", "min_lr", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",

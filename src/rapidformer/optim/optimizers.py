@@ -17,6 +17,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
+from rapidformer.optim.bf16_adamw import Bf16AdamW
 
 # Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
 _MUON_MATCHES_ADAMW = "match_rms_adamw"
@@ -57,13 +58,10 @@ def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def _build_adamw(
     groups: list[dict[str, Any]], settings: OptimizerArguments, lr: float
 ) -> Optimizer:
-    return AdamW(
-        groups,
-        lr=lr,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-        fused=_can_fuse(groups),
-    )
+    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    if settings.optimizer_state_dtype == "bf16":
+        return Bf16AdamW(groups, lr=lr, betas=betas, eps=eps)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 
 def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:

@@ -12,6 +12,7 @@ from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import describe_trained
+from rapidformer.optim.bf16_adamw import Bf16AdamW
 
 
 def describe_run(
@@ -46,7 +47,7 @@ def describe_run(
         f"length    {train_iters} steps"
         + (f" = {args.epochs:g} epochs" if args.epochs and not args.train_iters else "")
         + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
-        + f"; {type(engine.optimizer).__name__}, clip {args.clip_grad}",
+        + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]
     if adapter is not None:
@@ -56,6 +57,13 @@ def describe_run(
     if resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.clock.updates}")
     return lines
+
+
+def _describe_optimizer(engine: RapidformerEngine) -> str:
+    name = type(engine.optimizer).__name__
+    if isinstance(engine.optimizer, Bf16AdamW):
+        return f"{name} (moments in bf16: a choice of precision)"
+    return name
 
 
 def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str:

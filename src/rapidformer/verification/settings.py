@@ -111,6 +111,11 @@ def list_left_out(args: Settings) -> list[str]:
             f"--adam-eps {args.adam_eps:g}: it turns round-off into full steps; both runs use "
             f"{SMALLEST_EPSILON:g}"
         )
+    if args.optimizer_state_dtype != "fp32":
+        left_out.append(
+            f"--optimizer-state-dtype {args.optimizer_state_dtype}: it rounds the moments; both "
+            "runs keep them in fp32"
+        )
     if args.lr_warmup_iters or args.lr_warmup_fraction or args.lr_warmup_samples:
         left_out.append("the learning-rate warmup: its first steps would change nothing")
     return left_out
@@ -130,7 +135,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         SOURCE,
         hidden_dropout=0.0, attention_dropout=0.0,
         optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
-        adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
+        adam_eps=max(args.adam_eps, SMALLEST_EPSILON), optimizer_state_dtype="fp32",
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
         # So steep that an update with another one's rate shows, and never down to zero.
         lr_decay_style="linear", lr_decay_iters=2 * job.updates, lr_decay_samples=None, min_lr=0.0,
