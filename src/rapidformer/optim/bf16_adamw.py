@@ -56,9 +56,14 @@ class Bf16AdamW(Optimizer):
                 key = int(state["step"]), parameter.device
                 if key not in numbers:
                     numbers[key] = _compute_numbers(*key, group)
-                tensors = [parameter, parameter.grad, *(state[name] for name in _MOMENTS)]
                 update = _compile_update() if parameter.is_cuda else _update
-                update(*[_get_local(each) for each in tensors], numbers=numbers[key])
+                update(
+                    _get_local(parameter),
+                    _get_local(parameter.grad),
+                    _get_local(state["exp_avg"]),
+                    _get_local(state["exp_avg_sq"]),
+                    numbers[key],
+                )
         return loss
 
     def _get_state(self, parameter: Tensor) -> dict[str, Tensor]:
