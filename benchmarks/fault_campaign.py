@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tests.faults.campaign.corruptions import run_corruptions
+from tests.faults.campaign.disks import run_disks
 from tests.faults.campaign.fuzz import run_fuzz
 from tests.faults.campaign.kills import MOMENTS, Reference, run_kills
 from tests.faults.campaign.layouts import LAYOUTS, Campaign
@@ -81,6 +82,22 @@ def campaign_corruptions(options: argparse.Namespace) -> int:
     return show(counts, "damage", ["runs", "failed"])
 
 
+def campaign_disks(options: argparse.Namespace) -> int:
+    counts: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as place, start_warm_python(Path(place)) as python:
+        found = run_disks(
+            python, options.folder, runs=options.runs, seed=options.seed, layouts=options.layouts
+        )
+        for number, each in enumerate(found, start=1):
+            counts["runs", each.fault] += 1
+            counts["stopped", each.fault] += each.status != 0
+            counts["trained to the end", each.fault] += each.has_trained_on
+            counts["failed", each.fault] += bool(each.problems)
+            words = f"{each.fault}, {each.layout}, {each.where}, status {each.status}"
+            report(number, options.runs, words, each.problems)
+    return show(counts, "fault", ["runs", "stopped", "trained to the end", "failed"])
+
+
 def campaign_fuzz(options: argparse.Namespace) -> int:
     counts: Counter[tuple[str, str]] = Counter()
     for number, each in enumerate(
@@ -115,6 +132,7 @@ CAMPAIGNS: dict[str, tuple[Callable[[argparse.Namespace], int], int]] = {
     "kills": (campaign_kills, 100),
     "layouts": (campaign_layouts, 2 * (len(LAYOUTS) ** 2 + len(LAYOUTS) ** 3)),
     "corruptions": (campaign_corruptions, 200),
+    "disks": (campaign_disks, 60),
     "fuzz": (campaign_fuzz, 10_000),
 }
 

@@ -15,6 +15,7 @@ from rapidformer.accel.precision import Precision, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.checkpoint.export import export_model
 from rapidformer.dist.topology import Topology
+from rapidformer.errors import WriteError
 from rapidformer.models.plan import find_plan
 from tests.accel.models import make, make_batch
 
@@ -85,7 +86,7 @@ def test_failed_export_leaves_the_older_model(tmp_path: Path) -> None:
     export_model(model, tmp_path / "out", Topology())
     expected = model.weight.detach().clone()
     model.weight.data.fill_(9)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match="out cannot be written: disk full"):
         export_model(model, tmp_path / "out", Topology(), processor=Broken())
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], expected)
 

@@ -15,7 +15,9 @@ from safetensors import SafetensorError
 from rapidformer.checkpoint import save, saving
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
+from rapidformer.engine.metrics_file import MetricsFile
 from rapidformer.errors import CheckpointError
+from rapidformer.log import configure_logging
 from tests.training.test_templates import LineFinetuner, make_engine
 
 
@@ -98,13 +100,17 @@ def test_a_folder_that_cannot_exist(folder: str) -> None:
         train(Path(folder))
 
 
-def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
-    from rapidformer.engine.metrics_file import MetricsFile
-
+def test_metrics_that_cannot_be_written_are_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = MetricsFile(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl cannot be written: No such file"):
-        file.write({"step": 1})
+    configure_logging("warning")
+    file.write({"step": 1})
+    assert "metrics.jsonl cannot be written: No such file" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    file.write({"step": 2})
+    assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 class OutOfMemoryError(RuntimeError):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.frozen import (
     Checksums,
     compute_checksum,
@@ -26,7 +27,6 @@ from rapidformer.checkpoint.frozen import (
 )
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.stages import gather_stages
-from rapidformer.dist.collectives import wait_for_all
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.errors import ModelError
@@ -65,21 +65,24 @@ def export_model(
         weights, ties = gather_stages(model, topology, only)
     elif weights is None:
         weights = gather_weights(model, only)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    whole = weights
+
+    def write() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = start_staging(folder)
         if adapter is not None and not merges:
-            save_adapter(model, adapter, weights, staging)
+            save_adapter(model, adapter, whole, staging)
         elif adapter is not None:
             check = functools.partial(_refuse_edited, in_memory, adapter.base)
-            model = build_merged(model, adapter, weights, check)
-            _write_model(model, model.state_dict(), staging, ())
+            merged = build_merged(model, adapter, whole, check)
+            _write_model(merged, merged.state_dict(), staging, ())
         else:
-            _write_model(model, weights, staging, ties)
+            _write_model(model, whole, staging, ties)
         if processor is not None:
             processor.save_pretrained(staging)
         publish(folder, with_manifest=False)
-    wait_for_all()
+
+    run_on_first(write, folder, is_main=not dist.is_initialized() or dist.get_rank() == 0)
     return folder
 
 

@@ -15,13 +15,13 @@ def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> 
 
     Otherwise the other ranks would wait for one that is gone.
     """
-    problem = None
+    problem: CheckpointError | None = None
     if is_main:
         try:
             with writing(folder):
                 action()
         except CheckpointError as error:
-            problem = str(error)
+            problem = error
     problem = broadcast_object(problem)
     if problem is not None:
-        raise CheckpointError(problem)
+        raise problem

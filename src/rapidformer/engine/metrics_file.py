@@ -6,37 +6,66 @@ removing the lines of steps that it will repeat.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.run_names import METRICS_FILE
 from rapidformer.checkpoint.writing import writing
+from rapidformer.errors import WriteError
 from rapidformer.log import warn_once
 from rapidformer.strict_json import format_json
 
 
 class MetricsFile:
-    """Appends to ``metrics.jsonl``; every line is on disk when the call returns."""
+    """Appends to ``metrics.jsonl``; every line is on disk when the call returns.
+
+    A disk that cannot be written to does not end the run: its lines are kept for the next call.
+    """
 
     def __init__(self, folder: Path, *, resume_step: float = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
+        self._pending: list[str] = []
         if resume_step and self.path.exists():
             self.drop_after(resume_step)
         elif not resume_step:
             self.path.unlink(missing_ok=True)
 
     def write(self, line: dict[str, Any]) -> None:
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(format_json(line) + "\n")
+        self._pending.append(format_json(line) + "\n")
+        try:
+            with writing(self.path):
+                _append(self.path, "".join(self._pending).encode("utf-8"))
+        except WriteError as error:
+            warn_once(
+                f"{self.path} cannot be written: {error.reason}. Training continues; the lines are "
+                "written as soon as they can be.",
+                is_local=True,  # only rank 0 has the file
+            )
+        else:
+            self._pending = []
 
     def drop_after(self, step: float) -> None:
         """Remove the lines of later steps, and one that a crash has cut off."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _get_step(line) <= step]
         replace_text(self.path, "".join(line + "\n" for line in kept))
+
+
+def _append(path: Path, text: bytes) -> None:
+    """All of the text or nothing: a full disk may take half of a line."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _get_step(line: str) -> float:

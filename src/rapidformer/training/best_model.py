@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.errors import RapidformerError
+from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.errors import RapidformerError, WriteError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import BEST, note_best
 
@@ -47,15 +49,32 @@ class BestModel(Callback):
         return value - best if greater else best - value
 
     def _keep(self, loop: RunningLoop, control: Control, name: str, value: float) -> None:
-        progress, args = loop.progress, loop.args
+        progress = loop.progress
+        if loop.args.save is not None:
+            loop.engine.check_weights()
+            try:
+                self._export(loop, Path(loop.args.save))
+            except WriteError as error:
+                loop.say(
+                    f"the best model so far, of step {loop.step}, was not saved: {error.reason}. "
+                    "Training continues."
+                )
+                return
         progress.best_metric = name
         progress.best_value, progress.best_step = value, loop.step
-        if args.save is not None:
-            loop.engine.check_weights()
-            if loop.engine.is_main:
-                note_best(Path(args.save), loop.step)
-            loop.engine.export(Path(args.save) / BEST, self._processor)
         control.should_save |= self._saves
+
+    def _export(self, loop: RunningLoop, folder: Path) -> None:
+        """Replace ``best``; every rank raises if rank 0 cannot write it."""
+        is_main, before = loop.engine.is_main, loop.progress.best_step
+        run_on_first(lambda: note_best(folder, loop.step), folder, is_main=is_main)
+        try:
+            loop.engine.export(folder / BEST, self._processor)
+        except WriteError:
+            if is_main and before is not None:
+                with suppress(OSError):
+                    note_best(folder, before)  # it is still there
+            raise
 
 
 def is_greater_better(metric: str) -> bool:

@@ -59,8 +59,10 @@ class Run:
     def save(self) -> Path:
         return self.folder / "run"
 
-    def start(self, fault: dict[str, Any] | None = None, **variables: str) -> subprocess.Popen[str]:
-        """The victim, started; ``fault`` says where it dies by itself."""
+    def start(
+        self, fault: dict[str, Any] | None = None, *, save: Path | None = None, **variables: str
+    ) -> subprocess.Popen[str]:
+        """The victim, started; ``fault`` says where it breaks something by itself."""
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         variables = {
             **os.environ,
@@ -72,7 +74,7 @@ class Run:
             "TMPDIR": str(self.folder / "tmp"),
             "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
         }
-        words = [*_FLAGS, "--save", str(self.save), *LAYOUTS[self.layout]]
+        words = [*_FLAGS, "--save", str(save or self.save), *LAYOUTS[self.layout]]
         return subprocess.Popen(
             [self.python, "-m", "rapidformer.cli.main", "--user-script", str(VICTIM), *words],
             stdout=subprocess.PIPE,

@@ -5,20 +5,26 @@ Every forward pass leaves a line in ``$TRACE/rank_N.jsonl``: attempt, step, samp
 the fifth forward pass of training, ``evaluate`` at one of an evaluation, and ``open``, ``mkdir``,
 ``rename`` and ``remove`` at that event in the run's folder. ``background write`` is any of these
 while training continues: between the copy of the state and the published checkpoint. ``rank`` is
-who counts; with ``all`` it takes the other ranks with it.
+who counts; with ``all`` it takes the other ranks with it. Instead of dying, ``"act"`` may fill the
+disk (``fill``), use up its inodes (``inodes``), make it read-only (``lock``) or delete the run's
+folder (``vanish``).
 
 With ``$WAIT_FOR`` (``SIGTERM``, say), the fifth forward pass waits until that signal was caught.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rapidformer import Finetuner, RapidformerEngine
 
 SAMPLES = 32
+BALLAST = ".ballast"
 EVENTS = {
     "open": "open", "os.mkdir": "mkdir", "os.rename": "rename", "os.link": "rename",
     "os.remove": "remove", "os.rmdir": "remove", "shutil.rmtree": "remove",
@@ -51,6 +58,10 @@ class Death:
         fault = self._fault
         if fault.get("at") != moment or fault.get("count") != self._seen[moment]:
             return
+        (self._trace / "met").touch()
+        if "act" in fault:
+            break_disk(Path(self._folder), fault["act"])
+            return
         me = os.getpid()
         pids = [int(path.read_text()) for path in self._trace.glob("pid_*")] if fault["all"] else []
         for pid in [*(pid for pid in pids if pid != me), me]:
@@ -66,6 +77,20 @@ class Death:
 
     def write_counts(self, path: Path) -> None:
         path.write_text(json.dumps(self._seen))
+
+
+def break_disk(folder: Path, act: str) -> None:
+    """Take the run's disk from it; ``folder`` is where it is mounted."""
+    if act == "vanish":
+        shutil.rmtree(folder)
+    elif act == "lock":
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    else:
+        ballast = folder / BALLAST
+        ballast.mkdir()
+        with suppress(OSError):
+            for number in itertools.count():
+                (ballast / str(number)).write_bytes(bytes(2**16 if act == "fill" else 0))
 
 
 class Victim(Finetuner):
