@@ -82,7 +82,9 @@ def measure(size: str, length: int, steps: int, async_save: str) -> dict[str, An
     run = Measured(size, length, async_save)
     folder = Path(tempfile.mkdtemp(prefix="save-stall-"))
     try:
-        for _ in range(3):
+        run.step()
+        run.engine.prepare_saves()  # as the training loop does
+        for _ in range(20):  # the first ones are slower
             run.step()
         alone = statistics.median(run.step() for _ in range(steps))
         first = run.save(folder)

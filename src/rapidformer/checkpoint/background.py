@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,10 @@ from rapidformer.dist.collectives import gather_from_all, is_alone
 
 SMALLEST_BYTES = 64 * 2**20
 """``--async-save auto`` writes smaller states at once: that takes a moment anyway."""
+_LEAST_LOCKED = 2**20
+"""Bytes: the C library gives larger blocks pages of their own."""
+_FOR_ALL_GPUS = 1
+"""CUDA's flag ``cudaHostRegisterPortable``."""
 _LARGEST_PART = 0.5
 """Of the free host memory, for copies: data loaders and the page cache need some, too."""
 # A slow disk is not a failure, and gloo notices by itself when another rank dies.
@@ -43,13 +50,17 @@ class BackgroundSave:
         self._error: BaseException | None = None
         self._has_room: bool | None = None
 
-    def has_room(self, save: Save) -> bool:
+    def reserve(self, pieces: list[Piece]) -> None:
+        """Allocate the memory for copies of GPU tensors ahead of the first save."""
+        self._copies.reserve(pieces)
+
+    def has_room(self, pieces: list[Piece]) -> bool:
         """Whether host memory holds a copy of the state with room to spare, on every rank.
 
         Found out once, since copies of GPU tensors stay. Every rank must call this.
         """
         if self._has_room is None:
-            needed = sum(piece.data.nbytes for piece in save.pieces) * _count_ranks_here()
+            needed = sum(piece.data.nbytes for piece in pieces) * _count_ranks_here()
             is_enough = needed < measure_free_memory() * _LARGEST_PART
             self._has_room = all(gather_from_all(is_enough))
         return self._has_room
@@ -108,31 +119,75 @@ class _HostCopies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, Sizes], torch.Tensor] = {}
+        self._kept: dict[_Key, torch.Tensor] = {}
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, pieces: Iterable[Piece]) -> None:
+        """Allocate the memory for these while training continues."""
+        wanted = {_get_key(piece): _describe(piece) for piece in pieces if piece.data.is_cuda}
+        device = torch.cuda.current_device()
+
+        def allocate() -> None:
+            torch.cuda.set_device(device)  # a thread starts on the first GPU
+            with suppress(RuntimeError, MemoryError):  # the save meets it again, and can say so
+                for key, description in wanted.items():
+                    self._kept[key] = _allocate(*description)
+
+        # A daemon: a run that ends before its first save does not wait for memory.
+        self._reserving = threading.Thread(target=allocate, name="rapidformer-reserve", daemon=True)
+        self._reserving.start()
 
     def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         before, self._kept = self._kept, {}
         copies, devices = [], set()
         for piece in pieces:
-            if piece.data.device.type == "cpu":
+            if not piece.data.is_cuda:
                 copies.append(replace(piece, data=piece.data.detach().clone()))
                 continue
-            key = piece.name, piece.offsets
-            self._kept[key] = _copy_from_device(piece.data, before.pop(key, None))
+            key = _get_key(piece)
+            kept = before.pop(key, None)
+            if kept is None or (kept.shape, kept.dtype) != _describe(piece):
+                kept = _allocate(*_describe(piece))
+            kept.copy_(piece.data.detach(), non_blocking=True)
+            self._kept[key] = kept
             devices.add(piece.data.device)
-            copies.append(replace(piece, data=self._kept[key]))
+            copies.append(replace(piece, data=kept))
         # On the stream of the updates, so after them. Training continues only when all is copied.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
 
+_Key = tuple[str, Sizes]
+
+
+def _get_key(piece: Piece) -> _Key:
+    return piece.name, piece.offsets
+
+
+def _describe(piece: Piece) -> tuple[torch.Size, torch.dtype]:
+    return piece.data.shape, piece.data.dtype
+
+
+def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Page-locked memory of exactly this size.
+
+    torch's own allocator rounds up to powers of two and takes five times as long.
+    """
+    kept = torch.empty(shape, dtype=dtype)
+    if kept.nbytes < _LEAST_LOCKED:  # may share its pages with other tensors
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    kept.zero_()  # the pages exist now: several threads are faster at it than the driver
+    runtime: Any = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(kept.data_ptr(), kept.nbytes, _FOR_ALL_GPUS)) == 0:
+        unlock = weakref.finalize(kept, runtime.cudaHostUnregister, kept.data_ptr())
+        unlock.atexit = False  # the process gives everything back by itself
+    return kept  # not locked if the system allows no more: the copy is slower, but right
+
+
 def _count_ranks_here() -> int:
     """Ranks on this machine, as torchrun and our launcher tell."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _copy_from_device(data: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    if kept is None or kept.shape != data.shape or kept.dtype != data.dtype:
-        kept = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-    return kept.copy_(data.detach(), non_blocking=True)

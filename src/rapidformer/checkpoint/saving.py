@@ -18,9 +18,7 @@ from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.frozen import Checksums, compute_base_checksums, find_frozen
-from rapidformer.checkpoint.pieces import (
-    plan_pieces,
-)
+from rapidformer.checkpoint.pieces import Piece, plan_pieces
 from rapidformer.checkpoint.publish import start_staging
 from rapidformer.checkpoint.random_states import get_random_states
 from rapidformer.checkpoint.run_file import FORMAT, RUN
@@ -86,6 +84,14 @@ def prepare_save(
             run["base"] = {"name": state.base, "checksums": checksums}
         save.files[RUN] = _to_text(run)
     return save
+
+
+def plan_save(state: TrainingState, *, with_optimizer: bool) -> list[Piece]:
+    """What this rank would write if the state were saved now; every rank must call this."""
+    tensors, _ = collect_tensors(state, with_optimizer=with_optimizer)
+    _leave_out_base(tensors, state)
+    drop_tied(tensors, state.model)
+    return plan_pieces(tensors)
 
 
 def _open_staging(save: Save, model: nn.Module, processor: Any) -> None:

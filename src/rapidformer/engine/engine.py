@@ -29,15 +29,16 @@ from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
+from rapidformer.checkpoint.pieces import Piece
 from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.save import Save
-from rapidformer.checkpoint.saving import prepare_save
+from rapidformer.checkpoint.saving import plan_save, prepare_save
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.dist.collectives import broadcast_object, wait_for_all
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.facts import describe_facts, find_differences
@@ -134,7 +135,7 @@ class RapidformerEngine(PredictingRun):
         if self._held is not None and self._held[1] is not None:
             save.before_publishing = self._held[1].check
         save.after_publishing = functools.partial(_claim, folder)
-        if self._writes_behind(save, wait=wait):
+        if not wait and self._writes_behind(save.pieces, save.total_bytes):
             self._background.start(save)
         else:
             save.write()
@@ -178,8 +179,21 @@ class RapidformerEngine(PredictingRun):
                 "earlier checkpoints are as they were."
             )
 
-    def _writes_behind(self, save: Save, *, wait: bool) -> bool:
-        if wait or self.args.async_save == "off":
+    def prepare_saves(self) -> None:
+        """Reserve host memory for saves in the background, so that the first one is fast, too.
+
+        Allocating it takes longer than the copy. Every rank must call this, after the first update.
+        """
+        if self.device.type != "cuda" or self.parallelized.deepspeed is not None:
+            return
+        self.parallelized.settle()
+        pieces = plan_save(self._get_state(), with_optimizer=self.args.save_optim)
+        total = sum(gather_from_all(sum(piece.data.nbytes for piece in pieces)))
+        if self._writes_behind(pieces, total):
+            self._background.reserve(pieces)
+
+    def _writes_behind(self, pieces: list[Piece], total_bytes: int) -> bool:
+        if self.args.async_save == "off":
             return False
         if self.parallelized.deepspeed is not None:
             if self.args.async_save == "on":
@@ -187,9 +201,9 @@ class RapidformerEngine(PredictingRun):
             return False
         if self.args.async_save == "on":
             return True
-        if save.total_bytes < SMALLEST_BYTES:
+        if total_bytes < SMALLEST_BYTES:
             return False
-        has_room = self._background.has_room(save)
+        has_room = self._background.has_room(pieces)
         if not has_room:
             warn_once(
                 "training waits while checkpoints are written: host memory has no room for a copy "

@@ -122,6 +122,7 @@ class TrainingLoop:
         self._utilization = Utilization(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self._saved_at: int | None = None
+        self._are_saves_prepared = False
         self._save_stall: float | None = None
         """Seconds that training waited for a save that was not reported yet."""
         self._saved_progress: Progress | None = None
@@ -291,6 +292,9 @@ class TrainingLoop:
         if self.step == self._step_before:
             return  # this update was skipped: nothing else is due
         self._step_before = self.step
+        if self.timetable.saves and not self._are_saves_prepared:
+            self._are_saves_prepared = True
+            self.engine.prepare_saves()
         control.should_evaluate |= timetable.is_evaluation_due(self.step)
         control.should_save |= timetable.is_save_due(self.step)
         self._check_exit()
