@@ -39,6 +39,7 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.matrix_rate import measure_matrix_rate
 from rapidformer.data.collate import PadCollator
 from rapidformer.models.work import count_work
+from rapidformer.training.callbacks import Callback
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -54,18 +55,19 @@ Result = dict[str, Any]
 class Stopwatch:
     """Starts after the warm-up steps; waits for the device at both ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
+        self._warm_up = warm_up
         self._steps = 0
         self._began = time.perf_counter()
         self.first_step = self.started = self.stopped = 0.0
 
     def begin_step(self) -> None:
         """Call before the forward pass of each step."""
-        if self._steps in (1, WARM_UP):
+        if self._steps in (1, self._warm_up):
             wait()
         if self._steps == 1:
             self.first_step = time.perf_counter() - self._began
-        if self._steps == WARM_UP:
+        if self._steps == self._warm_up:
             self.started = time.perf_counter()
         self._steps += 1
 
@@ -86,7 +88,14 @@ def build_model(work: Workload, device: torch.device = DEVICE) -> nn.Module:
 
 
 def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
+    class Watch(Callback):
+        # Not in the forward step: a CUDA graph replays a step without its Python code.
+        def on_step_begin(self, *_: Any) -> None:
+            watch.begin_step()
+
     class Bench(Finetuner):
+        callbacks = (Watch(),)
+
         def train_valid_test_datasets_provider(self) -> Any:
             return rows, None, None, None
 
@@ -95,7 +104,6 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
                 return work.build(), None, None
 
         def run_forward_step(self, batch: Any, model: Any) -> Any:
-            watch.begin_step()
             return model(**batch).loss
 
     settings: dict[str, Any] = {
@@ -176,11 +184,12 @@ OPTIONAL = ("rapidformer, padded",)
 
 
 def measure(name: str, work: Workload, steps: int, matrix_rate: float) -> Result:
-    rows = work.make_rows(work.batch * (WARM_UP + steps))
-    timed = rows[WARM_UP * work.batch :]
+    warm_up = WARM_UP * work.repeats
+    rows = work.make_rows(work.batch * (warm_up + steps * work.repeats))
+    timed = rows[warm_up * work.batch :]
     tokens = sum(len(row["input_ids"]) for row in timed)
     targets = sum(len(row["labels"]) for row in timed) if work.unit == "samples" else 0
-    watch = Stopwatch()
+    watch = Stopwatch(warm_up)
     RUNS[name](work, rows, watch)
     watch.stop()
     memory = torch.cuda.max_memory_allocated() if HAS_GPU else 0

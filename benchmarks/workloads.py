@@ -33,6 +33,8 @@ class Workload:
     lora_rank: int | None = None
     unit: str = "tokens"
     goal: str = ""
+    repeats: int = 1
+    """How many times as many steps to run: short steps need more to be timed."""
 
 
 def make_bert_config(size: str) -> BertConfig:
@@ -148,8 +150,20 @@ def list_workloads(size: str) -> dict[str, Workload]:
 
     llama = Workload(build=lambda: _build_llama(size), make_rows=make_long, batch=4)
     return {
-        "bert-16": Workload(build=build_bert, make_rows=make_pair_rows, batch=16, goal="10 x HF"),
-        "bert-64": Workload(build=build_bert, make_rows=make_pair_rows, batch=64, goal="6 x HF"),
+        "bert-16": Workload(
+            build=build_bert,
+            make_rows=make_pair_rows,
+            batch=16,
+            goal="10 x HF",
+            repeats=1 if is_tiny else 4,
+        ),
+        "bert-64": Workload(
+            build=build_bert,
+            make_rows=make_pair_rows,
+            batch=64,
+            goal="6 x HF",
+            repeats=1 if is_tiny else 4,
+        ),
         "gpt2": Workload(
             build=lambda: _build_gpt2(size),
             make_rows=lambda n: make_text_rows(n, length=short, vocabulary=words),

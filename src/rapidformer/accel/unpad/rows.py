@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,15 +70,19 @@ class Rows:
         Unlike zeros, padding has a place of its own in the batch, so there are exactly as many
         places as tokens: nothing but the values depends on how many of them are real.
         """
-        rows = Rows.read(mask)
-        wanted = min(round_up(len(rows.places), least=128), mask.numel())
-        padding = (~mask).flatten().nonzero().squeeze(1)[: wanted - len(rows.places)]
-        places = torch.cat([rows.places, padding])
-        return replace(
-            rows,
-            places=places,
-            lengths=rows.lengths + _cut(len(padding), max(*rows.lengths, 1)),
-            columns=places % mask.shape[1],
+        # NumPy, since torch takes several times as long for tensors of this size.
+        real = mask.numpy()
+        places, padding = np.flatnonzero(real), np.flatnonzero(~real)
+        padding = padding[: min(round_up(len(places), least=128), real.size) - len(places)]
+        lengths: list[int] = real.sum(1).tolist()
+        starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
+        places = np.concatenate([places, padding])
+        return Rows(
+            shape=(real.shape[0], real.shape[1]),
+            places=torch.from_numpy(places),
+            lengths=lengths + _cut(len(padding), max(*lengths, 1)),
+            columns=torch.from_numpy(places % real.shape[1]),
+            is_contiguous=bool(starts == sum(length > 0 for length in lengths)),
             is_rounded=True,
         )
 

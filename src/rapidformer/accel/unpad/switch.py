@@ -267,16 +267,16 @@ def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | Non
     None if the loss must be seen on a padded batch first.
     """
     is_real = mask.bool()
-    kept = FixedRows(None, is_full=bool(is_real.all()))
     reader, filling = find_fact(model, PaddingReader), find_fact(model, Filling)
-    if reader is None or filling is None or not filling.is_exact:
-        return kept
-    if not _is_removable(model, is_real, labels):
-        return kept
-    if labels.shape == mask.shape and not reader.ignores_padding:
-        return kept if reader.is_decided else None
-    rows = Rows.read_filled(is_real)
-    return FixedRows(rows) if rows.is_contiguous else kept
+    is_known = reader is not None and filling is not None and filling.is_exact
+    if reader is not None and is_known and _is_removable(model, is_real, labels):
+        if labels.shape != mask.shape or reader.ignores_padding:
+            rows = Rows.read_filled(is_real)
+            if rows.is_contiguous:
+                return FixedRows(rows)
+        elif not reader.is_decided:
+            return None
+    return FixedRows(None, is_full=bool(is_real.all()))
 
 
 def _is_removable(model: Any, is_real: Tensor, labels: Tensor) -> bool:

@@ -1,0 +1,149 @@
+"""``--cuda-graph`` on a GPU: the same bits as without it.
+
+With deterministic kernels: otherwise two runs without a graph already differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.engine import graphs
+from tests.training.test_cuda_graph import (
+    Spoiler,
+    Values,
+    make_bert,
+    make_gpt2,
+    make_rows,
+    make_texts,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Run(Finetuner):
+    def __init__(self, model: Any, rows: Any, **settings: Any) -> None:
+        base: dict[str, Any] = {
+            "micro_batch_size": 4, "epochs": 1, "lr": 1e-2, "lr_warmup_iters": 3, "log_interval": 1,
+            "dataloader_type": "single", "save": "none", "num_workers": 0, "clip_grad": 0.5,
+            "mixed_precision": "bf16", "cuda_graph": "auto",
+        }  # fmt: skip
+        super().__init__(RapidformerEngine(args={**base, **settings}))
+        self.values = Values()
+        self.callbacks = [self.values]
+        self._model, self._rows = model, rows
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return self._rows, self._rows[:4], None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return self._model, None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        losses = [model[0](**batch).loss for batch in eval_dataloader]
+        return {"loss": float(torch.stack(losses).mean())}
+
+    def run_and_list(self) -> list[dict[str, Any]]:
+        self.train()
+        return self.values.lines
+
+
+def count(run: Run) -> int:
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.problem is None
+    return run.engine.graphs.count
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"global_batch_size": 8}, {"mixed_precision": None}, {"eval_interval": 3}],
+    ids=["plain", "accumulated", "fp32", "evaluated"],
+)
+def test_fixed_shapes(more: dict[str, Any]) -> None:
+    off = Run(make_gpt2(), make_texts(48), **more, cuda_graph="off").run_and_list()
+    on = Run(make_gpt2(), make_texts(48), **more)
+    assert on.run_and_list() == off
+    assert count(on) == 1
+
+
+def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same steps without a graph, with dropout; and against the padded model."""
+    on = Run(make_bert(0.1), make_rows(96))
+    lines = on.run_and_list()
+    assert 1 < count(on) <= 6
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "MOST_GRAPHS", 0)
+        never = Run(make_bert(0.1), make_rows(96))
+        assert never.run_and_list() == lines
+        assert count(never) == 0
+    off = Run(make_bert(0.0), make_rows(32), cuda_graph="off").run_and_list()
+    on = Run(make_bert(0.0), make_rows(32))
+    mine = [line["loss"] for line in on.run_and_list()]
+    assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)
+
+
+def test_a_resumed_run(tmp_path: Path) -> None:
+    rows = make_rows(64)
+    whole = Run(make_bert(0.1), rows).run_and_list()
+    more: dict[str, Any] = {"save": str(tmp_path / "run"), "async_save": False}
+    Run(make_bert(0.1), rows, **more, exit_interval=6).run_and_list()
+    rest = Run(make_bert(0.1), rows, **more, load=more["save"])
+    assert rest.run_and_list() == whole[6:]
+    assert count(rest) > 0
+
+
+def test_a_bad_loss_is_skipped() -> None:
+    found = []
+    for kind in ("off", "auto"):
+        more: dict[str, Any] = {"on_bad_loss": "skip", "log_interval": 2}
+        run = Run(make_gpt2(), make_texts(40), **more, cuda_graph=kind)
+        run.callbacks = [run.values, Spoiler()]
+        found.append(run.run_and_list())
+    assert found[0] == found[1]
+    assert len(found[0]) > 3
+
+
+class Waits(Run):
+    """Waits for the GPU in every step, which no graph can."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        loss.item()
+        return loss
+
+
+class WaitsUnnoticed(Run):
+    """The same in a way that only shows during a capture."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        torch.cuda.synchronize()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Waits, WaitsUnnoticed])
+def test_a_step_that_cannot_be_captured(kind: type[Run]) -> None:
+    off = kind(make_gpt2(), make_texts(32), cuda_graph="off").run_and_list()
+    run = kind(make_gpt2(), make_texts(32))
+    assert run.run_and_list() == off
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.problem is not None
