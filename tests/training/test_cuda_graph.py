@@ -111,7 +111,7 @@ class Run(Finetuner):
             prove_filling(model, engine.parallelized.plan, None)
             engine.graphs = GraphedPasses(
                 model, engine.parameters, engine.device, self._capture, engine.count_labels,
-                is_asked=False, is_16_bit=False, work=engine.work,
+                is_asked=False, is_16_bit=False, compiles=False, work=engine.work,
             )  # fmt: skip
         return model
 

@@ -458,7 +458,7 @@ class AccelerationArguments:
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False
     """compile each transformer block with torch.compile"""
-    cuda_graph: Literal["auto", "on", "off"] = "off"
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
     """replay the forward and backward passes of a step as one CUDA graph, which saves launching
     each kernel: auto = on one GPU, if launches matter and a replay gives the same result"""
     onnx_runtime_training: bool = False

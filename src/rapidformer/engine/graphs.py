@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.capture import Capture
-from rapidformer.accel.cuda_graph.inputs import NotRepeatableError, read_inputs
+from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
 from rapidformer.accel.watched import describe_watched, find_watched
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.update import take_gradients
 
@@ -61,6 +61,7 @@ class GraphedPasses:
         *,
         is_asked: bool,
         is_16_bit: bool,
+        compiles: bool,
         work: ModelWork | None,
     ) -> None:
         self._model = model
@@ -71,8 +72,12 @@ class GraphedPasses:
         self._count_labels = count_labels
         self._is_asked = is_asked
         self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
+        self._compiles = compiles
         self._work = work
         self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: set[Hashable] = set()
+        self._steps: Sequence[Callable[..., Any]] = ()
+        self._weights: Hashable = None
         self._is_warm = False
         self._checked = 0
         self.problem: str | None = None
@@ -100,24 +105,41 @@ class GraphedPasses:
         try:
             if not self._is_warm:
                 self._check(steps, update)
+                self._steps = steps
             inputs = [read_inputs(self._model, each.batch) for each in update]
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
         known = [each for each in inputs if each is not None]
-        if len(known) < len(inputs):
-            return None  # the loss must be seen on a padded batch first
-        key = (tuple(each.key for each in known), self._describe_model())
+        if len(known) < len(inputs) or steps != self._steps:
+            return None  # the loss must be seen on a padded batch first; or it is another loss
+        self._drop_moved()
+        key = (tuple(each.key for each in known), tuple(m.training for m in self._modules))
+        return self._run(run_forward, update, known, key, weights)
+
+    def _run(
+        self,
+        run_forward: RunForward,
+        update: Update,
+        inputs: list[Inputs],
+        key: Hashable,
+        weights: list[float],
+    ) -> Outcome | None:
         graph = self._graphs.get(key)
-        if graph is not None and self.count:
-            graph.passes.fill(known, weights)
+        if graph is not None:
+            graph.passes.fill(inputs, weights)
+            if not self.count:
+                return self._try(lambda before: self._compare(graph, weights, before))
             graph.replay()
             return graph.outcome.copy(weights)
-        if graph is not None:
-            graph.passes.fill(known, weights)
-            return self._try(lambda before: self._compare(graph, weights, before))
-        passes = Passes(run_forward, self._parameters, known, update, weights, self._device)
-        if len(self._graphs) == MOST_GRAPHS or (self._graphs and not self.count):
+        is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
+        is_new, is_first = key not in self._seen, not self._is_warm
+        self._seen.add(key)
+        is_rounded = all(each.is_rounded for each in inputs)
+        if not is_rounded and (is_full or (is_new and not is_first)):
+            return None  # a size that may never come again; the passes are the same without it
+        passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
+        if is_full:
             return self._try(lambda before: passes.run())
         return self._try(lambda before: self._record(passes, key, weights, before))
 
@@ -126,8 +148,8 @@ class GraphedPasses:
         before = _State(self._model, self._device)
         try:
             return work(before)
-        except NotRepeatableError as problem:
-            self._give_up(str(problem))
+        except RapidformerError as error:
+            self._give_up(str(error))
         except Exception as error:
             # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
             text = str(error).strip().splitlines() or [""]
@@ -145,7 +167,8 @@ class GraphedPasses:
             before.check_host_numbers()
             self._is_warm = True
             return outcome
-        expected = self._capture.warm_up(passes.run, forbids_reads=True).read()
+        # Compiling a block for another size waits for the device as well.
+        expected = self._capture.warm_up(passes.run, forbids_reads=not self._compiles).read()
         before.restore()
         earlier = next(iter(self._graphs.values()), None)
         # All graphs leave their gradients in the same memory.
@@ -157,7 +180,7 @@ class GraphedPasses:
 
     def _compare(self, graph: _Graph, weights: Sequence[float], before: _State) -> Outcome:
         gradients, graph.passes.gradients = graph.passes.gradients, None
-        expected = self._capture.warm_up(graph.passes.run, forbids_reads=True).read()
+        expected = self._capture.warm_up(graph.passes.run, forbids_reads=False).read()
         graph.passes.gradients = gradients
         before.restore()
         self._replay(graph, expected)
@@ -200,10 +223,12 @@ class GraphedPasses:
         if effect is not None:
             raise NotRepeatableError(f"{effect}, which a replay would not")
 
-    def _describe_model(self) -> Hashable:
-        """What else a graph depends on: where weights are, which are trained, who is training."""
-        weights = tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
-        return hash((weights, tuple(module.training for module in self._modules)))
+    def _drop_moved(self) -> None:
+        """Forget graphs whose weights are elsewhere by now, or are not trained any more."""
+        weights = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        if weights != self._weights:
+            self._graphs.clear()
+            self._weights = weights
 
     def _give_up(self, problem: str) -> None:
         self.problem = problem

@@ -224,6 +224,7 @@ class UpdatingRun(ComposedRun):
             self.count_labels,
             is_asked=allowed.is_asked,
             is_16_bit=self.precision.dtype is not None,
+            compiles=self.args.compile,
             work=self.work,
         )
 

@@ -17,13 +17,14 @@ from torch.nn import functional
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows
 from rapidformer.accel.unpad.switch import read_fixed_rows
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
+from rapidformer.errors import RapidformerError
 
 _WIDTHS = 64
 """Padded batches have a multiple of this many columns."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
-class NotRepeatableError(Exception):
+class NotRepeatableError(RapidformerError):
     """Why a batch or a step cannot be replayed."""
 
 
@@ -38,6 +39,11 @@ class Inputs:
     """The value of the columns added to each of them."""
     fixed: FixedRows | None
     key: Hashable
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its sizes are some of a few."""
+        return self.columns is not None
 
     def pad(self, name: str, tensor: Tensor) -> Tensor:
         """With the columns added."""
