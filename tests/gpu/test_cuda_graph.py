@@ -102,7 +102,7 @@ def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_resumed_run(tmp_path: Path) -> None:
-    rows = make_rows(64)
+    rows = make_rows(64, longest=30)  # all of one size
     whole = Run(make_bert(0.1), rows).run_and_list()
     more: dict[str, Any] = {"save": str(tmp_path / "run"), "async_save": False}
     Run(make_bert(0.1), rows, **more, exit_interval=6).run_and_list()

@@ -13,6 +13,8 @@ PRIVATE_NAMES = {
     "torch._foreach_copy_": "copying all gradients in one kernel",
     "torch._foreach_norm": "the norms of all gradients in one kernel",
     "torch._assert_async": "refusing bad ids without waiting for the device",
+    "torch.Tensor._backward_hooks": "users' hooks on parameters, which a CUDA graph would not run",
+    "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch.Tensor._base": "asking logits without values whether they are a view, as FSDP does",
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
@@ -69,6 +71,14 @@ def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
 def get_storage_key(tensor: Tensor) -> int:
     """An id of the memory behind a tensor: all views of a tensor have the same."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def has_gradient_hooks(tensors: Sequence[Tensor]) -> bool:
+    """Whether something runs when one of the tensors gets its gradient."""
+    return any(
+        tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        for tensor in tensors
+    )
 
 
 def count_changes(tensor: Tensor) -> int:

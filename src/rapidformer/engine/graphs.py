@@ -25,7 +25,7 @@ from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
 from rapidformer.accel.watched import describe_watched, find_watched
-from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.compat.torch_tensors import count_changes, has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -135,11 +135,11 @@ class GraphedPasses:
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
         is_new, is_first = key not in self._seen, not self._is_warm
         self._seen.add(key)
-        is_rounded = all(each.is_rounded for each in inputs)
-        if not is_rounded and (is_full or (is_new and not is_first)):
-            return None  # a size that may never come again; the passes are the same without it
+        waits = is_full or (is_new and not is_first)  # a new size may never come again
+        if waits and not any(each.is_rounded for each in inputs):
+            return None  # nothing was rounded, so the passes are the same without fixed places
         passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
-        if is_full:
+        if waits:
             return self._try(lambda before: passes.run())
         return self._try(lambda before: self._record(passes, key, weights, before))
 
@@ -152,8 +152,7 @@ class GraphedPasses:
             self._give_up(str(error))
         except Exception as error:
             # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
-            text = str(error).strip().splitlines() or [""]
-            self._give_up(f"{type(error).__name__}: {text[0]}")
+            self._give_up(_describe_error(error))
         take_gradients(self._parameters)
         before.restore()
         return None
@@ -214,6 +213,8 @@ class GraphedPasses:
             raise NotRepeatableError(
                 f"a replay would not run the hooks on {describe_watched(watched)}"
             )
+        if has_gradient_hooks(self._parameters):
+            raise NotRepeatableError("a replay would not run the hooks on its parameters")
         for step in steps:
             effect = find_effect(step)
             if effect is not None:
@@ -264,6 +265,13 @@ class _State:
             raise NotRepeatableError(
                 "a step draws random numbers on the host, which a replay would not"
             )
+
+
+def _describe_error(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0]
+    if "synchronizing CUDA operation" in text:
+        return "a step waits for the GPU, as .item() does"
+    return f"{type(error).__name__}: {text}"
 
 
 def _get_host_numbers(device: torch.device) -> list[Any]:

@@ -42,11 +42,10 @@ class CudaCapture:
             if forbids_reads:
                 torch.cuda.set_sync_debug_mode("error")
             with torch.cuda.stream(self._stream):
-                result = function()
+                return function()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-        current.wait_stream(self._stream)
-        return result
+            current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()

@@ -31,7 +31,7 @@ def apply(assembly: Assembly) -> str | None:
         return None
     if is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
-    return None
+    return f"off: {obstacle}" if assembly.device.type == "cuda" else None
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
