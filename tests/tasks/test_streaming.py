@@ -77,9 +77,10 @@ def build_answer_tally(questions: int) -> AnswerTally:
         {"example": number // 2, "starts": [0, 0, 4], "ends": [0, 3, 7]}
         for number in range(2 * questions)
     ]
+    row = {"context": "one two", "answers": {"text": ["two"], "answer_start": [4]}}
     extras = {
-        "rows": {"test": [{"context": "one two"}] * questions}, "windows": {"test": windows},
-        "columns": ("q", "context"), "answers": {"test": [[("two", 4)]] * questions},
+        "rows": {"test": [row] * questions}, "windows": {"test": windows},
+        "columns": ("q", "context"), "answers": "answers",
         "can_abstain": False, "n_best": 2, "max_answer_length": 5,
     }  # fmt: skip
     return AnswerTally(PreparedData(collate=None, processor=None, extras=extras), "test")  # type: ignore[arg-type]
@@ -109,7 +110,7 @@ def read_targets(first: int, count: int) -> tuple[list[str], list[str]]:
             {**LOSS, "generated": ()},
             ["_scores", "_by_pair"],
         ),
-        (build_answer_tally(8), WINDOW, ["_scores", "_open", "_contexts"]),
+        (build_answer_tally(8), WINDOW, ["_scores", "_open", "_examples"]),
     ],
 )
 def test_a_tally_does_not_grow(tally: Any, record: Any, names: list[str]) -> None:

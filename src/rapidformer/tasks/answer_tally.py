@@ -11,6 +11,7 @@ from rapidformer.tasks.metrics.squad import AnswerScores
 from rapidformer.tasks.metrics.tables import ReportTable
 from rapidformer.tasks.metrics.tally import Record, Tally
 from rapidformer.tasks.rows import get_column, get_column_names, take_rows
+from rapidformer.tasks.windows import read_texts
 
 
 class AnswerTally(Tally):
@@ -23,18 +24,19 @@ class AnswerTally(Tally):
         self._extras = prepared.extras
         self._rows = prepared.extras["rows"][split]
         self._windows = prepared.extras["windows"][split]
-        self._answers = prepared.extras["answers"][split]
+        self._split = split
         self._next_window = 0
         self._scores = AnswerScores()
         self._question: int | None = None
-        self._contexts: dict[int, str] = {}
+        self._examples: dict[int, tuple[str, Any]] = {}
+        """Context and answers of the questions whose windows are arriving."""
         self._open: list[tuple[Record, Mapping[str, Any]]] = []
 
     def add(self, records: Sequence[Record]) -> None:
         if not records:
             return
         windows = self._read_windows(len(records))
-        self._read_contexts(windows[0]["example"], windows[-1]["example"])
+        self._read_examples(windows[0]["example"], windows[-1]["example"])
         for record, window in zip(records, windows, strict=True):
             if window["example"] != self._question:
                 self._close()
@@ -57,10 +59,12 @@ class AnswerTally(Tally):
         columns = [get_column(part, name) for name in names]
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _read_contexts(self, first: int, last: int) -> None:
+    def _read_examples(self, first: int, last: int) -> None:
         part = take_rows(self._rows, first, last - first + 1)
-        texts = get_column(part, self._extras["columns"][1])
-        self._contexts.update(zip(range(first, last + 1), texts, strict=True))
+        names = (self._extras["columns"][1], self._extras["answers"])
+        texts, answers = (get_column(part, name) for name in names)
+        found = zip(texts, answers, strict=True)
+        self._examples.update(zip(range(first, last + 1), found, strict=True))
 
     def _close(self) -> None:
         """Score the open question, whose windows are complete."""
@@ -69,9 +73,10 @@ class AnswerTally(Tally):
         windows = [{**window, "example": 0} for _, window in self._open]
         records = [dict(record) for record, _ in self._open]
         (candidates,) = join_windows(records, windows, 1, self._extras)
-        context = self._contexts.pop(self._question)
+        context, answers = self._examples.pop(self._question)
         found = choose_answer(candidates, context, self._extras["can_abstain"])
-        wanted = [text for text, _ in self._answers[self._question]]
+        place = f"{self._split}, row {self._question + 1}"
+        wanted = read_texts(answers, place, self._extras["answers"])
         self._scores.add(found["answer"], wanted)
         self.examples += 1
         self._question, self._open = None, []

@@ -22,7 +22,13 @@ from rapidformer.tasks.answers import (
 )
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.columns import ColumnRole, find_columns
-from rapidformer.tasks.windows import encode_windows, read_answers, separate
+from rapidformer.tasks.windows import (
+    encode_windows,
+    has_answers,
+    lacks_an_answer,
+    read_texts,
+    separate,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
 
     from rapidformer.tasks.metrics.tally import Tally
     from rapidformer.tasks.text import TextParts
-    from rapidformer.tasks.windows import Answer
 
 QUESTION = ColumnRole(
     name="question",
@@ -76,15 +81,15 @@ class QuestionAnswering(Task):
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         names = list(find_columns(self.columns, available, args).values())
-        answers = {split: read_answers(rows, split, names) for split, rows in tables.items()}
-        labelled = {split: found is not None for split, found in answers.items()}
+        labelled = {split: has_answers(rows, split, names[2]) for split, rows in tables.items()}
         features, windows = {}, {}
         for split, rows in tables.items():
-            encoded = encode_windows(
-                rows, split, names[:2], answers[split], tokenizer, length, args
-            )
+            used = names if labelled[split] else names[:2]
+            encoded = encode_windows(rows, split, used, tokenizer, length, args)
             features[split], windows[split] = separate(encoded, split)
-        can_abstain = _can_abstain(config, answers)
+        can_abstain = _can_abstain(
+            config, {split: rows for split, rows in tables.items() if labelled[split]}, names[2]
+        )
         settings = {"rapidformer_can_abstain": can_abstain}
         return PreparedData(
             **features,
@@ -92,7 +97,7 @@ class QuestionAnswering(Task):
             processor=tokenizer,
             model_settings=settings | get_text_settings(args, tokenizer, config),
             extras=_extras(tables, names, windows, labelled, can_abstain, args)
-            | {"answers": answers},
+            | {"answers": names[2]},
         )
 
     def prepare_for_prediction(
@@ -104,9 +109,9 @@ class QuestionAnswering(Task):
         config, tokenizer, length = _load_parts(args)
         table = as_full_rows(rows, "question_answering needs a question and a context")
         names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
-        encoded = encode_windows(table, "test", names, None, tokenizer, length, args)
+        encoded = encode_windows(table, "test", names, tokenizer, length, args)
         features, windows = separate(encoded, "test")
-        can_abstain = _can_abstain(config, {})
+        can_abstain = _can_abstain(config, {}, "")
         return PreparedData(
             test=features,
             collate=build_text_collator(tokenizer),
@@ -162,13 +167,17 @@ class QuestionAnswering(Task):
         contexts = get_column(rows, extras["columns"][1])
         candidates = join_windows(records, extras["windows"][split], len(contexts), extras)
         identities = get_column(rows, "id") if "id" in get_column_names(rows) else None
+        is_labelled = prepared.is_labelled(split)
+        answers = get_column(rows, extras["answers"]) if is_labelled else []
         result = []
         for index, question in enumerate(get_column(rows, extras["columns"][0])):
             row: dict[str, Any] = {} if identities is None else {"id": identities[index]}
             row["question"] = question
             row |= choose_answer(candidates[index], contexts[index], extras["can_abstain"])
-            if prepared.is_labelled(split):
-                row["expected"] = [text for text, _ in extras["answers"][split][index]]
+            if is_labelled:
+                row["expected"] = read_texts(
+                    answers[index], f"{split}, row {index + 1}", extras["answers"]
+                )
             result.append(row)
         return result
 
@@ -192,12 +201,15 @@ def _load_parts(args: Any) -> TextParts:
     return parts
 
 
-def _can_abstain(config: Any, answers: Mapping[str, list[list[Answer]] | None]) -> bool:
-    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards."""
+def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
+    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards.
+
+    ``tables`` are the splits with answers, which are in ``column``.
+    """
     learned = getattr(config, "rapidformer_can_abstain", None)
-    if learned is not None and "train" not in answers:
+    if learned is not None and "train" not in tables:
         return bool(learned)
-    return any(not found for items in answers.values() for found in items or ())
+    return any(lacks_an_answer(rows, split, column) for split, rows in tables.items())
 
 
 def _extras(

@@ -15,27 +15,39 @@ from rapidformer.tasks.base import check_row_texts
 # An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
+_PART = 1000
+"""Rows that are read at once."""
 
 
 # --- answers in the data -------------------------------------------------------------------------
 
 
-def read_answers(rows: Any, split: str, names: Sequence[str]) -> list[list[Answer]] | None:
-    """The answers to each question as (text, first character); None for a split without answers."""
-    from rapidformer.tasks.rows import get_column, get_column_names
+def has_answers(rows: Any, split: str, column: str) -> bool:
+    """Whether a split has the column of answers; only a test split may go without."""
+    from rapidformer.tasks.rows import get_column_names
 
-    _, context, column = names
-    if column not in get_column_names(rows):
-        if split != "test":
-            raise DataError(f"{split} has no column {column}: all splits need the same columns.")
-        return None
-    contexts = check_row_texts(get_column(rows, context), context, split)
-    return [
-        _place_answers(value, text, f"{split}, row {number}", column)
-        for number, (value, text) in enumerate(
-            zip(get_column(rows, column), contexts, strict=True), start=1
-        )
-    ]
+    if column in get_column_names(rows):
+        return True
+    if split != "test":
+        raise DataError(f"{split} has no column {column}: all splits need the same columns.")
+    return False
+
+
+def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
+    """Whether some question has no answer; reads a part of the rows at a time."""
+    from rapidformer.tasks.rows import get_column, take_rows
+
+    for start in range(0, len(rows), _PART):
+        values = get_column(take_rows(rows, start, _PART), column)
+        for number, value in enumerate(values, start=start + 1):
+            if not read_texts(value, f"{split}, row {number}", column):
+                return True
+    return False
+
+
+def read_texts(value: Any, place: str, column: str) -> list[str]:
+    """The texts of the answers in a cell; ``place`` names the row in errors."""
+    return [text for text, _ in _as_pairs(value, place, column) if text]
 
 
 def _place_answers(value: Any, context: str, place: str, column: str) -> list[Answer]:
@@ -82,12 +94,14 @@ def encode_windows(
     rows: Any,
     split: str,
     names: Sequence[str],
-    answers: list[list[Answer]] | None,
     tokenizer: Any,
     max_length: int,
     args: Any,
 ) -> Any:
-    """Cut the rows of a split into windows, with the first and last token of the answer."""
+    """Cut the rows of a split into windows, with the first and last token of the answer.
+
+    ``names`` are the columns of the question, the context and, if there are any, the answers.
+    """
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
@@ -111,10 +125,13 @@ def encode_windows(
         offsets = encoded.pop("offset_mapping")
         masks = [[int(s == 1) for s in encoded.sequence_ids(i)] for i in range(len(owners))]
         result = dict(encoded)
-        if answers is not None:
+        if len(names) > 2:
+            answers = [
+                _place_answers(value, context, f"{split}, row {number + 1}", names[2])
+                for number, value, context in zip(indices, columns[names[2]], contexts, strict=True)
+            ]
             spans = [
-                _find_span(answers[indices[owner]], offsets[i], masks[i])
-                for i, owner in enumerate(owners)
+                _find_span(answers[owner], offsets[i], masks[i]) for i, owner in enumerate(owners)
             ]
             result["start_positions"] = [first for first, _ in spans]
             result["end_positions"] = [last for _, last in spans]
@@ -125,10 +142,9 @@ def encode_windows(
             result["ends"] = [[last for _, last in offset] for offset in offsets]
         return result
 
-    # The answers come from the rows, which the fingerprint already covers.
     key = ("windows", tuple(names), max_length, stride, get_tokenizer_key(tokenizer), split)
     workers = args.preprocessing_workers
-    return map_rows(rows, encode, workers=workers, key=(*key, answers is None))
+    return map_rows(rows, encode, workers=workers, key=key)
 
 
 def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
