@@ -25,7 +25,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # Below this, rounding costs more time than the faster product saves.
 SMALLEST = 1024
 _MULTIPLE = 16
-_SMALLEST_VALUE = 1e-12
+_SMALLEST_VALUE = 1e-30
 _FIRST_CAPABILITY = (8, 9)
 
 
@@ -88,7 +88,7 @@ def _is_large(layer: nn.Module) -> bool:
 
 def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        if not _is_due(input):
+        if not _is_due(self, input):
             return cls.forward(self, input)
         return multiply(input, self.weight, self.bias)
 
@@ -97,7 +97,7 @@ def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:
 
 def _build_transposed(cls: Any) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not _is_due(x):
+        if not _is_due(self, x):
             output: Tensor = cls.forward(self, x)
             return output
         return multiply(x, self.weight.t(), self.bias)
@@ -105,10 +105,10 @@ def _build_transposed(cls: Any) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def _is_due(input: Tensor) -> bool:
-    """In training, on at least one row."""
-    is_training = torch.is_grad_enabled() and torch.is_autocast_enabled(input.device.type)
-    return is_training and input.numel() > 0
+def _is_due(layer: nn.Module, input: Tensor) -> bool:
+    """In training, on at least one row: an expert may get none."""
+    is_training = layer.training and torch.is_grad_enabled()
+    return is_training and torch.is_autocast_enabled(input.device.type) and input.numel() > 0
 
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,7 +135,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
         small_rows, rows_scale = quantize(rows, FORWARD)
         small_weight, weight_scale = quantize(weight, FORWARD)
-        ctx.save_for_backward(small_rows, rows_scale, small_weight, weight_scale)
+        # Only the weight's gradient needs the rows: a frozen layer keeps none.
+        kept = (small_rows, rows_scale) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(small_weight, weight_scale, *kept)
         ctx.dtypes = rows.dtype, weight.dtype
         return multiply_scaled(
             small_rows, rows_scale, small_weight.t(), weight_scale, dtype=rows.dtype, is_fast=True
@@ -143,14 +145,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        rows, rows_scale, weight, weight_scale = ctx.saved_tensors
+        weight, weight_scale, *kept = ctx.saved_tensors
         rows_dtype, weight_dtype = ctx.dtypes
         gradient, scale = quantize(gradient, BACKWARD)
         to_rows = to_weight = None
         if ctx.needs_input_grad[0]:
             to_rows = multiply_scaled(gradient, scale, weight, weight_scale, dtype=rows_dtype)
         if ctx.needs_input_grad[1]:
-            to_weight = multiply_scaled(gradient.t(), scale, rows, rows_scale, dtype=weight_dtype)
+            to_weight = multiply_scaled(gradient.t(), scale, *kept, dtype=weight_dtype)
         return to_rows, to_weight
 
 
