@@ -265,10 +265,11 @@ class Room:
 def run_all(chosen: list[str], options: argparse.Namespace) -> Iterator[tuple[str, Curves]]:
     """All runs of all workloads, as many at a time as fit; a workload is given when it is done."""
     workloads = list_workloads(options.size)
+    sizes = {workload: estimate_memory(workloads[workload]) for workload in chosen}
     room = Room()
 
     def run(workload: str, name: str) -> list[float]:
-        with room.reserved(estimate_memory(workloads[workload])):
+        with room.reserved(sizes[workload]):
             return start(name, workload, options)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

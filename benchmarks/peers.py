@@ -8,7 +8,8 @@ count. bf16 on a GPU, fp32 on a CPU; fused AdamW and clipping everywhere. rapidf
 its defaults, then with --compile. Prints a table in Markdown, and draws it with --picture.
 
 Processes are forked from one that has imported everything, so each starts at once. That one must
-never touch the GPU: CUDA does not survive a fork.
+never touch the GPU: CUDA does not survive a fork. If it fails in a fork, new processes are started
+instead.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ OPTIONAL = ("rapidformer, padded",)
 """Runs that are not in the picture unless they are asked for."""
 
 
-def measure(name: str, work: Workload, steps: int, matrix_rate: float) -> Result:
+def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float) -> Result:
+    work = list_workloads(size)[workload]
     warm_up = WARM_UP * work.repeats
     rows = work.make_rows(work.batch * (warm_up + steps * work.repeats))
     timed = rows[warm_up * work.batch :]
@@ -215,9 +217,9 @@ def find_problem(name: str) -> str | None:
     return "not installed" if name.endswith("Liger") and not is_installed else None
 
 
-def call_in_fork(limit: float, function: Callable[..., Result], *args: Any) -> Result:
-    """An error, a crash or a run that takes too long is a result as well."""
-    context = multiprocessing.get_context("fork")
+def call(method: str, limit: float, function: Callable[..., Result], *args: Any) -> Result:
+    """In a new process; an error, a crash or a run that takes too long is a result as well."""
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args))
     process.start()
@@ -298,7 +300,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     workloads = list_workloads(options.size)
-    device = call_in_fork(LIMIT, describe_device)
+    method, device = "fork", call("fork", LIMIT, describe_device)
+    if "problem" in device:
+        print(f"forks cannot use the device: {device['problem']}")
+        method, device = "spawn", call("spawn", LIMIT, describe_device)
+    if "problem" in device:
+        sys.exit(f"the device cannot be used: {device['problem']}")
     rate = device["matrix rate"]
     print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
     results: dict[str, dict[str, Result]] = {}
@@ -309,8 +316,8 @@ def main() -> None:
         results[workload] = {}
         for name in options.runs:
             problem = find_problem(name)
-            result = {"problem": problem} if problem else call_in_fork(
-                options.limit, measure, name, work, options.steps, rate
+            result = {"problem": problem} if problem else call(
+                method, options.limit, measure, name, workload, options.size, options.steps, rate
             )  # fmt: skip
             results[workload][name] = result
             base = results[workload].get("HF Trainer", {}).get("rate")
