@@ -12,7 +12,7 @@ import pytest
 import rapidformer
 
 ROOT = Path(rapidformer.__file__).parent
-# From the top to the bottom; a room may import what stands below it, and its own files.
+# From the top to the bottom; a package may import what is below it, and its own files.
 LAYERS = [
     {"preprocess_data", "__main__"},
     {"cli"},

@@ -62,7 +62,7 @@ def count_labels(labels: torch.Tensor, *, is_shifted: bool) -> int:
 
 
 def start_bare_trace(model: nn.Module) -> Trace:
-    """What stands before the first update of a loop without the library."""
+    """What comes before the first update of a loop without the library."""
     return Trace(start=collect_weights(model), ties=find_ties(model))
 
 

@@ -1,6 +1,6 @@
 """Layers split over processes == one process: losses, every gradient, updated weights, ties.
 
-The whole matrix runs by ``python tests/parity/matrix.py``; here stands what each row of it guards.
+The whole matrix runs by ``python tests/parity/matrix.py``; each test here says what its row guards.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ THINKING = CHATML.replace(
     "m.role + '\\n' + m.content",
     "m.role + '\\n' + ('<t></t>' if loop.last and m.role == 'assistant' else '') + m.content",
 )
-# What ends the whole conversation stands behind the last answer alone.
+# What ends the conversation follows the last answer only.
 CLOSED = CHATML.replace(
     "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ eos_token }}{% else %}"
 )

@@ -260,6 +260,20 @@ def test_a_split_model_under_deepspeed(
         assert torch.allclose(saved[name], weight, atol=1e-5), name
 
 
+def test_lora_trains_adapters_alone(tmp_path: Path) -> None:
+    model = make_classifier()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    trainer = make_trainer(tmp_path, lora=True, lora_r=2, lora_target_modules=["query"])
+    trainer.train(model, train_dataset=make_rows(), collate_fn=collate)
+    config = trainer.engine.adapter.config
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (2, 16, 0.05)
+    after = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {name: p for name, p in after.items() if "original_module" not in name}
+    assert frozen and any("query.base_layer" in name for name in frozen)
+    for name, weight in frozen.items():
+        assert torch.equal(weight, before[name.replace(".base_layer", "")]), name
+
+
 def test_no_epochs_means_evaluation_only(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, epochs=0)
     model = make_classifier()

@@ -50,5 +50,12 @@ FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     "model_paralle_size": (1, mapped("tensor_model_parallel_size", "FlagAI's own misspelling")),
     "training_script": ("train.py", honoured("the script to start on every rank")),
     "optimizer_type": ("adam", mapped("optimizer", "adam, adamw or adafactor")),
+    "lora": (False, honoured("True trains adapters instead of the model's weights")),
+    "lora_r": (8, honoured("the rank; only with lora=True", "lora_rank")),
+    "lora_alpha": (16, honoured("only with lora=True", "lora_alpha")),
+    "lora_dropout": (0.05, honoured("only with lora=True", "lora_dropout")),
+    "lora_target_modules": (
+        ["wq", "wv"], honoured("only with lora=True", "lora_target_modules")
+    ),
     "extra_args": (None, ignored("a script's own flags are passed on unchanged")),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A user's DataLoader, spread over the processes without losing what it was told.
+"""A user's DataLoader, split over the ranks with all of its settings.
 
 Data set, collate function, batch size, workers and order carry over. A sampler of the user's own
 decides the order (it must give the same one on every process); a batch sampler cannot be cut.

@@ -1,7 +1,7 @@
 """From the arguments of ``Accelerator(...)`` to the ``Settings`` of a run.
 
 Neither the command line nor the environment of Accelerate is read: a script's flags are its own.
-What ``rapidformer launch`` was told holds where the constructor says nothing.
+Flags of ``rapidformer launch`` apply if the constructor is not given the same setting.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
 
 def _add_launched(settings: Settings, given: set[str]) -> Settings:
     launched = parse_arguments([])
-    told = {name: getattr(launched, name) for name in launched.sources if name not in given}
-    return settings.replace("command line", **told)
+    flags = {name: getattr(launched, name) for name in launched.sources if name not in given}
+    return settings.replace("command line", **flags)
 
 
 def _read_plugin(plugin: Any) -> dict[str, Any]:

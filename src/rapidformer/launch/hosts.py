@@ -271,7 +271,7 @@ def _revive(
 
 
 def _let_others_end(nodes: list[_Node]) -> None:
-    """A node that fails has told the others; give them a moment to end by themselves."""
+    """A node that fails has notified the others; give them a moment to stop by themselves."""
     deadline = time.monotonic() + 2 * _GRACE_SECONDS
     while time.monotonic() < deadline and any(node.process.poll() is None for node in nodes):
         time.sleep(0.05)

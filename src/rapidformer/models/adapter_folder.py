@@ -82,7 +82,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """The model with an adapter from a folder, which can be trained on."""
     from peft import PeftConfig, PeftModel
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             config = PeftConfig.from_pretrained(str(folder))
@@ -98,7 +98,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
             raise ModelError(
                 f"The adapter {folder} does not fit {type(model).__name__}: {text}"
             ) from None
-    missing = [str(each.message) for each in told if "missing adapter keys" in str(each.message)]
+    missing = [str(each.message) for each in caught if "missing adapter keys" in str(each.message)]
     if missing:
         raise ModelError(f"The adapter {folder} is incomplete: {missing[0][:300]}")
     return get_inner(adapted)

@@ -271,12 +271,12 @@ def _read_config(source: str) -> Any:
         values = json.loads(text)
         values.pop("peft_version", None)
         _check_type(values.get("peft_type"), place)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = PeftConfig.from_peft_type(**values)
     except (ValueError, TypeError, KeyError) as reason:
         raise ConfigurationError(f"{place} is not a configuration of peft: {reason}.") from None
-    for each in told:
+    for each in caught:
         warn_once(f"{place}: {each.message}")
     return config
 

@@ -103,7 +103,7 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     check_names(report, trunk, base, allows_partial=args.allow_partial_load)
     if must_be_trained:
         _refuse_fresh_weights(report, location)
-    _tell_fresh_weights(report, location)
+    _report_fresh_weights(report, location)
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
 
 
@@ -177,7 +177,7 @@ def _make_image_processor(config: Any) -> Any:
     return ViTImageProcessorPil(size={"height": height, "width": width})
 
 
-# --- what starts afresh --------------------------------------------------------------------------
+# --- newly initialised weights --------------------------------------------------------------------
 
 
 def _list_fresh(report: dict[str, Any]) -> list[str]:
@@ -204,7 +204,7 @@ def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
         names = ", ".join(fresh[:4]) + (f" and {len(fresh) - 4} more" if fresh[4:] else "")
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for {names}. Train it "
-            "first and name that run, or pass --allow-untrained to go on with random ones."
+            "first and name that run, or pass --allow-untrained to continue with random ones."
         )
 
 
@@ -218,7 +218,7 @@ def _warn_of_ignored_flags(model: nn.Module, args: Any, location: str) -> None:
         )
 
 
-def _tell_fresh_weights(report: dict[str, Any], location: str) -> None:
+def _report_fresh_weights(report: dict[str, Any], location: str) -> None:
     logger = get_logger()
     mismatched = [_describe_mismatch(entry) for entry in report.get("mismatched_keys", ())]
     if mismatched:

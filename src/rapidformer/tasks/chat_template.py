@@ -42,7 +42,7 @@ _CHATML = _TURNS.format(
 # of the answer.
 _THINKING = "enable_thinking"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ANSWER = "The-answer-stands-here"
+_ANSWER = "The-answer-is-here"
 
 
 class ChatTemplate:

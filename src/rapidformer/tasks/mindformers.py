@@ -71,10 +71,10 @@ class MindFormersTrainer(Trainer):
         named = _name_by_type(others) | named
         self._checkpoint: str | None = None
         if isinstance(args, (str, Path)):
-            args, told = self._read_file(args)
-            task = told.pop("task", task) if task == "general" else task
-            model_name = model_name or told.pop("model_name", None)
-            named = {name: value for name, value in told.items() if name != "task"} | named
+            args, from_file = self._read_file(args)
+            task = from_file.pop("task", task) if task == "general" else task
+            model_name = model_name or from_file.pop("model_name", None)
+            named = {name: value for name, value in from_file.items() if name != "task"} | named
         _check_arguments(args, task, named)
         self.args = args if args is not None else MindFormersArguments()
         self.task_name = task
@@ -184,7 +184,7 @@ class MindFormersTrainer(Trainer):
             self._engine = None
 
     def build_settings(self) -> Settings:
-        """The arguments, and what ``set_parallel_config`` and ``init_context`` were told."""
+        """The arguments, and what ``set_parallel_config`` and ``init_context`` were given."""
         given = {
             name: getattr(self.args, name)
             for name in TRAINING_ARGUMENTS

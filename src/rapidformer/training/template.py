@@ -318,11 +318,11 @@ class Template(ABC):
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
             if loop.is_finished and loop.is_exported:
-                return self._tell_finished(loop)
+                return self._report_finished(loop)
         with regularize(model, self.args):
             return loop.run()
 
-    def _tell_finished(self, loop: TrainingLoop) -> Progress:
+    def _report_finished(self, loop: TrainingLoop) -> Progress:
         for line in describe_finished(self.args, step=loop.step, total=loop.train_iters):
             loop.reporter.say(line)
         loop.reporter.close()
@@ -338,7 +338,7 @@ class Template(ABC):
 
 
 class _FirstCheckpoint(Callback):
-    """From here on the run stands on its own: the one that it replaces can go."""
+    """Deletes the run that this one replaces, once this one has a checkpoint."""
 
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         if loop.engine.is_main:

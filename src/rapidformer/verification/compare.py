@@ -110,10 +110,10 @@ def compare(
     """
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
-        told = ", ".join(str(n) for n in sorted(updates))
+        counts = ", ".join(str(n) for n in sorted(updates))
         return Comparison(
             quantities={},
-            problems=[f"one process did {len(reference.gradients)} updates, the run did {told}"],
+            problems=[f"one process did {len(reference.gradients)} updates, the run did {counts}"],
         )
     found = _find_differences(reference, traces)
     floors = {} if noise is None else _find_differences(reference, [noise])

@@ -1,6 +1,6 @@
 """Find Python code in a forward step that a replay would leave out.
 
-A graph repeats what the device did, not the code that told it to. A step may compute with its
+A graph repeats what the device did, not the code that launched it. A step may compute with its
 arguments, constants, modules and the functions of torch; whatever else it calls or changes, such as
 a counter, a log or a queue, would silently stop. The source is read, and what it names is looked
 up: what cannot be judged counts as a side effect.

@@ -171,7 +171,7 @@ class IndexedDataset:
             )
         return IndexedDataError(
             f"its index is damaged: sequence {index} is said to have {size} tokens from {start} "
-            f"on, of {self._count} in the .bin; `rapidformer data info {self.prefix}` tells more.",
+            f"on, of {self._count} in the .bin; `rapidformer data info {self.prefix}` shows more.",
             self.prefix,
         )
 

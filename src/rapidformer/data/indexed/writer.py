@@ -2,7 +2,7 @@
 
 Nothing has its final name before ``finalize``. Both files grow beside the target under a temporary
 name; then an older ``.idx`` of that name is removed, the ``.bin`` is renamed, and the ``.idx``
-last, so that an index never stands beside another file's tokens.
+last, so that an index is never next to another file's tokens.
 """
 
 from __future__ import annotations

@@ -158,11 +158,11 @@ class _Run:
                 "--strict to have such lines counted and left out."
             )
         if not any(counts.documents for counts in self._merge_counts()):
-            told = "\n".join(format_problems(problems, self._sources))
+            listed = "\n".join(format_problems(problems, self._sources))
             empty = sum(counts.empty for counts in self._merge_counts())
             raise _FinalError(
                 f"The input holds no document that can be written ({empty:,} empty): nothing was "
-                f"made.\n{told}"
+                f"made.\n{listed}"
             )
 
     # --- the output ------------------------------------------------------------------------------

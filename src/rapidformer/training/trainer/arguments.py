@@ -1,6 +1,6 @@
 """``TrainingArguments``: the public class, with the names and defaults of ``transformers`` 5.17.
 
-It is a plain, mutable dataclass that knows no rules: what each name does here stands in
+It is a plain, mutable dataclass that knows no rules: what each name does here is in
 ``config/hugging_face_names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a
 run. No torch at the top, so that ``rapidformer --help`` and the docs can read it.
 """

@@ -87,7 +87,7 @@ class FlagAITrainer(Trainer):
             )
         elif str(values["pytorch_device"]).startswith("cuda:"):
             _choose_gpu(str(values["pytorch_device"]))
-        flagai_settings.tell_unused(values, self._given)
+        flagai_settings.report_unused(values, self._given)
         seed_everything(int(values["seed"]), deterministic=False)
         for name in ("epochs", "batch_size", "lr", "experiment_name", "save_dir", "tokenizer"):
             setattr(self, name, values[name])

@@ -1,6 +1,6 @@
 """From FlagAI's arguments to the ``Settings`` of a run, by the table in ``config/flagai_names.py``.
 
-Where a DeepSpeed file and the constructor disagree the file wins, as in FlagAI; here it is said.
+If a DeepSpeed file and the constructor disagree, the file wins, as in FlagAI, but not silently.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _SOURCE = "Trainer(...)"
 _DEFAULT = "derived: FlagAI's default"
 _BY_FILE = "derived: a DeepSpeed file may say otherwise"
 _NEVER = 2**31 - 1
+_LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
 # FlagAI's cosine ends at a tenth of the rate.
 _LAST_FRACTION = 0.1
 
@@ -53,7 +54,7 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     if needs_file and not values["deepspeed_config"]:
         problems.append(
             f"env_type={values['env_type']!r} needs deepspeed_config='deepspeed.json': optimizer "
-            "and ZeRO stage stand there."
+            "and ZeRO stage come from that file."
         )
     if sizes and max(sizes) > 1 and values["env_type"] != "deepspeed+mpu":
         problems.append(
@@ -65,13 +66,16 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def tell_unused(values: Mapping[str, Any], given: set[str]) -> None:
+def report_unused(values: Mapping[str, Any], given: set[str]) -> None:
     """Say which of the arguments given do nothing."""
     if values["deepspeed_config"] and not values["env_type"].startswith("deepspeed"):
         say_once(
             f"deepspeed_config={values['deepspeed_config']!r} is not used: "
             f"env_type is {values['env_type']!r}."
         )
+    if not values["lora"]:
+        for name in sorted({"lora_r", *_LORA} & given):
+            say_once(f"Trainer({name}=...) has no effect without lora=True.")
     for name in sorted(given):
         row = FLAGAI[name][1]
         if row.outcome == "ignored":
@@ -89,9 +93,9 @@ def build_settings(values: Mapping[str, Any], given: set[str]) -> Settings:
     said = {row.setting for name, (_, row) in FLAGAI.items() if name in given and row.setting}
     settings = arguments_from_mapping(mapped, source=_SOURCE)
     settings = _forget(settings, {name for name in mapped if name not in said}, _DEFAULT)
-    launched = parse_arguments([])  # what the launcher was told
-    told = {name: getattr(launched, name) for name in launched.sources if name not in mapped}
-    settings = settings.replace("command line", **told)
+    launched = parse_arguments([])  # the launcher's own flags
+    flags = {name: getattr(launched, name) for name in launched.sources if name not in mapped}
+    settings = settings.replace("command line", **flags)
     if values["env_type"].startswith("deepspeed"):
         return _take_file(settings, values, said)
     return settings
@@ -117,6 +121,8 @@ def _translate(values: Mapping[str, Any]) -> dict[str, Any]:
         "master_port": None,
         "load_optim": True,
     }
+    if values["lora"]:
+        found |= {name: values[name] for name in _LORA} | {"lora_rank": values["lora_r"]}
     if values["tensorboard_dir"]:
         found["tensorboard_dir"] = str(Path(values["tensorboard_dir"]) / values["experiment_name"])
     if values["env_type"] == "pytorch":
@@ -149,7 +155,7 @@ def _take_file(settings: Settings, values: Mapping[str, Any], said: set[str]) ->
         merged = _use_our_own(asked, content)
     else:
         merged, _ = merge_deepspeed(asked)
-    _tell_overridden(settings, merged, said, path)
+    _report_overridden(settings, merged, said, path)
     return merged if merged.deepspeed is None else asked
 
 
@@ -176,7 +182,7 @@ def _use_our_own(asked: Settings, content: dict[str, Any]) -> Settings:
     )
 
 
-def _tell_overridden(before: Settings, merged: Settings, said: set[str], path: str) -> None:
+def _report_overridden(before: Settings, merged: Settings, said: set[str], path: str) -> None:
     """Every argument that the user gave and the file has changed, in one line."""
     compared = sorted(said - {"deepspeed", "fp16"})
     changed = [

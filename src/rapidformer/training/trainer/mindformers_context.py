@@ -1,4 +1,4 @@
-"""``init_context`` of MindFormers: joins the other processes, and remembers what it was told."""
+"""``init_context`` of MindFormers: joins the other ranks, and remembers its arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ParallelContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What ``init_context`` was told last."""
+    """The arguments of the latest ``init_context``."""
 
     device: str | None = None
     splits_models: bool = True

@@ -47,9 +47,9 @@ def build_settings(arguments: TrainingArguments) -> Settings:
         raise ConfigurationError(problems)
     assert settings is not None
     settings = settings.replace(_DEFAULT, **_drop_given(assumed, given))
-    launched = parse_arguments([])  # what `rapidformer launch` was told
-    told = {name: getattr(launched, name) for name in launched.sources}
-    return settings.replace("command line", **told)
+    launched = parse_arguments([])  # the flags of `rapidformer launch`
+    flags = {name: getattr(launched, name) for name in launched.sources}
+    return settings.replace("command line", **flags)
 
 
 def _build(given: Values, problems: list[str]) -> Settings | None:
