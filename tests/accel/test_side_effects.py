@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
+from rapidformer.accel.cuda_graph.side_effects import Examination
 
 SEEN: list[float] = []
 SCALE = 2.0
@@ -78,10 +78,22 @@ def make_closure(watch: Any) -> Any:
     return step
 
 
+def examine(step: Any) -> Examination:
+    return Examination([step], nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize("name", ["plain", "from_iterator"])
 def test_a_step_that_only_computes(name: str) -> None:
-    assert find_effect(getattr(Steps(), name)) is None
-    assert find_effect(getattr(Child(), name)) is None
+    assert examine(getattr(Steps(), name)).effect is None
+    assert examine(getattr(Child(), name)).effect is None
+
+
+def test_values_outside_the_code_are_known() -> None:
+    steps = Steps()
+    found = examine(steps.plain)
+    assert found.read_values() == (0.5, SCALE)
+    steps.factor = 0.25
+    assert found.read_values() == (0.25, SCALE)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,7 @@ def test_a_step_that_only_computes(name: str) -> None:
     ],
 )
 def test_a_step_that_does_more(step: Any, effect: str) -> None:
-    assert find_effect(step) == effect
+    assert str(examine(step).effect).endswith(effect)
 
 
 class Counting(nn.Linear):
@@ -109,6 +121,6 @@ class Counting(nn.Linear):
 
 
 def test_a_model_of_your_own() -> None:
-    assert find_model_effect(nn.Sequential(nn.Linear(2, 2))) is None
-    found = find_model_effect(nn.Sequential(Counting(2, 2)))
-    assert found == "Counting.forward changes self.calls"
+    assert Examination([], nn.Sequential(nn.Linear(2, 2))).effect is None
+    found = Examination([], nn.Sequential(Counting(2, 2)))
+    assert found.effect == "Counting.forward changes self.calls"

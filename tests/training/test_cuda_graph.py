@@ -237,6 +237,31 @@ class Spoiler(Callback):
             loop.engine.parameters[0].data.copy_(self.kept)
 
 
+class Scaled(Run):
+    factor = 1.0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss * self.factor
+
+
+class Halving(Callback):
+    def __init__(self, run: Scaled) -> None:
+        self._run = run
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        self._run.factor = 1.0 if loop.step < 4 else 0.5
+
+
+def test_a_number_that_changes_needs_another_graph() -> None:
+    capture = Again()
+    run = Scaled(make_gpt2(), make_texts(32), capture)
+    run.callbacks = [Halving(run)]
+    run.train()
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.problem is None
+    assert capture.recorded == 2
+
+
 def test_only_a_gpu_has_graphs() -> None:
     with pytest.raises(ConfigurationError, match="--cuda-graph on: there is no CUDA device"):
         Run(make_gpt2(), make_texts(8), None, cuda_graph="on").train()

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.side_effects import find_effect, find_model_effect
+from rapidformer.accel.cuda_graph.side_effects import Examination
+from rapidformer.accel.dropout import DROPOUTS
 from rapidformer.accel.watched import describe_watched, find_watched
 from rapidformer.compat.torch_tensors import count_changes, has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
@@ -66,6 +67,8 @@ class GraphedPasses:
     ) -> None:
         self._model = model
         self._modules = list(model.modules())
+        self._dropouts = [each for each in self._modules if isinstance(each, DROPOUTS)]
+        self._code: Examination
         self._parameters = parameters
         self._device = device
         self._capture = capture
@@ -104,8 +107,8 @@ class GraphedPasses:
             return None
         try:
             if not self._is_warm:
-                self._check(steps, update)
-                self._steps = steps
+                self._steps, self._code = steps, Examination(steps, self._model)
+                self._check(update)
             inputs = [read_inputs(self._model, each.batch) for each in update]
         except NotRepeatableError as problem:
             self._give_up(str(problem))
@@ -114,7 +117,7 @@ class GraphedPasses:
         if len(known) < len(inputs) or steps != self._steps:
             return None  # the loss must be seen on a padded batch first; or it is another loss
         self._drop_moved()
-        key = (tuple(each.key for each in known), tuple(m.training for m in self._modules))
+        key = (tuple(each.key for each in known), self._describe_model(), self._code.read_values())
         return self._run(run_forward, update, known, key, weights)
 
     def _run(
@@ -196,7 +199,7 @@ class GraphedPasses:
                 )
         self._checked += 1
 
-    def _check(self, steps: Sequence[Callable[..., Any]], update: Update) -> None:
+    def _check(self, update: Update) -> None:
         """Refuse what cannot be replayed, as far as it can be known beforehand."""
         if self._is_asked:
             return
@@ -215,14 +218,13 @@ class GraphedPasses:
             )
         if has_gradient_hooks(self._parameters):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
-        for step in steps:
-            effect = find_effect(step)
-            if effect is not None:
-                name = getattr(step, "__name__", type(step).__name__)
-                raise NotRepeatableError(f"{name} {effect}, which a replay would not")
-        effect = find_model_effect(self._model)
-        if effect is not None:
-            raise NotRepeatableError(f"{effect}, which a replay would not")
+        if self._code.effect is not None:
+            raise NotRepeatableError(f"{self._code.effect}, which a replay would not")
+
+    def _describe_model(self) -> Hashable:
+        """What a forward pass depends on, apart from weights."""
+        training = tuple(module.training for module in self._modules)
+        return training, tuple(module.p for module in self._dropouts)
 
     def _drop_moved(self) -> None:
         """Forget graphs whose weights are elsewhere by now, or are not trained any more."""

@@ -3,7 +3,8 @@
 A graph repeats what the device did, not the code that launched it. A step may compute with its
 arguments, constants, modules and the functions of torch; whatever else it calls or changes, such as
 a counter, a log or a queue, would silently stop. The source is read, and what it names is looked
-up: what cannot be judged counts as a side effect.
+up: what cannot be judged counts as a side effect. Numbers and tensors that the code finds outside
+itself, such as ``self.weight``, may change later, so a graph is for their current values only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import builtins
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,33 +26,40 @@ from rapidformer.overlay import get_own_class
 
 _LIBRARIES = ("torch", "transformers", "rapidformer", "peft", "math", "typing")
 _SIDE_EFFECTS = {"print", "input", "open", "setattr", "delattr", "exec", "eval", "globals"}
-_CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Settings)
+_CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
-def find_model_effect(model: nn.Module) -> str | None:
-    """The first side effect in the forward pass of a module that no library wrote."""
-    classes = {get_own_class(module): module for module in model.modules()}
-    for cls, module in classes.items():
-        if not _is_of_library(cls):
-            effect = find_effect(MethodType(cls.forward, module))
-            if effect is not None:
-                return f"{cls.__name__}.forward {effect}"
-    return None
+class Examination:
+    """What was found in the code of forward steps, and of modules that no library wrote."""
 
-
-def find_effect(function: Callable[..., Any]) -> str | None:
-    """What a function does other than compute, in words that follow its name; None if nothing."""
-    return _Reader().read(function)
-
-
-class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, steps: Iterable[Callable[..., Any]], model: nn.Module) -> None:
         self._seen: set[Any] = set()
+        self._values: list[Callable[[], Any]] = []
+        classes = {get_own_class(module): module for module in model.modules()}
+        own = [MethodType(cls.forward, m) for cls, m in classes.items() if not _is_of_library(cls)]
+        effects = (self._describe(function) for function in (*steps, *own))
+        self.effect = self._first(effects)
+        """What the code does other than compute, as ``step uses print``; None if nothing."""
 
-    def read(self, function: Any) -> str | None:
+    def read_values(self) -> Hashable:
+        """The numbers and tensors outside the code, as they are now."""
+        return tuple(
+            (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else value
+            for value in (read() for read in self._values)
+        )
+
+    def _describe(self, function: Any) -> str | None:
+        effect = self._read(function)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return None if effect is None else f"{name} {effect}"
+
+    def _read(self, function: Any) -> str | None:
         if isinstance(function, functools.partial):
             values = [*function.args, *function.keywords.values()]
-            return self.read(function.func) or self._first(map(self._judge_outside, values))
+            return self._read(function.func) or self._first(
+                self._judge_outside(functools.partial(_give, value), "an argument")
+                for value in values
+            )
         owner = function.__self__ if isinstance(function, MethodType) else None
         function = inspect.unwrap(getattr(function, "__func__", function))
         if _is_of_library(function) or isinstance(function, BuiltinFunctionType):
@@ -84,7 +92,7 @@ class _Reader:
             if isinstance(node.value, ast.Call) and _is_name(node.value.func, "super"):
                 found = [vars(cls).get(node.attr) for cls in type(owner).__mro__]
                 methods = [MethodType(each, owner) for each in found if callable(each)]
-                return self._first(self.read(method) for method in methods)
+                return self._first(self._read(method) for method in methods)
             return None
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             root = node.value
@@ -99,9 +107,9 @@ class _Reader:
         if name in cells:
             if name == "__class__":
                 return None
-            return self._judge_outside(cells[name].cell_contents, name)
+            return self._judge_outside(lambda: cells[name].cell_contents, name)
         if name in function.__globals__:
-            return self._judge_outside(function.__globals__[name], name)
+            return self._judge_outside(lambda: function.__globals__[name], name)
         if name in _SIDE_EFFECTS or not hasattr(builtins, name):
             return f"uses {name}"
         return None
@@ -109,19 +117,21 @@ class _Reader:
     def _judge_attribute(self, owner: Any, name: str) -> str | None:
         found = inspect.getattr_static(owner, name, None)
         if isinstance(found, property):
-            return self.read(found.fget) if found.fget is not None else None
+            return self._read(found.fget) if found.fget is not None else None
         if isinstance(found, functools.cached_property):
-            return self.read(found.func)
+            return self._read(found.func)
         if isinstance(found, FunctionType):
-            return self.read(MethodType(found, owner))
-        return self._judge_outside(getattr(owner, name, None), f"self.{name}")
+            return self._read(MethodType(found, owner))
+        return self._judge_outside(lambda: getattr(owner, name, None), f"self.{name}")
 
-    def _judge_outside(self, value: Any, name: str = "an object") -> str | None:
+    def _judge_outside(self, read: Callable[[], Any], name: str) -> str | None:
         """Something that a function finds outside itself."""
-        if isinstance(value, (*_CONSTANTS, torch.Tensor, nn.Module)):
+        value = read()
+        if isinstance(value, (nn.Module, Settings)):
             return None
-        if isinstance(value, (tuple, frozenset)):
-            return self._first(self._judge_outside(item, name) for item in value)
+        if isinstance(value, (*_CONSTANTS, torch.Tensor)) or _is_plain_tuple(value):
+            self._values.append(read)
+            return None
         if isinstance(value, ModuleType):
             is_known = value.__name__.partition(".")[0] in _LIBRARIES
             return None if is_known else f"uses {name}"
@@ -129,13 +139,21 @@ class _Reader:
             is_known = _is_of_library(value) or value.__module__ == "builtins"
             return None if is_known else f"uses {name}"
         if isinstance(value, (FunctionType, MethodType, functools.partial, BuiltinFunctionType)):
-            return self.read(value)
+            return self._read(value)
         return f"uses {name}"
 
 
 def _is_of_library(thing: Any) -> bool:
     module = getattr(thing, "__module__", None) or ""
     return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _give(value: Any) -> Any:
+    return value
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, _CONSTANTS) for item in value)
 
 
 def _is_name(node: ast.AST, name: str | None) -> bool:
