@@ -177,10 +177,11 @@ RUNS: dict[str, Run] = {
     "rapidformer": run_rapidformer,
     "rapidformer, padded": lambda *args: run_rapidformer(*args, dynamic_shape="off"),
     "rapidformer --compile": lambda *args: run_rapidformer(*args, compile=True),
+    "rapidformer --compile --fp8": lambda *args: run_rapidformer(*args, compile=True, fp8=True),
 }
 
 
-OPTIONAL = ("rapidformer, padded",)
+OPTIONAL = ("rapidformer, padded", "rapidformer --compile --fp8")
 """Runs that are not in the picture unless they are asked for."""
 
 
