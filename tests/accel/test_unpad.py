@@ -22,7 +22,7 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.unpad import reading, switch
-from rapidformer.accel.unpad.switch import apply_unpadding, find_rows
+from rapidformer.accel.unpad.switch import apply_unpadding, find_rows, find_sides
 from rapidformer.models.plan import find_plan, shifts_labels
 from rapidformer.overlay import get_fact
 
@@ -33,6 +33,12 @@ SMALL: dict[str, Any] = {
     "word_embed_proj_dim": 16, "dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 32,
     "pad_token_id": 0, "embedding_size": 16, "sliding_window": 4, "use_sliding_window": True,
     "global_attn_every_n_layers": 2, "decoder_start_token_id": 0, "local_attention": 4,
+}  # fmt: skip
+PAIR: dict[str, Any] = {
+    "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "encoder_layers": 2,
+    "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout_rate": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "forced_eos_token_id": 2,
 }  # fmt: skip
 LANGUAGE = ["gpt2", "gpt_neox", "opt", "llama", "qwen3", "mistral", "phi3", "olmo2", "granite"]
 MASKED = ["bert", "roberta", "electra", "distilbert", "modernbert", "xlm-roberta"]
@@ -56,6 +62,13 @@ def make_batch(model: Any, labels: str = "tokens") -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": wanted[labels]}
 
 
+def make_pair() -> dict[str, torch.Tensor]:
+    """For an encoder-decoder model: 21 real tokens in, 24 out."""
+    batch = make_batch(None)
+    is_label = torch.arange(11) < torch.tensor([2, 11, 4, 7])[:, None]
+    return {**batch, "labels": batch["input_ids"].roll(1, 0).clamp(min=5).where(is_label, -100)}
+
+
 def run(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     outputs = model(**batch)
     outputs.loss.backward()
@@ -63,7 +76,7 @@ def run(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits = outputs.logits
     if logits.dim() == 3:
-        logits = logits[batch["attention_mask"].bool()]
+        logits = logits[batch["labels"] != -100]
     return {**found, "loss": outputs.loss.detach(), "logits": logits.detach()}
 
 
@@ -108,6 +121,63 @@ def test_classifiers(kind: str) -> None:
     check(build(AutoModelForSequenceClassification, kind), "rows")
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_recomputed"), [("t5", False), ("t5", True), ("bart", False), ("pegasus", False)]
+)
+def test_encoder_decoder_models(kind: str, is_recomputed: bool) -> None:
+    """Rows of other lengths on both sides, but as many columns: sizes do not tell the sides."""
+    from rapidformer.accel.recompute import apply_recompute
+
+    model = build(AutoModelForSeq2SeqLM, kind, **PAIR)
+    expected = run(model, make_pair())
+    if is_recomputed:
+        apply_recompute(model, find_plan(model))
+        model.train()
+    assert apply_unpadding(model, find_plan(model)) is None
+    shapes: list[Any] = []
+    for block in find_plan(model).get_blocks(model):
+        block.register_forward_hook(Note(shapes))
+    for more in ({}, {"decoder_attention_mask": (make_pair()["labels"] != -100).long()}):
+        shapes.clear()
+        found = run(model, {**make_pair(), **more})
+        assert {*shapes} == {(1, 21), (1, 24)}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
+    model, batch = build(AutoModelForSeq2SeqLM, "t5", **PAIR), make_pair()
+    assert find_sides(model, batch) is not None
+    ones = torch.ones_like(batch["attention_mask"])
+    with_gap, empty = batch["attention_mask"].clone(), batch["attention_mask"].clone()
+    with_gap[0, 4] = 0
+    empty[1] = 0
+    for name, value in (
+        ("attention_mask", with_gap), ("attention_mask", empty), ("use_cache", True),
+        ("labels", torch.tensor([0, 1, 1, 0])), ("decoder_attention_mask", ones[:, :5]),
+        ("decoder_attention_mask", ones * 0), ("output_attentions", True),
+    ):  # fmt: skip
+        assert find_sides(model, {**batch, name: value}) is None, name
+
+
+def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reading, "warn_once", lambda text, **_: said.append(text))
+    model = build(AutoModelForSeq2SeqLM, "bart", **PAIR)
+    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
+    shapes: list[Any] = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
+    model(**make_pair()).loss.backward()
+    model(**make_pair()).loss.backward()
+    assert shapes == [(4, 11), (1, 21)] and not said
+    model = build(AutoModelForSeq2SeqLM, "bart", **PAIR)
+    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
+    outputs = model(**make_pair())
+    (outputs.loss + outputs.encoder_last_hidden_state.pow(3).mean()).backward()
+    assert "the loss depends on what the model returns for padding" in said[0]
+
+
 def test_token_classifiers() -> None:
     check(build(AutoModelForTokenClassification, "bert"), "kinds")
 
@@ -115,14 +185,14 @@ def test_token_classifiers() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "reason"),
     [
-        (AutoModelForSeq2SeqLM, "t5", "an encoder and a decoder"),
+        (AutoModelForTokenClassification, "t5", "not use both|not the same without padding"),
         (AutoModelForMaskedLM, "deberta-v2", "eager, not sdpa|not a model of transformers"),
         (AutoModelForCausalLM, "bloom", "eager, not sdpa|not the same without padding"),
         (AutoModelForMaskedLM, "albert", "not the same without padding|repeated blocks"),
     ],
 )
 def test_what_cannot_be_unpadded_is_left_as_it_is(make: Any, kind: str, reason: str) -> None:
-    model = build(make, kind)
+    model = build(make, kind, num_labels=60)
     batch = make_batch(model)
     expected = run(model, batch)
     assert re.search(reason, apply_unpadding(model, find_plan(model)) or "none")

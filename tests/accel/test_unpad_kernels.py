@@ -39,7 +39,7 @@ def make_inputs(tokens: int, dtype: torch.dtype = torch.float32, device: str = "
 def test_rows_padded_for_attention_alone(kind: str) -> None:
     mask, inputs = make_mask(kind), make_inputs(16)
     expected = kernels.attend(*inputs, mask, scaling=0.3)
-    found = kernels.attend_in_grid(*inputs, mask, 0.0, 0.3)
+    found = kernels.attend_in_grid(kernels.Call(*inputs, mask, 0.0, 0.3))
     direction = torch.randn_like(expected)
     for mine, theirs in zip(
         (found, *torch.autograd.grad((found * direction).sum(), inputs)),

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.masking_utils import bidirectional_mask_function
 
 from rapidformer.accel.unpad import kernels
@@ -25,6 +30,12 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 256, "max_position_embeddings": 128, "n_embd": 128, "n_layer": 3,
     "n_head": 4, "n_positions": 128, "num_key_value_heads": 2, "pad_token_id": 0,
     "sliding_window": 16, "local_attention": 16, "global_attn_every_n_layers": 2,
+}  # fmt: skip
+PAIR: dict[str, Any] = {
+    "d_model": 128, "d_kv": 32, "d_ff": 256, "num_heads": 4, "num_layers": 3, "encoder_layers": 3,
+    "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "decoder_start_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2,
 }  # fmt: skip
 MODELS = {
     "bert": AutoModelForMaskedLM,
@@ -82,6 +93,47 @@ def test_loss_logits_and_gradients(
     for name, value in expected.items():
         difference = (found[name] - value).abs().max()
         assert difference <= LIMITS[precision] * value.abs().max().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoder_models_in_fp32(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, **PAIR)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config).cuda().eval()
+    expected = run(model, None)
+    assert apply_unpadding(model, find_plan(model)) is None
+    for name, value in run(model, None).items():
+        difference = (value - expected[name]).abs().max()
+        assert difference <= LIMITS["fp32"] * expected[name].abs().max().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_flash_attention_from_rows_to_an_encoders(dropout: float) -> None:
+    """Each row of queries attends to its own row of keys, which has another length."""
+    torch.manual_seed(0)
+    mine, theirs = (
+        torch.arange(64) < torch.tensor(each)[:, None] for each in ([5, 64, 1], [50, 7, 9])
+    )
+    rows, keys = (Rows.read(each, torch.device("cuda")) for each in (mine, theirs))
+    mask = make_row_mask(rows, bidirectional_mask_function, keys)
+    query, key, value = (
+        torch.randn(1, 4, tokens, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for tokens in (70, 66, 66)
+    )
+    assert kernels.Call(query, key, value, mask).takes_flash
+    found = kernels.attend(query, key, value, mask, dropout=dropout)
+    assert found.isfinite().all() and found.shape == (1, 70, 4, 32)
+    if dropout:
+        return
+    wide = [each.detach().float().requires_grad_() for each in (query, key, value)]
+    expected = kernels.attend_in_grid(kernels.Call(*wide, mask))
+    direction = torch.randn_like(expected)
+    for first, second in zip(
+        (found, *torch.autograd.grad((found * direction).sum(), (query, key, value))),
+        (expected, *torch.autograd.grad((expected * direction).sum(), wide)),
+        strict=True,
+    ):
+        assert (first - second).abs().max() <= 3e-2 * second.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])

@@ -8,9 +8,10 @@ ON = {"dynamic_shape": "on"}
 
 
 def test_in_one_process() -> None:
-    check(1, under(ON, "bert", "bert-mlm", "gpt2", "llama"))
+    check(1, under(ON, "bert", "bert-mlm", "gpt2", "llama", "t5"))
 
 
 def test_on_two_processes() -> None:
     layouts = [{}, zero(1), zero(3), zero(3, checkpoint_activations=True)]
-    check(2, [case for layout in layouts for case in under({**ON, **layout}, "bert", "gpt2")])
+    cases = [case for layout in layouts[:3] for case in under({**ON, **layout}, "bert", "gpt2")]
+    check(2, cases + under({**ON, **layouts[3]}, "bert", "t5"))

@@ -18,17 +18,19 @@ def attend_with_flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
-    longest: int,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     *,
     dropout: float,
     window: tuple[int, int],
     scale: float | None,
 ) -> Tensor:
-    """[tokens, heads, size] -> the same; ``ends`` are int32 and begin with 0."""
+    """[tokens, heads, size] -> the same. Ends and longest rows are those of queries and of keys;
+    ends are int32 and begin with 0.
+    """
     before, after = window
     output: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, ends, ends, longest, longest, dropout, window == (-1, 0), False,
+        query, key, value, *ends, *longest, dropout, window == (-1, 0), False,
         scale=scale, window_size_left=before, window_size_right=after,
     )[0]  # fmt: skip
     return output

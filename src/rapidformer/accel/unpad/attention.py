@@ -19,14 +19,14 @@ from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows
 
-_CURRENT: ContextVar[Rows | None] = ContextVar("rows", default=None)
+_CURRENT: ContextVar[tuple[Rows, Rows | None] | None] = ContextVar("rows", default=None)
 _IS_FULL: ContextVar[bool] = ContextVar("is_full", default=False)
 
 
 @contextmanager
-def use_rows(rows: Rows) -> Iterator[None]:
-    """Masks made in here are ``RowMask``s."""
-    token = _CURRENT.set(rows)
+def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
+    """Masks made in here are ``RowMask``s; full ones are for a decoder's ``encoder``, if given."""
+    token = _CURRENT.set((rows, encoder))
     try:
         yield
     finally:
@@ -47,16 +47,21 @@ def without_padding() -> Iterator[None]:
 def register() -> str:
     """Add our functions to the interfaces; returns their name."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        bidirectional_mask_function,
+    )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     make_plain_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def make_mask(**given: Any) -> Any:
-        rows = _CURRENT.get()
-        if rows is not None and _is_about(rows, given):
-            return make_row_mask(rows, given["mask_function"])
+        rows, encoder = _CURRENT.get() or (None, None)
+        may_attend = given["mask_function"]
+        keys = encoder if may_attend is bidirectional_mask_function else None
+        if rows is not None and _is_about(rows, keys or rows, given):
+            return make_row_mask(rows, may_attend, keys)
         if _IS_FULL.get() and _is_needless(given):
             return None
         return make_plain_mask(**given)
@@ -82,11 +87,11 @@ def register() -> str:
     return name
 
 
-def _is_about(rows: Rows, given: dict[str, Any]) -> bool:
+def _is_about(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
     """Whether a mask is for the batch itself: no cache, no other tokens, no custom function."""
     size = (given["batch_size"], given["q_length"])
     offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
-    is_whole = size == rows.shape and given["kv_length"] == rows.shape[1]
+    is_whole = size == rows.shape and given["kv_length"] == keys.shape[1]
     return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
 
 
@@ -101,7 +106,7 @@ def _is_needless(given: dict[str, Any]) -> bool:
     return is_all and bool(given.get("allow_is_bidirectional_skip", False))
 
 
-def make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
+def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowMask:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     mask = RowMask(
@@ -109,5 +114,6 @@ def make_row_mask(rows: Rows, may_attend: Any) -> RowMask:
         may_attend,
         is_causal=may_attend is causal_mask_function,
         is_full=may_attend is bidirectional_mask_function,
+        keys=keys,
     )
     return fuse(mask) if rows.is_rounded else mask

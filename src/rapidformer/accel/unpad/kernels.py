@@ -1,24 +1,56 @@
-"""Attention over rows laid end to end, by the fastest way that is exact on the device.
+"""Attention over rows laid end to end, by the fastest kernel that is exact for the call.
 
-| where | how |
-|---|---|
-| CPU | one call per row; for compiled blocks, one operator of ours |
-| GPU, 16 bits, a full, causal or sliding mask | flash attention over true lengths |
-| GPU otherwise | rows are padded for this call alone |
+``_KERNELS`` is a table of conditions and kernels; the first condition that holds decides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.masks import Fused, RowMask, get_largest_head
+from rapidformer.accel.unpad.masks import RowMask, get_largest_head
 from rapidformer.accel.unpad.operator import attend_by_row
 from rapidformer.compat.torch_attention import attend_with_flash
 from rapidformer.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention: tensors are [1, heads, tokens, size]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: RowMask
+    dropout: float = 0.0
+    scaling: float | None = None
+    bias: Tensor | None = None
+    """Added to the scores: [1, heads, longest row of queries, longest row of keys]."""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.query.device.type == "cpu"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.mask.fused is not None
+
+    @property
+    def takes_flash(self) -> bool:
+        """Whether flash attention can compute it."""
+        fused = self.mask.fused
+        largest = get_largest_head(self.query.device) if fused is None else fused.largest_head
+        is_plain = self.bias is None and (fused is not None or self.mask.window is not None)
+        return is_plain and takes_flash(self.query, self.value, largest)
+
+    def flatten(self) -> list[Tensor]:
+        """Query, key and value as [tokens, heads, size]."""
+        return [tensor[0].transpose(0, 1) for tensor in (self.query, self.key, self.value)]
 
 
 def attend(
@@ -34,25 +66,17 @@ def attend(
     **options: Any,
 ) -> Tensor:
     """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
-    if any(extra is not None for extra in (softcap, position_bias, s_aux)):
+    if softcap is not None or s_aux is not None:
         # At the comparison in compose(), which then leaves the model padded.
-        raise ModelError("its attention has soft caps, biases or sinks")
+        raise ModelError("its attention has soft caps or sinks")
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
-    is_on_cpu = query.device.type == "cpu"
-    if mask.fused is not None and (is_on_cpu or takes_flash(query, value, mask.fused.largest_head)):
-        return _attend_compiled(query, key, value, mask.fused, dropout, scaling)
-    if mask.rows.is_fixed:
-        raise ModelError("only flash attention takes lengths that change, and it needs 16 bits")
-    if mask.fused is not None:
-        found: Tensor = torch.compiler.disable(attend_in_grid)(
-            query, key, value, mask, dropout, scaling
-        )
-        return found
-    if is_on_cpu:
-        return _attend_row_by_row(query, key, value, mask, dropout, scaling)
-    if mask.window is not None and takes_flash(query, value, get_largest_head(query.device)):
-        return _attend_with_flash(query, key, value, mask, dropout, scaling)
-    return attend_in_grid(query, key, value, mask, dropout, scaling)
+    if position_bias is not None and position_bias.shape[-1] == 1:
+        position_bias = None  # the same for all keys, so a softmax ignores it
+    call = Call(query, key, value, mask, dropout, scaling, position_bias)
+    for can_compute, compute in _KERNELS:
+        if can_compute(call):
+            return compute(call)
+    raise AssertionError("the last kernel computes any call")
 
 
 def takes_flash(query: Tensor, value: Tensor, largest_head: int) -> bool:
@@ -70,77 +94,71 @@ def _cast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype("cuda"))
 
 
-def _attend_row_by_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    lengths = mask.rows.lengths
-    pieces: list[Any] = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
+def _attend_with_operator(call: Call) -> Tensor:
+    """One operator, whatever the lengths: a graph of single rows would be different each time."""
+    fused = call.mask.fused
+    assert fused is not None
+    q, k, v = call.flatten()
+    return attend_by_row(q, k, v, fused.ends, call.dropout, fused.window, call.scaling)[None]
+
+
+def _attend_with_flash(call: Call) -> Tensor:
+    mask, fused = call.mask, call.mask.fused
+    rows, keys = (mask.rows, mask.key_rows) if fused is None else (fused, fused)
+    window = mask.window if fused is None else fused.window
+    assert window is not None
+    q, k, v = call.flatten()
+    return attend_with_flash(
+        q, k, v, (rows.ends, keys.ends), (rows.longest, keys.longest),
+        dropout=call.dropout, window=window, scale=call.scaling,
+    )[None]  # fmt: skip
+
+
+def _attend_row_by_row(call: Call) -> Tensor:
+    mask = call.mask
+    lengths = (mask.rows.lengths, mask.key_rows.lengths, mask.key_rows.lengths)
+    tensors = (call.query, call.key, call.value)
+    pieces: list[Any] = [each.split(sizes, 2) for each, sizes in zip(tensors, lengths, strict=True)]
     attended = [
         functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.get_mask(row), dropout_p=dropout, is_causal=mask.is_causal,
-            scale=scaling, enable_gqa=k.shape[1] != q.shape[1],
+            q, k, v, attn_mask=mask.get_mask(row), dropout_p=call.dropout, scale=call.scaling,
+            is_causal=mask.is_causal, enable_gqa=k.shape[1] != q.shape[1],
         )
         for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
-        if lengths[row]
+        if q.shape[2]
     ]  # fmt: skip
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
-def _attend_with_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    assert mask.window is not None
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_with_flash(
-        q, k, v, mask.rows.ends, mask.rows.longest,
-        dropout=dropout, window=mask.window, scale=scaling,
-    )[None]  # fmt: skip
-
-
-def _attend_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    fused: Fused,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    """One operator, whatever the lengths: a graph of single rows would be different each time."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.device.type == "cpu":
-        return attend_by_row(q, k, v, fused.ends, dropout, fused.window, scaling)[None]
-    return attend_with_flash(
-        q, k, v, fused.ends, fused.longest, dropout=dropout, window=fused.window, scale=scaling
-    )[None]
-
-
-def attend_in_grid(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    """Pad the rows for torch's own attention: any mask, type and device."""
-    rows = mask.rows
-    q, k, v = (
-        rows.to_grid(tensor[0].transpose(0, 1)).transpose(1, 2) for tensor in (query, key, value)
-    )
+def attend_in_grid(call: Call) -> Tensor:
+    """Pad the rows for torch's own attention: any mask, bias, type and device."""
+    mask, rows, keys = call.mask, call.mask.rows, call.mask.key_rows
+    layouts = zip((rows, keys, keys), call.flatten(), strict=True)
+    q, k, v = (layout.to_grid(tensor).transpose(1, 2) for layout, tensor in layouts)
     # Padding follows the tokens here, so no token of a causal model sees it.
-    is_causal = mask.is_causal
+    is_causal = mask.is_causal and call.bias is None
+    allowed = None if is_causal else mask.grid
+    if call.bias is not None:
+        allowed = call.bias.to(q.dtype).masked_fill(~mask.grid, float("-inf"))
     attended = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if is_causal else mask.grid, dropout_p=dropout, scale=scaling,
+        q, k, v, attn_mask=allowed, dropout_p=call.dropout, scale=call.scaling,
         is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
     )  # fmt: skip
     return rows.from_grid(attended.transpose(1, 2))[None]
+
+
+def _refuse_fixed(call: Call) -> Tensor:
+    raise ModelError("only flash attention takes lengths that change, and it needs 16 bits")
+
+
+_attend_in_grid_uncompiled: Callable[[Call], Tensor] = torch.compiler.disable(attend_in_grid)
+
+_KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = (
+    (lambda call: call.is_compiled and call.is_on_cpu, _attend_with_operator),
+    # 16 bits on a GPU; a full, causal or sliding mask, without a bias.
+    (lambda call: not call.is_on_cpu and call.takes_flash, _attend_with_flash),
+    (lambda call: call.mask.rows.is_fixed, _refuse_fixed),
+    (lambda call: call.is_compiled, _attend_in_grid_uncompiled),
+    (lambda call: call.is_on_cpu and call.bias is None, _attend_row_by_row),
+    (lambda call: True, attend_in_grid),
+)

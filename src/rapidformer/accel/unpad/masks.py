@@ -51,9 +51,16 @@ class RowMask:
     may_attend: MayAttend
     is_causal: bool
     is_full: bool
+    keys: Rows | None = None
+    """The rows of an encoder, for a decoder that attends to all their tokens."""
     fused: Fused | None = None
     """Given if blocks are compiled."""
     _masks: dict[int, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def key_rows(self) -> Rows:
+        """Those that are attended to."""
+        return self.rows if self.keys is None else self.keys
 
     def get_mask(self, row: int) -> Tensor | None:
         """Of one row, [length, length]; None if ``is_causal`` or ``is_full`` says it all."""
@@ -70,8 +77,10 @@ class RowMask:
     def grid(self) -> Tensor:
         """Of all rows, laid out as ``Rows.to_grid`` does: [rows, 1, longest, longest]."""
         rows = self.rows
-        is_real = rows.to_grid(torch.ones_like(rows.columns)).bool()
-        allowed = is_real[:, None, :].expand(-1, rows.longest, -1)
+        is_real, is_key = (
+            each.to_grid(torch.ones_like(each.columns)).bool() for each in (rows, self.key_rows)
+        )
+        allowed = is_key[:, None, :].expand(-1, rows.longest, -1)
         if not self.is_full:
             columns = rows.to_grid(rows.columns)
             number = torch.arange(len(columns), device=columns.device)[:, None, None]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 
@@ -44,6 +45,8 @@ def find_difference(
             # Not torch.manual_seed, which seeds GPUs too: their states are not restored.
             torch.default_generator.manual_seed(0)
             batch = _make_packed_batch(model) if is_packed else _make_batch(model)
+            if is_encoder_decoder(model):
+                batch = _add_labels(batch)
             difference = _compare(model, plan, plain, unpadded, batch)
             if difference is None and dtype is not None and device.type == "cuda":
                 with torch.autocast(device.type, dtype=dtype):
@@ -95,6 +98,13 @@ def _make_batch(model: Any) -> dict[str, Any]:
     return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
 
 
+def _add_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a decoder is trained on: the same tokens, but other lengths of rows."""
+    is_label = batch["attention_mask"].flip(0).bool()
+    labels = batch["input_ids"].flip(0).masked_fill(~is_label, -100)
+    return {**batch, "labels": labels, "use_cache": False}
+
+
 def _make_packed_batch(model: Any) -> dict[str, Any]:
     """The same tokens in one row: three examples, which positions that start again keep apart."""
     batch = _make_batch(model)
@@ -105,7 +115,9 @@ def _make_packed_batch(model: Any) -> dict[str, Any]:
 
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
     logits = forward(dict(batch)).logits
-    if logits.dim() == 3 and "attention_mask" in batch:
+    if "labels" in batch:
+        logits = logits[batch["labels"] != -100]
+    elif logits.dim() == 3 and "attention_mask" in batch:
         logits = logits[batch["attention_mask"].bool()]
     direction = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
     # The product of logits and a fixed direction: every logit counts, none cancels out.

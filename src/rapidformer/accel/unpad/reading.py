@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.sides import Sides
 from rapidformer.log import warn_once
 
-_OBSERVED: ContextVar[tuple[PaddingReader, Rows] | None] = ContextVar("padding", default=None)
+_OBSERVED: ContextVar[tuple[PaddingReader, Rows | Sides] | None] = ContextVar(
+    "padding", default=None
+)
 
 
 class PaddingReader:
@@ -49,7 +52,7 @@ class PaddingReader:
         self._reads_padding = found if isinstance(found, bool) else None
 
     @contextmanager
-    def observe(self, rows: Rows) -> Iterator[None]:
+    def observe(self, rows: Rows | Sides) -> Iterator[None]:
         """Look at the gradient of the call inside, unless it is known what the loss reads."""
         if self._reads_padding is not None or not torch.is_grad_enabled():
             yield
@@ -67,7 +70,8 @@ class PaddingReader:
         total, real = (int(each.count_nonzero()) for each in (flat, of_real))
         if real == 0 and total == 0:
             return  # a batch without weight says nothing
-        self._reads_padding = total > real
+        # An encoder's output is looked at after its decoder's.
+        self._reads_padding = bool(self._reads_padding) or total > real
         if self._reads_padding:
             warn_once(
                 "--dynamic-shape: the loss depends on what the model returns for padding, so "
@@ -76,10 +80,12 @@ class PaddingReader:
             )
 
 
-def observe_output(hidden: Tensor) -> None:
+def observe_output(hidden: Tensor, *, is_decoder: bool) -> None:
     """Tell the reader, if there is one, of the last block's output on a padded batch."""
     observed = _OBSERVED.get()
     if observed is not None and hidden.requires_grad:
         reader, rows = observed
+        if isinstance(rows, Sides):
+            rows = rows.decoder if is_decoder else rows.encoder
         if rows.is_padded(hidden):
             hidden.register_hook(partial(reader.look, rows))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.unpad.attention import register, use_rows, without_padding
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
@@ -23,6 +24,15 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.reading import PaddingReader, observe_output
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.sides import (
+    Sides,
+    extend_sides,
+    find_stacks,
+    is_encoder_decoder,
+    read_sides,
+    restore_sides,
+    use_sides,
+)
 from rapidformer.accel.watched import find_asked, find_watched, list_inner_modules
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
@@ -62,6 +72,9 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "it does not combine with expert parallelism and DeepSpeed yet"
     if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
         return "compiled blocks need flash attention on a GPU, which takes 16 bits only"
+    is_default = assembly.args.dynamic_shape == "auto"
+    if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
+        return "an encoder-decoder model gains on a GPU only with very large batches"
     if assembly.deferred is not None:
         return "the model has no weights yet, so the two ways cannot be compared"
     return None
@@ -81,15 +94,18 @@ def apply_unpadding(
     number of tokens is rounded up to one of a few. Unless the user has asked for it, a loss must
     first be seen to ignore padding.
     """
-    problem = _find_problem(model, plan)
+    problem = _find_problem(model, plan, is_compiled=is_compiled)
     if problem is not None:
         return problem
     configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
     for config in configs:
         set_attention(config, register())
-    for block, is_last in _list_blocks(model, plan):
+    for block, place in _list_blocks(model, plan):
         extend(block, "unpad", _build_block, is_shared=True)
-        put_fact(block, _Place(is_last=is_last))
+        put_fact(block, place)
+    stacks = find_stacks(model) if is_encoder_decoder(model) else None
+    if stacks is not None:
+        extend_sides(model, *stacks)
     plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
     with uncompiled(plan.get_blocks(model)):
@@ -99,6 +115,8 @@ def apply_unpadding(
     if difference is not None:
         for block, _ in _list_blocks(model, plan):
             remove(block, "unpad")
+        if stacks is not None:
+            restore_sides(model, *stacks)
         for config in configs:
             set_attention(config, "sdpa")
         return f"{type(model).__name__} is not the same without padding ({difference})"
@@ -114,8 +132,8 @@ def apply_unpadding(
 
 def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
     """Find out whether padding may fill up the rows of an unpadded batch (``--cuda-graph``)."""
-    if find_fact(model, PaddingReader) is None:
-        return  # nothing is unpadded
+    if find_fact(model, PaddingReader) is None or is_encoder_decoder(model):
+        return  # nothing is unpadded, or not with padding that fills up
     with uncompiled(plan.get_blocks(model)):
         plain = functools.partial(_call, model)
         filled = functools.partial(_call_filled, model)
@@ -123,25 +141,42 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     put_fact(model, Filling(is_exact=difference is None))
 
 
-def _find_problem(model: Any, plan: ModelPlan) -> str | None:
+def _find_problem(model: Any, plan: ModelPlan, *, is_compiled: bool) -> str | None:
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
         return f"{type(model).__name__} is not a model of transformers with repeated blocks"
-    if getattr(config, "is_encoder_decoder", False):
-        return "models with an encoder and a decoder are not supported yet"
+    if is_encoder_decoder(model) and find_stacks(model) is None:
+        return f"{type(model).__name__} does not use both an encoder and a decoder"
+    if is_encoder_decoder(model) and is_compiled:
+        return "compiled blocks do not attend from a decoder's rows to an encoder's yet"
     if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
         return f"its attention is {get_attention(config)}, not sdpa"
-    if any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
+    if any(
+        getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    ):
         return "layerdrop skips blocks"
     return None
 
 
-def _list_blocks(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, bool]]:
-    """Each block, and whether it is the last of its stack."""
+def _list_blocks(model: Any, plan: ModelPlan) -> list[tuple[nn.Module, _Place]]:
+    """Each block, and where it is."""
     stacks: dict[str, list[nn.Module]] = defaultdict(list)
     for name, block in zip(plan.blocks, plan.get_blocks(model), strict=True):
         stacks[name.rpartition(".")[0]].append(block)
-    return [(block, block is stack[-1]) for stack in stacks.values() for block in stack]
+    both = find_stacks(model) if is_encoder_decoder(model) else None
+    decoder = set() if both is None else set(both[1].modules())
+    return [
+        (
+            block,
+            _Place(
+                is_last=block is stack[-1],
+                is_decoder=block in decoder,
+                names=find_argument_names(block),
+            ),
+        )
+        for stack in stacks.values()
+        for block in stack
+    ]
 
 
 def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
@@ -155,6 +190,11 @@ def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) 
         rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
         with use_rows(rows):
             return _call(model, _add_mask(batch))
+    if is_encoder_decoder(model):
+        sides = read_sides(batch)
+        assert sides is not None
+        with use_sides(sides):
+            return _call(model, batch)
     mask = batch["attention_mask"]
     with use_rows(Rows.read(mask.bool().cpu(), mask.device, rounds_up=rounds_up)):
         return _call(model, batch)
@@ -180,6 +220,10 @@ class _Place:
     """Where a block is in its stack. Not in its class: equal blocks share one compiled graph."""
 
     is_last: bool
+    is_decoder: bool
+    """Whether it is in the decoder of a model that has an encoder too."""
+    names: tuple[str, ...]
+    """The block's positional arguments."""
 
 
 def _build_block(cls: Any) -> dict[str, Any]:
@@ -188,30 +232,39 @@ def _build_block(cls: Any) -> dict[str, Any]:
 
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
-    is_last = get_fact(self, _Place).is_last
+    place = get_fact(self, _Place)
     if mask is None:
         output = cls.__call__(self, *args, **kwargs)
-        if is_last:
-            observe_output(output[0] if isinstance(output, tuple) else output)
+        if place.is_last:
+            hidden = output[0] if isinstance(output, tuple) else output
+            observe_output(hidden, is_decoder=place.is_decoder)
         return output
     rows = mask.rows
     hidden = args[0] if args else kwargs["hidden_states"]
+    encoder = next((m.keys for m in (*args, *kwargs.values()) if _is_about_encoder(m)), None)
 
-    def convert(value: Any) -> Any:
+    def convert(name: str, value: Any) -> Any:
         # Hidden states are packed by the first block, and only there: all real tokens together may
         # be as many as a padded row has, so their shape does not tell.
         if value is hidden:
             return rows.pack(value) if rows.is_padded(value) else value
+        if encoder is not None and name == "encoder_hidden_states":
+            return encoder.pack_beside(value)
         return rows.pack_beside(value)
 
-    given = [convert(value) for value in args]
-    named = {name: convert(value) for name, value in kwargs.items()}
+    names = (*place.names, *[""] * len(args))
+    given = [convert(name, value) for name, value in zip(names, args, strict=False)]
+    named = {name: convert(name, value) for name, value in kwargs.items()}
     output = cls.__call__(self, *given, **named)
-    if not is_last:
+    if not place.is_last:
         return output
     if isinstance(output, tuple):
         return (rows.unpack(output[0]), *output[1:])
     return rows.unpack(output)
+
+
+def _is_about_encoder(value: Any) -> bool:
+    return isinstance(value, RowMask) and value.keys is not None
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -222,8 +275,12 @@ def _build_model(
 ) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A user's hook on a block must see what it would see without the switch.
+        if find_watched(inside):
+            return cls.forward(self, *args, **kwargs)
+        if is_encoder_decoder(self):
+            return forward_sides(self, *args, **kwargs)
         find = find_packed_rows if packs and is_packed(kwargs) else find_rows
-        rows = None if find_watched(inside) else find(self, kwargs, rounds_up=rounds_up)
+        rows = find(self, kwargs, rounds_up=rounds_up)
         if rows is None:
             fixed = get_fixed_rows(kwargs.get("attention_mask"))
             with without_padding() if fixed and fixed.is_full else nullcontext():
@@ -234,6 +291,16 @@ def _build_model(
         if way is use_rows and find is find_packed_rows:
             kwargs = _add_mask(kwargs)
         with way(rows):
+            return cls.forward(self, *args, **kwargs)
+
+    def forward_sides(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sides = find_sides(self, kwargs)
+        if sides is None:
+            return cls.forward(self, *args, **kwargs)
+        way = use_sides if reader.ignores_padding else reader.observe
+        if way is use_sides:
+            kwargs["use_cache"] = False  # a cache of packed tokens would be of no use
+        with way(sides):
             return cls.forward(self, *args, **kwargs)
 
     # The signature is read to choose a batch's columns.
@@ -288,6 +355,15 @@ def _is_removable(model: Any, is_real: Tensor, labels: Tensor) -> bool:
         return False
     # A classifier reads its first token. It must be real, as it was when the two were compared.
     return is_causal or bool(is_real[:, 0].all())
+
+
+def find_sides(model: Any, given: dict[str, Any]) -> Sides | None:
+    """The rows of both sides, under the same conditions; None for a batch that a graph replays."""
+    if find_asked(model, given) or given.get("past_key_values") is not None:
+        return None
+    if get_fixed_rows(given.get("attention_mask")) is not None:
+        return None
+    return None if given.get("use_cache") else read_sides(given, _LEAST_PADDING)
 
 
 def is_packed(given: dict[str, Any]) -> bool:

@@ -1,0 +1,139 @@
+"""Encoder-decoder models without padding: the rows of both sides, and what differs per side.
+
+An encoder's real tokens are those of its mask. A decoder usually gets no mask: it is causal, so
+tokens after a row's last label have no effect on the loss, and count as padding. Masks alone do not
+tell which side asks for them (both may be equally long), so each stack says it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.unpad.attention import use_rows
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.data.batch import get_host_copy
+from rapidformer.overlay import extend, remove
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The rows of a batch on both sides of a model."""
+
+    encoder: Rows
+    decoder: Rows
+
+
+_CURRENT: ContextVar[Sides | None] = ContextVar("sides", default=None)
+
+
+@contextmanager
+def use_sides(sides: Sides) -> Iterator[None]:
+    """The model's stacks compute on these rows."""
+    token = _CURRENT.set(sides)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def read_sides(given: dict[str, Any], least_padding: float = 0.0) -> Sides | None:
+    """The rows of a batch; None if something in it needs padding, or if there is too little."""
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    decoder_mask = given.get("decoder_attention_mask")
+    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (mask, labels)):
+        return None
+    assert isinstance(mask, Tensor) and isinstance(labels, Tensor)
+    is_real, is_label = get_host_copy(mask).bool(), get_host_copy(labels) != -100
+    is_needed = is_label.flip(1).cumsum(1).flip(1) > 0
+    is_needed[:, 0] = True  # every row has a token
+    if decoder_mask is not None:
+        # With a mask of its own, a token is real if the mask says so.
+        is_decoded = get_host_copy(decoder_mask).bool()
+        if is_decoded.shape != is_label.shape or bool((is_needed & ~is_decoded).any()):
+            return None
+        is_needed = is_decoded
+    real, padded = is_real.sum() + is_needed.sum(), is_real.numel() + is_needed.numel()
+    if not bool(is_real.any(1).all()) or real > (1 - least_padding) * padded:
+        return None
+    encoder, decoder = Rows.read(is_real, mask.device), Rows.read(is_needed, labels.device)
+    # A relative bias counts columns; in a row with gaps, neighbours are further apart.
+    return Sides(encoder, decoder) if encoder.is_contiguous and decoder.is_contiguous else None
+
+
+def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:
+    """The encoder and the decoder, if the model has both: some heads use the encoder alone."""
+    stacks: list[Any] = [
+        getattr(model, name, lambda: None)() for name in ("get_encoder", "get_decoder")
+    ]
+    are_modules = all(isinstance(each, nn.Module) and each is not model for each in stacks)
+    return (stacks[0], stacks[1]) if are_modules and stacks[0] is not stacks[1] else None
+
+
+def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
+    """Let both stacks say whose rows they compute on, and biases fit the longest row."""
+    extend(encoder, "unpad", functools.partial(_build_stack, is_decoder=False))
+    extend(decoder, "unpad", functools.partial(_build_stack, is_decoder=True))
+    for module in _find_biased(model):
+        extend(module, "unpad", _build_biased, is_shared=True)
+
+
+def restore_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
+    """Undo ``extend_sides``."""
+    for module in (encoder, decoder, *_find_biased(model)):
+        remove(module, "unpad")
+
+
+def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sides = _CURRENT.get()
+        if sides is None:
+            return cls.forward(self, *args, **kwargs)
+        rows = (sides.decoder, sides.encoder) if is_decoder else (sides.encoder,)
+        with use_rows(*rows):
+            return cls.forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, cls.forward)
+    return {"forward": forward}
+
+
+def _find_biased(model: nn.Module) -> list[Any]:
+    """Attention with T5's relative position bias, or that could have it."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "has_relative_attention_bias")
+        and callable(getattr(module, "compute_bias", None))
+    ]
+
+
+def _build_biased(cls: Any) -> dict[str, Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
+        if mask is not None and kwargs.get("position_bias") is None:
+            # By itself, the layer would make one for all pairs of tokens of the batch.
+            kwargs["position_bias"] = _compute_bias(self, mask)
+        return cls.forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, cls.forward)
+    return {"forward": forward}
+
+
+def _compute_bias(module: Any, mask: RowMask) -> Tensor:
+    device = mask.rows.places.device
+    if not module.has_relative_attention_bias:
+        return torch.zeros(1, 1, 1, 1, device=device)
+    bias: Tensor = module.compute_bias(mask.rows.longest, mask.key_rows.longest, device=device)
+    return bias
