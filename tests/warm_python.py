@@ -47,7 +47,8 @@ CLONE_NEWNET = 0x40000000
 SLOW = (
     "datasets", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
-    "torchmetrics", "transformers.models.auto.modeling_auto",
+    "torch.distributed.tensor.experimental", "torch.utils.tensorboard", "torchmetrics",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
 )  # fmt: skip
