@@ -1,8 +1,8 @@
 """AdamW whose moments are kept in bf16: half the memory of the optimizer's state.
 
 A step computes in fp32 and rounds only what it keeps. The mean of squares moves by a thousandth
-per step (``--adam-beta2 0.999``), less than bf16 can resolve: rounded to the nearest value it would
-never move at all. So moments are rounded up or down at random, such that their mean is right. The
+per step (``--adam-beta2 0.999``), less than bf16 can resolve: rounded to the nearest value it could
+never fall. So moments are rounded up or down at random, such that their mean is right. The
 random bits are a hash of value and step: there is no generator to save, every replica rounds
 alike, and shards round like whole tensors.
 """
