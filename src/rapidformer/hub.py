@@ -50,7 +50,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def suggest_path(missing: Path) -> str:
-    """A sentence with the nearest name beside a missing path, or nothing."""
+    """A sentence with the nearest name next to a missing path, or nothing."""
     if not missing.parent.is_dir():
         return ""
     near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)

@@ -61,7 +61,7 @@ def test_one_path_or_a_list_of_them(tmp_path: Path) -> None:
         found = load_splits(make_args(data_path=several))
         assert {name: len(rows) for name, rows in found.items()} == both
     assert len(load_splits(make_args(train_data=str(train)))["train"]) == 3
-    with pytest.raises(DataError, match=r"data beside other paths: give one folder or several"):
+    with pytest.raises(DataError, match=r"data and other paths: give one folder, or several"):
         load_splits(make_args(data_path=[str(train.parent), str(test)]))
 
 

@@ -195,7 +195,7 @@ def _show(error: RapidformerError) -> None:
 
 
 def run_and_leave() -> None:
-    """Run the command in a process of its own, and end that process.
+    """Run the command in its own process, and stop that process.
 
     Python waits for threads that are not daemons. After a failure, the other ranks would wait for
     this one, and the launcher for its end.

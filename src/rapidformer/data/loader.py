@@ -166,7 +166,7 @@ class DistributedLoader:
         return self.samples_per_round * self._rounds_per_update
 
     def _count_rounds_after(self, consumed: int) -> int:
-        """Rounds until the end of the epoch, of which so many samples are consumed."""
+        """Rounds until the end of the epoch, of which this many samples are consumed."""
         if not self._drop_last:
             return -(-(self.num_samples - consumed) // self.samples_per_round)
         end = self.num_samples // self.samples_per_update * self.samples_per_update
@@ -511,7 +511,7 @@ class _Fetcher:
 class _random_numbers_from:  # noqa: N801 - reads as a statement
     """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards.
 
-    If it ``is_continued``, the next use goes on with the sequence instead of starting it again.
+    If it ``is_continued``, the next use continues the sequence instead of restarting it.
     """
 
     def __init__(self, seed: tuple[int, ...], *, is_continued: bool = False) -> None:

@@ -82,7 +82,8 @@ def _load_location(location: list[str], args: Any) -> dict[str, Dataset]:
     folders = [path for path in paths if path.is_dir()]
     if folders:
         raise DataError(
-            f"--data-path names {folders[0]} beside other paths: give one folder or several files."
+            f"--data-path names the folder {folders[0]} and other paths: give one folder, or "
+            "several files."
         )
     return load_named_files(paths, args.cache_dir)
 

@@ -412,7 +412,7 @@ class Accelerator(ProcessVerbs):
         return str(self.engine.save_checkpoint(output_dir, extra))
 
     def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:
-        """Go on from ``save_state``; the loader starts the epoch anew (``skip_first_batches``)."""
+        """Resume from ``save_state``; the loader restarts the epoch (``skip_first_batches``)."""
         if input_dir is None:
             raise RapidformerError("load_state() needs a folder: load_state(input_dir).")
         extra = self.engine.load_checkpoint(input_dir)
@@ -429,7 +429,7 @@ class Accelerator(ProcessVerbs):
         return self.engine.optimizer.param_groups if self.engine.optimizer is not None else []
 
     def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
-        """The loader, whose next pass begins after so many batches."""
+        """The loader, whose next pass skips this many batches."""
         consumed = num_batches * dataloader.samples_per_round
         dataloader.load_state_dict({"epoch": dataloader.epoch, "consumed_samples": consumed})
         return dataloader

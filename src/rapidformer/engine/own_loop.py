@@ -59,7 +59,7 @@ class OwnLoop:
         return self._in_hand is not None and self._in_hand.is_filler
 
     def ends_with_filler(self, rows: int) -> bool:
-        """Whether results of so many rows, made from batches of this pass, end with a filler's.
+        """Whether results of this many rows, from batches of this pass, end with a filler's.
 
         True for a filler's own row while it is worked on, and for all rows of the pass joined.
         """
@@ -68,7 +68,7 @@ class OwnLoop:
         return self._ended_with_filler and rows == self._rows
 
     def count_surplus_rows(self, rows: int) -> int:
-        """How many of so many rows are not of the batch in hand, which is smaller than others."""
+        """How many of these rows are not in the current batch, which is smaller than others."""
         held = self._in_hand
         if held is None or rows != self._batch_size or not (held.info.rows or held.is_filler):
             return 0

@@ -149,7 +149,10 @@ def replace_adapter(model: nn.Module, folder: str | Path) -> None:
         return
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    weights = load_peft_weights(str(folder), device="cpu")
+    try:
+        weights = load_peft_weights(str(folder), device="cpu")
+    except (OSError, ValueError) as reason:
+        raise ModelError(f"The weights of the adapter {folder} cannot be read: {reason}") from None
     if not adapter.is_prompt:
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
     try:

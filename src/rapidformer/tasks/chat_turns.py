@@ -75,7 +75,8 @@ def read_tools(
             bad.append(number + 1)
     if bad:
         raise DataError(
-            f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON schemas."
+            f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON "
+            "schemas; rename it if it holds something else."
         )
     return found
 

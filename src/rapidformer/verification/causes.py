@@ -128,7 +128,7 @@ def _describe_clipping(mine: Step, expected: Step, norm: float, update: int) -> 
 
 
 def _compare_weights(traces: list[Trace]) -> Iterator[Difference]:
-    """What the engine counted itself, beside what the loader counted."""
+    """What the engine counted, compared with what the loader counted."""
     for process, trace in enumerate(traces):
         for update, step in enumerate(trace.steps):
             for weight, labels, is_given in step.micro_batches:
@@ -146,7 +146,7 @@ def _compare_weights(traces: list[Trace]) -> Iterator[Difference]:
 
 
 def _compare_totals(traces: list[Trace]) -> Iterator[Difference]:
-    """What gradients were divided by, beside the sum of the weights."""
+    """What gradients were divided by, compared with the sum of the weights."""
     for process, trace in enumerate(traces):
         axes = ("tensor", "pipeline")
         members = [t for t in traces if all(t.place[axis] == trace.place[axis] for axis in axes)]

@@ -1,4 +1,4 @@
-"""One number or tensor of a run beside the reference's."""
+"""One number or tensor of a run compared with the reference's."""
 
 from __future__ import annotations
 

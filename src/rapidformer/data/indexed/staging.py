@@ -1,4 +1,4 @@
-"""Files that are written beside their target under a temporary name, each by a single process.
+"""Files that are written next to their target under a temporary name, each by a single process.
 
 The temporary name is always the same, so leftovers of a killed process are overwritten instead of
 filling the disk. A lock keeps two live processes apart. It works per process, so a table keeps two

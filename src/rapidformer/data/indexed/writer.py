@@ -1,6 +1,6 @@
 """Write a ``.bin/.idx`` pair, byte for byte as Megatron does.
 
-Nothing has its final name before ``finalize``. Both files grow beside the target under a temporary
+Nothing has its final name before ``finalize``. Both files grow next to the target under a temporary
 name; then an older ``.idx`` of that name is removed, the ``.bin`` is renamed, and the ``.idx``
 last, so that an index is never next to another file's tokens.
 """

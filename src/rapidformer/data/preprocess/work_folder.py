@@ -1,4 +1,4 @@
-"""The folder beside the output where finished parts wait, so that a killed run can resume.
+"""The folder next to the output where finished parts wait, so that a killed run can resume.
 
 The folder is only valid for the same input, tokenizer and settings, which its manifest records;
 otherwise it is emptied, and the run says why. A lock keeps two runs from writing the same output.

@@ -66,7 +66,7 @@ def parse_data_prefix(
 
 
 def count_for_weight(num_samples: int, weight: float) -> int:
-    """How many samples a data set must have to contribute its fraction of so many."""
+    """How many samples a data set must have to contribute its fraction of this many."""
     return math.ceil(num_samples * weight * _SURPLUS)
 
 

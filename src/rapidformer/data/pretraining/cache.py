@@ -63,7 +63,7 @@ class IndexMaps(Mapping[str, np.ndarray]):
 
 
 class IndexCache:
-    """Where maps are stored: ``index-cache`` in the given folder, or beside the data."""
+    """Where maps are stored: ``index-cache`` in the given folder, or next to the data."""
 
     def __init__(self, data_folder: Path, data_cache_path: str | Path | None = None) -> None:
         if data_cache_path is not None:

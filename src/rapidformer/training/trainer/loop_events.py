@@ -157,7 +157,7 @@ class LoopEvents(Callback):
 
 
 def _link_checkpoint(folder: Path, step: int) -> None:
-    """``checkpoint-500`` beside ``iter_0000500``: the name that scripts look for."""
+    """``checkpoint-500`` next to ``iter_0000500``: the name that scripts look for."""
     for link in folder.parent.glob("checkpoint-*"):
         if link.is_symlink() and not link.exists():
             link.unlink()  # its checkpoint has been removed

@@ -80,6 +80,6 @@ def init_context(
     if processes.world_size > 1 and not use_parallel:
         raise ConfigurationError(
             f"init_context(use_parallel=False), but {processes.world_size} processes were started: "
-            "each would train a model of its own. Say use_parallel=True, or start one process."
+            "each would train its own model. Pass use_parallel=True, or start one process."
         )
     return processes.rank, processes.world_size

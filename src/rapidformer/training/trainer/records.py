@@ -113,7 +113,7 @@ class RunRecords:
             _write_json(path, {**before, **metrics})
 
     def create_model_card(self, **details: Any) -> None:
-        """Write a short ``README.md`` beside the model: what it is, and its last numbers."""
+        """Write a short ``README.md`` next to the model: what it is, and its last numbers."""
         if not self.is_world_process_zero():
             return
         folder = Path(self.args.output_dir or ".")

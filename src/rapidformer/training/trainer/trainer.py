@@ -124,7 +124,7 @@ class Trainer(FamiliarNames, RunRecords):
         self._start_records(callbacks or [])
 
     def _start_records(self, callbacks: list[Callback]) -> None:
-        """What a trainer keeps beside its arguments, before it has an engine."""
+        """What a trainer keeps in addition to its arguments, before it has an engine."""
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.label_names = self.args.label_names or find_label_names(get_inner(self.model))
         self.train_dataloader: Any = None
