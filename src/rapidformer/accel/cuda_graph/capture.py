@@ -1,4 +1,4 @@
-"""Record what a function does on the device, and do it again without its Python code."""
+"""Record what a function does on the device, and replay it without its Python code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Capture(Protocol):
         """
 
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Its result, filled by each call of the second item; the function itself does nothing."""
+        """Record without executing. Returns the result and a function that fills it: the replay."""
 
 
 class CudaCapture:
-    """torch's CUDA graphs. Memory that one graph has freed is used by the next."""
+    """torch's CUDA graphs, which share their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class CudaCapture:
         return result, graph.replay
 
     def _recover(self) -> None:
-        """Leave a recording that failed: until one succeeds, nothing can draw random numbers."""
+        """Clean up after a failed capture: no random number can be drawn until one succeeds."""
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         with suppress(RuntimeError):

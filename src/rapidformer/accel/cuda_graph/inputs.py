@@ -1,7 +1,7 @@
 """Batches at fixed places in memory, which a graph reads whenever it is replayed.
 
-Everything about a batch that Python code can see is its key; the rest is copied. So that there are
-few keys, a batch whose padding is removed gets more of it first, up to the next of a few widths.
+A batch's key is everything that Python code can see of it; the values of its tensors are copied.
+There must be few keys, so a batch whose padding is removed is first padded to one of a few widths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Inputs:
 
     batch: Any
     columns: int | None
-    """How wide tensors with a value for each token become; None: as they are."""
+    """The width to which tensors with a value per token are padded; None: they are not."""
     fills: Mapping[str, int]
     """The value of the columns added to each of them."""
     fixed: FixedRows | None
@@ -42,11 +42,11 @@ class Inputs:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its sizes are some of a few."""
+        """Whether its sizes were rounded up."""
         return self.columns is not None
 
     def pad(self, name: str, tensor: Tensor) -> Tensor:
-        """With the columns added."""
+        """The tensor with its columns added, if it gets any."""
         if self.columns is None or name not in self.fills:
             return tensor
         return functional.pad(tensor, (0, self.columns - tensor.shape[1]), value=self.fills[name])
@@ -72,7 +72,7 @@ def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
             if fixed is None:
                 return None
         if fixed is None or fixed.rows is None:
-            # Where padding stays, more of it could change the loss.
+            # If padding stays in the batch, more of it could change the loss.
             columns, fixed = None, FixedRows(None, is_full=bool(is_real.all()))
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
     is_full = fixed is not None and fixed.is_full
@@ -83,7 +83,7 @@ def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
 def _choose_columns(
     model: Any, batch: Mapping[str, Any], mask: Tensor
 ) -> tuple[int | None, dict[str, int]]:
-    """The next width, and what the columns added hold; None if a tensor's is not known."""
+    """The next width and the values to pad with; None if a tensor's value is not known."""
     config = getattr(model, "config", None)
     pad = getattr(config, "pad_token_id", None)
     fills = {
@@ -155,7 +155,7 @@ def _rebuild(batch: Any, place: Callable[[str, Tensor], Tensor], path: str = "")
 
 
 def _describe(batch: Any, path: str, fills: Mapping[str, int], columns: int | None) -> Hashable:
-    """All that Python code can see of a batch, apart from the values of its tensors."""
+    """Everything that Python code can see of a batch, except the values of its tensors."""
     if isinstance(batch, Tensor):
         shape = tuple(batch.shape)
         if columns is not None and path in fills:

@@ -1,7 +1,7 @@
-"""What was found out about a mask whose values are replaced in place (``--cuda-graph``).
+"""The rows of a mask whose values are overwritten in place (``--cuda-graph``).
 
-A model that is replayed cannot look at its mask. So the rows are read from the batch in host memory
-beforehand, and the mask that reaches the model carries them.
+A replayed model cannot look at its mask. So the rows are read from the batch in host memory first,
+and attached to the mask that the model gets.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _FIXED = "rapidformer_fixed_rows"
 
 @dataclass(frozen=True)
 class Filling:
-    """A fact on a model: whether it gives the same result if padding fills its rows up."""
+    """A fact on a model: whether its result stays the same if padding fills up its rows."""
 
     is_exact: bool
 
 
 class FixedRows(NamedTuple):
-    """What a mask says, on every replay."""
+    """What the model would find in its mask, the same on every replay."""
 
     rows: Rows | None
     """None: the batch runs as it is."""
@@ -33,11 +33,11 @@ class FixedRows(NamedTuple):
 
 
 def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
-    """Say what a mask says."""
+    """Attach what the model would find in its mask."""
     setattr(mask, _FIXED, fixed)
 
 
 def get_fixed_rows(mask: Any) -> FixedRows | None:
-    """What was said about it, if anything was."""
+    """What was attached to a mask, if anything was."""
     found: FixedRows | None = getattr(mask, _FIXED, None)
     return found

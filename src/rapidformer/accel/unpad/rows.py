@@ -67,8 +67,8 @@ class Rows:
     def read_filled(mask: Tensor) -> Rows:
         """The rows of a mask in host memory, filled up with padding to one of a few sizes.
 
-        Unlike zeros, padding has a place of its own in the batch, so there are exactly as many
-        places as tokens: nothing but the values depends on how many of them are real.
+        Unlike zeros, padding has its own places in the batch: there are as many places as tokens,
+        and no size depends on how many of them are real.
         """
         # NumPy, since torch takes several times as long for tensors of this size.
         real = mask.numpy()
@@ -88,11 +88,11 @@ class Rows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All that Python code can see of rows that were filled up."""
+        """Everything that Python code can see of filled rows."""
         return (*self.shape, len(self.places), len(self.ends), self.bound, self.is_contiguous)
 
     def copy_to(self, device: torch.device) -> Rows:
-        """The same rows in memory of their own on the device, for ``overwrite``."""
+        """A copy on the device, for ``overwrite``."""
         places, columns = self.places.to(device, copy=True), self.columns.to(device, copy=True)
         copied = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
         copied.overwrite(self)

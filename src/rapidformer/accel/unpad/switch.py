@@ -329,7 +329,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
 
 
 def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | None:
-    """What ``find_rows`` must say on every replay of a batch, from its tensors in host memory.
+    """What ``find_rows`` must return on every replay of a batch, from its tensors in host memory.
 
     None if the loss must be seen on a padded batch first.
     """
@@ -347,7 +347,7 @@ def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | Non
 
 
 def _is_removable(model: Any, is_real: Tensor, labels: Tensor) -> bool:
-    """Whether there is padding to speak of, and removing it cannot change the loss."""
+    """Whether there is enough padding, and removing it cannot change the loss."""
     if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
         return False
     is_causal = shifts_labels(model)
