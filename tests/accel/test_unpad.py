@@ -155,6 +155,7 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
     empty[1] = 0
     for name, value in (
         ("attention_mask", with_gap), ("attention_mask", empty), ("use_cache", True),
+        ("return_dict", False),
         ("labels", torch.tensor([0, 1, 1, 0])), ("decoder_attention_mask", ones[:, :5]),
         ("decoder_attention_mask", ones * 0), ("output_attentions", True),
     ):  # fmt: skip

@@ -274,13 +274,11 @@ def _build_model(
     cls: Any, inside: dict[str, nn.Module], rounds_up: bool, reader: PaddingReader, packs: bool
 ) -> dict[str, Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A user's hook on a block must see what it would see without the switch.
-        if find_watched(inside):
-            return cls.forward(self, *args, **kwargs)
         if is_encoder_decoder(self):
             return forward_sides(self, *args, **kwargs)
+        # A user's hook on a block must see what it would see without the switch.
         find = find_packed_rows if packs and is_packed(kwargs) else find_rows
-        rows = find(self, kwargs, rounds_up=rounds_up)
+        rows = None if find_watched(inside) else find(self, kwargs, rounds_up=rounds_up)
         if rows is None:
             fixed = get_fixed_rows(kwargs.get("attention_mask"))
             with without_padding() if fixed and fixed.is_full else nullcontext():
@@ -294,7 +292,7 @@ def _build_model(
             return cls.forward(self, *args, **kwargs)
 
     def forward_sides(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sides = find_sides(self, kwargs)
+        sides = None if find_watched(inside) else find_sides(self, kwargs)
         if sides is None:
             return cls.forward(self, *args, **kwargs)
         way = use_sides if reader.ignores_padding else reader.observe
@@ -363,7 +361,10 @@ def find_sides(model: Any, given: dict[str, Any]) -> Sides | None:
         return None
     if get_fixed_rows(given.get("attention_mask")) is not None:
         return None
-    return None if given.get("use_cache") else read_sides(given, _LEAST_PADDING)
+    # There is no cache of unpadded tokens to return, and a tuple would be shorter without it.
+    if given.get("use_cache") or given.get("return_dict") is False:
+        return None
+    return read_sides(given, _LEAST_PADDING)
 
 
 def is_packed(given: dict[str, Any]) -> bool:
