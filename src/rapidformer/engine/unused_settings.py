@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,10 +86,13 @@ def _list_sources() -> Iterator[Path]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None:
         return
-    folder = Path(main).resolve().parent
+    # A script may be a link: its modules are beside the link or beside its target.
+    folders = {Path(main).resolve().parent, Path(main).parent.resolve()}
+    # Resolved once per folder: a process has thousands of modules.
+    resolve = functools.cache(lambda folder: Path(folder).resolve())
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and Path(file).resolve().parent == folder:
+        if file and file.endswith(".py") and resolve(os.path.dirname(file)) in folders:  # noqa: PTH120
             yield Path(file)
 
 
