@@ -17,6 +17,7 @@ from rapidformer.accel.compile import apply_compile, keep_compiled_code
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.precision import Precision, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import find_plan
 from rapidformer.overlay import get_fact
@@ -217,6 +218,11 @@ def test_outputs_of_activation_functions_are_recomputed_for_the_backward_pass() 
     compile_blocks(model, backend="aot_eager")
     assert_close(run_once(), expected)
     assert saved.count(torch.Size([3, 32])) == 1
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"--compile-backend inducter: .* has .*inductor"):
+        compile_blocks(nn.Linear(2, 2), backend="inducter")
 
 
 def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.compat.torch_compile import Backend
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import put_fact
@@ -38,6 +40,7 @@ def apply(assembly: Assembly) -> str:
 
 def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: Backend = "inductor") -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
+    _check_backend(backend)
     compiled = CompiledBlocks(backend)
     put_fact(model, compiled)
     if not plan.blocks:
@@ -48,6 +51,15 @@ def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: Backend = "indu
     for block in plan.get_blocks(model) if plan.blocks else [model]:
         compiled.add(block)
     return model
+
+
+def _check_backend(backend: Backend) -> None:
+    """Otherwise torch fails at the first step, with a long traceback."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in known:
+        raise ConfigurationError(
+            f"--compile-backend {backend}: torch has no such backend. It has {', '.join(known)}."
+        )
 
 
 def keep_compiled_code() -> None:
