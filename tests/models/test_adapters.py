@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import CheckpointError, ModelError
+from rapidformer.models.adapters import Adapter
 
 IDS = torch.arange(8)[None]
 
@@ -43,6 +44,13 @@ def test_a_merged_export_leaves_the_trained_model_unchanged(tmp_path: Path) -> N
     assert torch.equal(model(input_ids=IDS).logits, before)
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(input_ids=IDS).logits, before, rtol=1e-5, atol=1e-6)
+
+
+def test_many_layers_are_described_by_the_ends_of_their_names() -> None:
+    for layers, text in ((2, "layers.0.down, layers.0.up, layers.1.down"), (5, "on down, up")):
+        names = [f"layers.{n}.{end}" for n in range(layers) for end in ("up", "down")]
+        config = LoraConfig(r=2, target_modules=names)
+        assert text in Adapter(config=config, name="default", base=None).describe()
 
 
 def test_the_active_one_of_two_adapters_is_trained_and_saved(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before the names of a model's weights in an adapter's file."""
+_MOST_TARGETS = 8
 _PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
 _TASK_TYPES = {
     "ForSequenceClassification": "SEQ_CLS",
@@ -73,7 +74,11 @@ class Adapter:
         kind = "DoRA" if getattr(config, "use_dora", False) else config.peft_type.value
         rank = f", rank {config.r}" if hasattr(config, "r") else ""
         targets = getattr(config, "target_modules", None)
-        listed = ", ".join(sorted(targets)) if isinstance(targets, (set, list)) else targets
+        if isinstance(targets, (set, list)):
+            # peft names every layer of a small model by its full path.
+            is_long = len(targets) > _MOST_TARGETS
+            targets = sorted({name.rpartition(".")[2] if is_long else name for name in targets})
+        listed = ", ".join(targets) if isinstance(targets, list) else targets
         return f"{kind}{rank}" + (f" on {listed}" if listed else "")
 
 
