@@ -7,8 +7,10 @@ removing the lines of steps that it will repeat.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,12 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         self._pending.append(format_json(line) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that the disk has not taken yet."""
+        if not self._pending:
+            return
         try:
             with writing(self.path):
                 _append(self.path, "".join(self._pending).encode("utf-8"))
@@ -86,4 +94,18 @@ def open_board(folder: str | Path, resume_step: int = 0) -> Any:
         )
         return None
     purge_step = resume_step + 1 if resume_step else None
+    _quiet_board_threads()
     return SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _quiet_board_threads() -> None:
+    """TensorBoard's thread hands its error to our next call, which warns: no traceback as well."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        is_board = type(failure.thread).__module__.startswith("tensorboard.")
+        if not (is_board and isinstance(failure.exc_value, OSError)):
+            before(failure)
+
+    threading.excepthook = report

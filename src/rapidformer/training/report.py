@@ -108,6 +108,8 @@ class Reporter(Callback):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._file is not None:
+            self._file.flush()
         if self._board is not None:
             with self._tolerating_board():
                 self._board.close()

@@ -120,7 +120,8 @@ class Run:
         return counts
 
     def read_metric_steps(self) -> list[int]:
-        lines = (self.save / "metrics.jsonl").read_text().splitlines()
+        path = self.save / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [line["step"] for line in map(json.loads, lines) if "loss" in line]
 
     def hash_model(self) -> str:

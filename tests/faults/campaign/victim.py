@@ -50,17 +50,19 @@ class Death:
         self._trace = trace
         self._folder = folder
         self._seen: Counter[str] = Counter()
+        self._is_due = False
         (trace / f"pid_{rank}").write_text(str(os.getpid()))
         sys.addaudithook(self._hear)
 
     def meet(self, moment: str) -> None:
         self._seen[moment] += 1
         fault = self._fault
-        if fault.get("at") != moment or fault.get("count") != self._seen[moment]:
+        if fault.get("at") == moment and fault.get("count") == self._seen[moment]:
+            self._is_due = True
+        if not self._is_due:
             return
-        (self._trace / "met").touch()
         if "act" in fault:
-            break_disk(Path(self._folder), fault["act"])
+            self._is_due = not break_disk(Path(self._folder), fault["act"])
             return
         me = os.getpid()
         pids = [int(path.read_text()) for path in self._trace.glob("pid_*")] if fault["all"] else []
@@ -79,18 +81,20 @@ class Death:
         path.write_text(json.dumps(self._seen))
 
 
-def break_disk(folder: Path, act: str) -> None:
-    """Take the run's disk from it; ``folder`` is where it is mounted."""
+def break_disk(folder: Path, act: str) -> bool:
+    """Take the run's disk from it; ``folder`` is where it is mounted. False if it is too busy."""
     if act == "vanish":
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     elif act == "lock":
-        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        words = ["mount", "-o", "remount,ro", str(folder)]
+        return subprocess.run(words, check=False, capture_output=True).returncode == 0
     else:
         ballast = folder / BALLAST
         ballast.mkdir()
         with suppress(OSError):
             for number in itertools.count():
                 (ballast / str(number)).write_bytes(bytes(2**16 if act == "fill" else 0))
+    return True
 
 
 class Victim(Finetuner):
