@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer.checkpoint.tensors import read_shapes
+import rapidformer
+from rapidformer.checkpoint.tensors import StoredTensors, read_shapes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
 from tests.parity.models import build_model, build_rows
@@ -157,6 +158,15 @@ def test_both_strategies_train_alike(losses: dict[str, list[float]]) -> None:
 
 def test_split_weights_are_exported_whole(losses: dict[str, list[float]]) -> None:
     assert max(losses["exported"]) < 1e-5
+
+
+@pytest.mark.usefixtures("losses")
+def test_a_checkpoint_is_exported_as_it_was_saved(folder: Path, tmp_path: Path) -> None:
+    rapidformer.export(folder / "cut", tmp_path / "out", verify=False)
+    stored = StoredTensors(folder / "cut" / "iter_0000003" / "state")
+    loaded = type(build_model("small-bert-mlm")).from_pretrained(tmp_path / "out")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, stored.read(f"model.{name}")), name
 
 
 @pytest.mark.usefixtures("losses")

@@ -64,6 +64,9 @@ def break_once(reference: Reference, folder: Path, fault: str, dice: random.Rand
         _start_too_long(run, found, dice)
     elif fault == "vanished folder":
         _disturb(run, found, reference, dice)
+        # The lines that were in the folder went with it.
+        found.problems += [x for x in _run_again(run, reference) if "metrics.jsonl" not in x]
+        return found
     else:
         with small_disk(run.save):
             _disturb(run, found, reference, dice)
@@ -81,7 +84,7 @@ def _disturb(run: Run, found: DiskFault, reference: Reference, dice: random.Rand
     found.status = outcome.status
     found.has_trained_on = any(line["step"] >= _LAST_STEP for line in run.read_trace())
     found.problems += _judge(outcome)
-    # Only what the run cannot do without ends it before its last step: its folder and its metrics.
+    # The disk is sound again.
     subprocess.run(["mount", "-o", "remount,rw", run.save], check=False, capture_output=True)
     shutil.rmtree(run.save / BALLAST, ignore_errors=True)
     found.problems += [f"after the fault: {text}" for text in run.find_unreadable()]
