@@ -175,7 +175,7 @@ def _describe(piece: Piece) -> tuple[torch.Size, torch.dtype]:
 def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Page-locked memory of exactly this size.
 
-    torch's own allocator rounds up to powers of two, and takes three times as long for the same size.
+    torch's own allocator rounds up to powers of two, and takes three times as long.
     """
     kept = torch.empty(shape, dtype=dtype)
     if kept.nbytes < _LEAST_LOCKED:  # may share its pages with other tensors
