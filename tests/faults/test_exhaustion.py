@@ -113,6 +113,15 @@ def test_metrics_that_cannot_be_written_are_written_later(
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_a_disk_that_fails_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rapidformer.training.report.replace_text", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device\."):
+        train(tmp_path)
+
+
 class OutOfMemoryError(RuntimeError):
     """As torch names its own."""
 

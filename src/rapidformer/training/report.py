@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.publish import replace_text
+from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.config.render import render_arguments
 from rapidformer.engine.metrics_file import MetricsFile, open_board
@@ -35,13 +36,14 @@ class Reporter(Callback):
         self._bar: _ProgressBar | None = None
         if not speaks:
             return
-        if args.save is not None:
-            self._file = MetricsFile(Path(args.save), resume_step=resume_step)
-            text = "".join(line + "\n" for line in render_arguments(args))
-            replace_text(Path(args.save) / ARGUMENTS_FILE, text)
         board_folder = args.tensorboard_dir or (args.save and str(Path(args.save) / "tensorboard"))
-        if board_folder:
-            self._board = open_board(board_folder, resume_step)
+        with writing(Path(args.save or board_folder or ".")):
+            if args.save is not None:
+                self._file = MetricsFile(Path(args.save), resume_step=resume_step)
+                text = "".join(line + "\n" for line in render_arguments(args))
+                replace_text(Path(args.save) / ARGUMENTS_FILE, text)
+            if board_folder:
+                self._board = open_board(board_folder, resume_step)
         wants_bar = args.progress if args.progress is not None else sys.stderr.isatty()
         if wants_bar:
             self._bar = _ProgressBar(total_steps, resume_step)
