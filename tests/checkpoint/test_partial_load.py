@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import rapidformer
-from rapidformer.checkpoint.tensors import StoredTensors
+from rapidformer.checkpoint.tensors import StoredTensors, load_tensors
 from rapidformer.dist.processes import stop_processes
+from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model, build_rows, collate
 from tests.processes import run_in_processes
@@ -48,8 +49,11 @@ def _save_all(folder: Path) -> None:
 
 
 def read(run: Path) -> dict[str, Tensor]:
-    stored = StoredTensors(run / "iter_0000001" / "state")
-    return {name: stored.read(name) for name in stored.kinds}
+    folder = run / "iter_0000001" / "state"
+    kinds = StoredTensors(folder).kinds
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+    load_tensors(tensors, folder, Topology())
+    return tensors
 
 
 @pytest.fixture(scope="module")
