@@ -21,7 +21,7 @@ pytestmark = [
 def test_what_is_written_is_the_state_of_its_step(is_reserved: bool, tmp_path: Path) -> None:
     engine = RapidformerEngine(args={"lr": 0.1, "async_save": "on", "log_level": "error"})
     # The first weight has pages of its own, the second one shares them with other tensors.
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1))
+    model = nn.Sequential(nn.Linear(1024, 8192), nn.Linear(8192, 1))
     (model, optimizer, *_) = engine.compose(model)
     for step in (1, 2):  # the second save uses the memory of the first
         engine.backward(model(torch.ones(2, 1024, device=engine.device)).square().mean())

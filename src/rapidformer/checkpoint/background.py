@@ -29,8 +29,8 @@ from rapidformer.dist.collectives import gather_from_all, is_alone
 
 SMALLEST_BYTES = 64 * 2**20
 """``--async-save auto`` writes smaller states at once: that takes a moment anyway."""
-_LEAST_LOCKED = 2**20
-"""Bytes: the C library gives larger blocks pages of their own."""
+_LEAST_LOCKED = 2**25
+"""Bytes: from here on, the C library always gives a block pages of its own."""
 _FOR_ALL_GPUS = 1
 """CUDA's flag ``cudaHostRegisterPortable``."""
 _LARGEST_PART = 0.5
@@ -185,7 +185,11 @@ def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if int(runtime.cudaHostRegister(kept.data_ptr(), kept.nbytes, _FOR_ALL_GPUS)) == 0:
         unlock = weakref.finalize(kept, runtime.cudaHostUnregister, kept.data_ptr())
         unlock.atexit = False  # the process gives everything back by itself
-    return kept  # not locked if the system allows no more: the copy is slower, but right
+    else:
+        # Not locked, so the copy is slower, but right. CUDA keeps the error for the next kernel.
+        with suppress(RuntimeError):
+            torch.zeros((), device="cuda")
+    return kept
 
 
 def _count_ranks_here() -> int:
