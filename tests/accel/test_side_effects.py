@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer.accel.cuda_graph.side_effects import Examination
 
@@ -65,6 +66,37 @@ class Steps:
         return model(**batch).loss
 
 
+class Criterion(nn.Module):
+    def __init__(self, weight: Any = None) -> None:
+        super().__init__()
+        self.calls, self.weight = 0, weight
+
+    def forward(self, logits: Any) -> Any:
+        self.calls += 1
+        return logits.mean()
+
+
+class Losses:
+    """Steps with modules and tensors that are not part of the model."""
+
+    def __init__(self) -> None:
+        self.counting, self.head = Criterion(), nn.Linear(1, 1)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.center = torch.zeros(())
+
+    def count(self, batch: Any, model: Any) -> Any:
+        return self.counting(model(**batch).logits)
+
+    def train_head(self, batch: Any, model: Any) -> Any:
+        return self.head(model(**batch).logits).mean()
+
+    def train_number(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss * self.temperature
+
+    def move_center(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss - self.center.mul_(0.9)
+
+
 class Child(Steps):
     def plain(self, batch: Any, model: Any) -> Any:
         return super().plain(batch, model)
@@ -91,9 +123,9 @@ def test_a_step_that_only_computes(name: str) -> None:
 def test_values_outside_the_code_are_known() -> None:
     steps = Steps()
     found = examine(steps.plain)
-    assert found.read_values() == (0.5, SCALE)
+    assert found.read_values() == ((0.5, SCALE), ())
     steps.factor = 0.25
-    assert found.read_values() == (0.25, SCALE)
+    assert found.read_values() == ((0.25, SCALE), ())
 
 
 @pytest.mark.parametrize(
@@ -105,6 +137,9 @@ def test_values_outside_the_code_are_known() -> None:
         (Steps().calls, "uses SEEN"),
         (Steps().marks, "changes model.is_marked"),
         (make_closure(object()), "uses watch"),
+        (Losses().count, "Losses.count changes self.calls"),
+        (Losses().train_head, "uses a Linear with trainable weights outside the model"),
+        (Losses().train_number, "uses self.temperature, a trainable weight outside the model"),
         (eval("lambda batch: batch"), "has no source that could be checked"),
     ],
 )
@@ -124,3 +159,43 @@ def test_a_model_of_your_own() -> None:
     assert Examination([], nn.Sequential(nn.Linear(2, 2))).effect is None
     found = Examination([], nn.Sequential(Counting(2, 2)))
     assert found.effect == "Counting.forward changes self.calls"
+
+
+class Block(nn.Module):
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_every_block_has_its_own_numbers() -> None:
+    model = nn.Sequential(Block(), Block())
+    found = Examination([], model)
+    before = found.read_values()
+    model[0].scale = 2.0
+    assert found.read_values() != before
+
+
+def test_numbers_of_a_librarys_modules() -> None:
+    """A callback may change how attention is scaled, for example."""
+    model = GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1, n_positions=4))
+    found = Examination([], model)
+    before = found.read_values()
+    model.transformer.h[0].attn.scaling = 0.125
+    assert found.effect is None
+    assert found.read_values() != before
+
+
+def test_a_forward_of_one_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].forward = Steps().prints
+    assert Examination([], model).effect == "Steps.prints uses print"
+
+
+def test_tensors_that_a_step_may_change() -> None:
+    model, losses = nn.BatchNorm1d(1), Losses()
+    found = Examination([losses.move_center], model)
+    assert found.effect is None
+    tensors = found.list_tensors()
+    assert len(tensors) == 4
+    assert any(tensor is losses.center for tensor in tensors)

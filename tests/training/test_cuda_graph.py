@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.unpad.switch import prove_filling
+from rapidformer.engine import graphs
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ConfigurationError
@@ -24,16 +25,21 @@ Rows = list[dict[str, Any]]
 class Again:
     """Runs the function again, and writes what it returns where the first result is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *changed: torch.Tensor) -> None:
         self.recorded = self.replayed = 0
+        self._changed = changed
+        """What the function changes in place: recording it must not."""
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         return function()
 
     def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         before = torch.get_rng_state()
+        values = [tensor.clone() for tensor in self._changed]
         first = function()
         torch.set_rng_state(before)
+        for tensor, value in zip(self._changed, values, strict=True):
+            tensor.copy_(value)
         self.recorded += 1
 
         def replay() -> None:
@@ -260,6 +266,60 @@ def test_a_number_that_changes_needs_another_graph() -> None:
     assert run.engine.graphs is not None
     assert run.engine.graphs.problem is None
     assert capture.recorded == 2
+
+
+class Moving(Run):
+    """Keeps a mean of its losses, in place and outside the model."""
+
+    def __init__(self, *, replays: bool) -> None:
+        self.center = torch.zeros(())
+        super().__init__(make_gpt2(), make_texts(32), Again(self.center) if replays else None)
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        self.center.mul_(0.9).add_(loss.detach())
+        return loss * self.center
+
+
+class Late(Callback):
+    """Registers a hook in the middle of a run."""
+
+    calls = 0
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        if loop.step == 5:
+            head = loop.engine.parallelized.model.lm_head
+            head.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+
+
+def test_tensors_outside_the_model_and_a_late_hook() -> None:
+    """A step that is recorded or compared moves the mean once; the hook runs in every step."""
+    runs, hooks = [], [Late(), Late()]
+    for replays, hook in zip((False, True), hooks, strict=True):
+        run = Moving(replays=replays)
+        run.callbacks = [run.values, hook]
+        run.train()
+        runs.append(run)
+    off, on = runs
+    assert on.engine.graphs is not None
+    assert on.engine.graphs.problem == "a replay would not run the hooks on lm_head"
+    assert on.values.lines == off.values.lines
+    assert torch.equal(on.center, off.center)
+    assert hooks[1].calls == hooks[0].calls > 0
+
+
+def test_batches_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run continues without graphs, whatever the error."""
+
+    def fail(*_: Any) -> Any:
+        raise TypeError("Batch() takes 2 arguments")
+
+    monkeypatch.setattr(graphs, "Passes", fail)
+    run = Run(make_gpt2(), make_texts(8), Again())
+    run.train()
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.problem == "TypeError: Batch() takes 2 arguments"
+    assert len(run.values.lines) == 2
 
 
 def test_only_a_gpu_has_graphs() -> None:

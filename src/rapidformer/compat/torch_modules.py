@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,10 +64,14 @@ def leave_out_of_state(module: nn.Module, buffer: str) -> None:
 
 def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """All hooks registered around the module's forward and backward passes."""
-    tables = (
+    return [hook for table in list_hook_tables(module) for hook in table.values()]
+
+
+def list_hook_tables(module: nn.Module) -> list[Mapping[int, Callable[..., Any]]]:
+    """Where the module keeps its hooks; the same objects for as long as it exists."""
+    return [
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
-    )
-    return [hook for table in tables for hook in table.values()]
+    ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read
 from rapidformer.accel.cuda_graph.side_effects import Examination
 from rapidformer.accel.dropout import DROPOUTS
 from rapidformer.accel.watched import describe_watched, find_watched
+from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import count_changes, has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
@@ -66,9 +67,10 @@ class GraphedPasses:
         work: ModelWork | None,
     ) -> None:
         self._model = model
-        self._modules = list(model.modules())
-        self._dropouts = [each for each in self._modules if isinstance(each, DROPOUTS)]
         self._code: Examination
+        self._dropouts: list[nn.Module] = []
+        self._hooks: list[Mapping[int, Any]] = []
+        self._hook_count = 0
         self._parameters = parameters
         self._device = device
         self._capture = capture
@@ -78,7 +80,8 @@ class GraphedPasses:
         self._compiles = compiles
         self._work = work
         self._graphs: dict[Hashable, _Graph] = {}
-        self._seen: set[Hashable] = set()
+        self._seen: set[int] = set()
+        """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
         self._steps: Sequence[Callable[..., Any]] = ()
         self._weights: Hashable = None
         self._is_warm = False
@@ -108,7 +111,9 @@ class GraphedPasses:
         try:
             if not self._is_warm:
                 self._steps, self._code = steps, Examination(steps, self._model)
+                self._list_modules()
                 self._check(update)
+            self._check_hooks()
             inputs = [read_inputs(self._model, each.batch) for each in update]
         except NotRepeatableError as problem:
             self._give_up(str(problem))
@@ -136,19 +141,21 @@ class GraphedPasses:
             graph.replay()
             return graph.outcome.copy(weights)
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
-        is_new, is_first = key not in self._seen, not self._is_warm
-        self._seen.add(key)
+        is_new, is_first = hash(key) not in self._seen, not self._is_warm
+        self._seen.add(hash(key))
         waits = is_full or (is_new and not is_first)  # a new size may never come again
         if waits and not any(each.is_rounded for each in inputs):
             return None  # nothing was rounded, so the passes are the same without fixed places
-        passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
-        if waits:
-            return self._try(lambda before: passes.run())
-        return self._try(lambda before: self._record(passes, key, weights, before))
+
+        def work(before: _State) -> Outcome:
+            passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
+            return passes.run() if waits else self._record(passes, key, weights, before)
+
+        return self._try(work)
 
     def _try(self, work: Callable[[_State], Outcome]) -> Outcome | None:
         """The result of ``work``, or None and everything as it was before."""
-        before = _State(self._model, self._device)
+        before = _State(self._code.list_tensors(), self._device)
         try:
             return work(before)
         except RapidformerError as error:
@@ -211,19 +218,32 @@ class GraphedPasses:
         )
         if operations > _MOST_WORK:
             raise NotRepeatableError("its steps are long, so launching kernels costs little")
-        watched = find_watched(dict(self._model.named_modules()))
-        if watched:
-            raise NotRepeatableError(
-                f"a replay would not run the hooks on {describe_watched(watched)}"
-            )
-        if has_gradient_hooks(self._parameters):
-            raise NotRepeatableError("a replay would not run the hooks on its parameters")
         if self._code.effect is not None:
             raise NotRepeatableError(f"{self._code.effect}, which a replay would not")
 
+    def _check_hooks(self) -> None:
+        """Refuse hooks, which may be registered at any time."""
+        if self._is_asked:
+            return
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            watched = find_watched(dict(self._model.named_modules()))
+            if watched:
+                raise NotRepeatableError(
+                    f"a replay would not run the hooks on {describe_watched(watched)}"
+                )
+            self._hook_count = count
+        if has_gradient_hooks(self._parameters):
+            raise NotRepeatableError("a replay would not run the hooks on its parameters")
+
+    def _list_modules(self) -> None:
+        modules = list(self._code.modules)
+        self._dropouts = [module for module in modules if isinstance(module, DROPOUTS)]
+        self._hooks = [table for module in modules for table in list_hook_tables(module)]
+
     def _describe_model(self) -> Hashable:
         """What a forward pass depends on, apart from weights."""
-        training = tuple(module.training for module in self._modules)
+        training = tuple(module.training for module in self._code.modules)
         return training, tuple(module.p for module in self._dropouts)
 
     def _drop_moved(self) -> None:
@@ -241,24 +261,24 @@ class GraphedPasses:
 
 
 class _State:
-    """What passes change, apart from gradients: random numbers and buffers."""
+    """What passes may change, apart from gradients: random numbers, buffers and similar."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
         self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
         self._host = _get_host_numbers(device)
-        self._buffers = [(b, b.detach().clone(), count_changes(b)) for b in model.buffers()]
+        self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
 
     def restore(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._drawn, self._device)
         else:
             torch.set_rng_state(self._drawn)
-        for buffer, value, changes in self._buffers:
-            if count_changes(buffer) != changes:
+        for tensor, value, changes in self._tensors:
+            if count_changes(tensor) != changes:
                 with torch.no_grad():
-                    buffer.copy_(value)
+                    tensor.copy_(value)
 
     def check_host_numbers(self) -> None:
         """Refuse a step that draws random numbers on the host: a replay would repeat them."""

@@ -13,8 +13,10 @@ import ast
 import builtins
 import functools
 import inspect
+import itertools
 import textwrap
-from collections.abc import Callable, Hashable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,18 +37,40 @@ class Examination:
     def __init__(self, steps: Iterable[Callable[..., Any]], model: nn.Module) -> None:
         self._seen: set[Any] = set()
         self._values: list[Callable[[], Any]] = []
-        classes = {get_own_class(module): module for module in model.modules()}
-        own = [MethodType(cls.forward, m) for cls, m in classes.items() if not _is_of_library(cls)]
-        effects = (self._describe(function) for function in (*steps, *own))
+        self._attributes: list[Callable[[], Any]] = []
+        self._instances: dict[type, list[nn.Module]] = defaultdict(list)
+        self._own_parameters = {id(parameter) for parameter in model.parameters()}
+        self.modules: dict[nn.Module, None] = {}
+        """Those of the model, and others that the code calls, such as a criterion."""
+        effects = itertools.chain([self._add(model, self._describe)], map(self._describe, steps))
         self.effect = self._first(effects)
         """What the code does other than compute, as ``step uses print``; None if nothing."""
 
     def read_values(self) -> Hashable:
         """The numbers and tensors outside the code, as they are now."""
-        return tuple(
+        values = tuple(
             (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else value
             for value in (read() for read in self._values)
         )
+        return values, tuple(read() for read in self._attributes)
+
+    def list_tensors(self) -> list[torch.Tensor]:
+        """Tensors that the code may change in place: buffers, and those outside the code."""
+        buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
+        outside = (value for value in (read() for read in self._values) if _is_state(value))
+        return list({id(tensor): tensor for tensor in (*buffers, *outside)}.values())
+
+    def _add(self, root: nn.Module, read: Callable[[Any], str | None]) -> str | None:
+        """Examine a module and those inside it, unless that was done before."""
+        new = [module for module in root.modules() if module not in self.modules]
+        self.modules |= dict.fromkeys(new)
+        if any(id(p) not in self._own_parameters and p.requires_grad for p in root.parameters()):
+            return f"uses a {type(root).__name__} with trainable weights outside the model"
+        for module in new:
+            self._instances[get_own_class(module)].append(module)
+            names = _list_attributes(module)
+            self._attributes += [functools.partial(vars(module).get, name) for name in names]
+        return self._first(map(read, _list_own_code(new)))
 
     def _describe(self, function: Any) -> str | None:
         effect = self._read(function)
@@ -122,13 +146,23 @@ class Examination:
             return self._read(found.func)
         if isinstance(found, FunctionType):
             return self._read(MethodType(found, owner))
-        return self._judge_outside(lambda: getattr(owner, name, None), f"self.{name}")
+        # Every block has its own value.
+        owners = self._instances.get(get_own_class(owner), [owner])
+        return self._first(
+            self._judge_outside(functools.partial(getattr, each, name, None), f"self.{name}")
+            for each in owners
+        )
 
     def _judge_outside(self, read: Callable[[], Any], name: str) -> str | None:
         """Something that a function finds outside itself."""
         value = read()
-        if isinstance(value, (nn.Module, Settings)):
+        if isinstance(value, nn.Module):
+            return self._add(value, self._read)
+        if isinstance(value, Settings):
             return None
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            is_known = id(value) in self._own_parameters
+            return None if is_known else f"uses {name}, a trainable weight outside the model"
         if isinstance(value, (*_CONSTANTS, torch.Tensor)) or _is_plain_tuple(value):
             self._values.append(read)
             return None
@@ -146,6 +180,31 @@ class Examination:
 def _is_of_library(thing: Any) -> bool:
     module = getattr(thing, "__module__", None) or ""
     return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _list_attributes(module: nn.Module) -> list[str]:
+    """Numbers of a module that code may read, or change: ``model.alpha``, ``attention.scaling``."""
+    cls = get_own_class(module)
+    if cls.__module__.partition(".")[0] == "torch":
+        return []
+    kinds = (bool, float) if _is_of_library(cls) else _CONSTANTS
+    found = vars(module).items()
+    return [name for name, value in found if isinstance(value, kinds) and name != "training"]
+
+
+def _list_own_code(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]:
+    """The forward passes that no library wrote: one per class, and those of single modules."""
+    classes = {get_own_class(module): module for module in modules}
+    for cls, module in classes.items():
+        if not _is_of_library(cls):
+            yield MethodType(cls.forward, module)
+    for module in modules:
+        if "forward" in vars(module):
+            yield module.forward
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
 def _give(value: Any) -> Any:
