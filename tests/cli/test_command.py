@@ -16,6 +16,12 @@ def test_help_is_grouped_and_names_every_command(command: Any) -> None:
     assert done.returncode == 0
     for part in ("evaluate", "predict", "acceleration switches", "--zero-1-memory-optimization"):
         assert part in done.stdout
+    for values in (
+        "--cuda-graph auto|on|off ",
+        "--mixed-precision [bf16|fp16] ",
+        "--resume [auto] ",
+    ):
+        assert values in done.stdout  # brackets: the flag may have no value
     assert max(len(line) for line in done.stdout.splitlines()) <= 120
 
 

@@ -78,8 +78,10 @@ def _format_value(setting: Setting) -> str:
     if setting.is_switch:
         return ""
     if setting.choices and not _has_many_choices(setting):
-        joined = "|".join(choice for choice in setting.choices if choice != "auto")
-        return f" [{joined}]" if "auto" in setting.choices else f" {joined}"
+        # As in config/parse.py: a flag that is off by default means auto if it has no value.
+        is_optional = "auto" in setting.choices and setting.default is None
+        named = [choice for choice in setting.choices if not is_optional or choice != "auto"]
+        return f" [{'|'.join(named or setting.choices)}]" if is_optional else f" {'|'.join(named)}"
     name = {int: "N", float: "X", str: "TEXT"}[setting.kind]
     return f" {name} ..." if setting.is_list or setting.is_one_or_many else f" {name}"
 
