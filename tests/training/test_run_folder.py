@@ -53,6 +53,17 @@ def test_new_and_empty_folders_are_fine(tmp_path: Path) -> None:
     assert get_content(tmp_path) == set()
 
 
+def test_a_run_that_failed_before_it_wrote_anything_does_not_block_its_folder(
+    tmp_path: Path,
+) -> None:
+    begin(tmp_path, overwrite=False)
+    begin(tmp_path, overwrite=False)
+    assert get_content(tmp_path) == {RUN_FILE}
+    (tmp_path / METRICS_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match="holds a run without a checkpoint"):
+        begin(tmp_path, overwrite=False)
+
+
 def test_folder_with_files_of_the_users_is_fine(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     check_run_folder(tmp_path, source=None, continues=True, overwrite=False)

@@ -41,7 +41,7 @@ def begin_run(folder: Path, *, source: Path | None, continues: bool, overwrite: 
     """
     check_run_folder(folder, source=source, continues=continues, overwrite=overwrite)
     is_resumed = continues and _is_within(source, folder)
-    if not is_resumed and _list_run(folder):
+    if not is_resumed and _has_results(folder):
         _move_aside(folder)
     if not (folder / RUN_FILE).is_file():
         ours = [name for name in _NAMES if is_resumed or not (folder / name).exists()]
@@ -62,7 +62,7 @@ def check_run_folder(
             f"{source} lies in --save {folder}, which the new run would overwrite: choose another "
             "folder."
         )
-    if _list_run(folder) and not overwrite:
+    if _has_results(folder) and not overwrite:
         has_model = bool(find_checkpoints(folder)) or (folder / LAST).is_dir()
         found = "already holds a run" if has_model else "holds a run without a checkpoint"
         way_out = f"Resume it with --load {folder}, choose" if has_model else "Choose"
@@ -147,6 +147,11 @@ def _list_run(folder: Path) -> list[Path]:
     # The launcher's name alone says only that a run was about to begin.
     owner = [folder / OWNER_FILE] if found and (folder / OWNER_FILE).exists() else []
     return found + owner
+
+
+def _has_results(folder: Path) -> bool:
+    """Whether a run got far enough to leave anything but its own record."""
+    return any(path.name not in (RUN_FILE, OWNER_FILE) for path in _list_run(folder))
 
 
 def _read_names(folder: Path) -> list[str]:
