@@ -45,7 +45,7 @@ def describe_run(
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} steps"
-        + (f" = {args.epochs:g} epochs" if args.epochs and not args.train_iters else "")
+        + (f" = {_count_epochs(args.epochs)}" if args.epochs and not args.train_iters else "")
         + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
         + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
@@ -94,7 +94,11 @@ def _name(device: torch.device) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+
+
+def _count_epochs(number: float) -> str:
+    return "1 epoch" if number == 1 else f"{number:g} epochs"
 
 
 def _size(data: Any) -> str:
