@@ -599,6 +599,9 @@ def test_small_batches_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(sent["mask"], small["mask"])
     others = [
         {"x": torch.ones(2, dtype=torch.bfloat16)},
+        {"x": torch.ones(2).to(torch.float8_e4m3fn)},
+        {"x": torch.ones(2, dtype=torch.complex64).conj()},
+        {"x": torch.ones(2, device="meta")},
         {"x": [torch.ones(2)]},
         {"x": torch.ones(2**18)},
         (torch.ones(2),),

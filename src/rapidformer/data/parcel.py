@@ -14,6 +14,11 @@ from torch.utils.data import get_worker_info
 
 _LARGE = 2**20
 """Bytes of a batch from which shared memory is faster."""
+# Not complex numbers: those may be conjugated lazily, which NumPy does not know.
+_DTYPES = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.float32, torch.float64,
+}  # fmt: skip
 
 
 class Parcel:
@@ -50,5 +55,7 @@ def pack(batch: Any) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_known = type(tensor) is torch.Tensor and tensor.dtype is not torch.bfloat16
-    return is_known and tensor.layout is torch.strided and not tensor.requires_grad
+    """Whether NumPy can hold the tensor without loss."""
+    is_known = type(tensor) is torch.Tensor and tensor.dtype in _DTYPES
+    is_in_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_known and is_in_memory and not tensor.requires_grad
