@@ -113,10 +113,28 @@ def test_metrics_that_cannot_be_written_are_written_later(
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_disk_that_fails_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_rollback_while_metrics_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of the steps that are repeated go, from the file and from what waits for the disk."""
+    file = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        file.write({"step": step})
+    with monkeypatch.context() as failing:
+        failing.setattr("rapidformer.engine.metrics_file._append", fail)
+        failing.setattr("rapidformer.engine.metrics_file.replace_text", fail)
+        file.write({"step": 4})
+        file.drop_after(2)
+        file.write({"step": 3, "loss": 0.5})
+    file.flush()
+    assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
 
+
+def fail(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_fails_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rapidformer.training.report.replace_text", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device\."):
         train(tmp_path)

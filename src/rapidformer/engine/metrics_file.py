@@ -32,9 +32,11 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         self._pending: list[str] = []
-        if resume_step and self.path.exists():
-            self.drop_after(resume_step)
-        elif not resume_step:
+        self._last_kept: float | None = None
+        """The step after which the lines in the file are still to be removed."""
+        if resume_step:
+            _cut(self.path, resume_step)
+        else:
             self.path.unlink(missing_ok=True)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -42,11 +44,14 @@ class MetricsFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that the disk has not taken yet."""
-        if not self._pending:
+        """Do to the file what the disk has not allowed so far."""
+        if not self._pending and self._last_kept is None:
             return
         try:
             with writing(self.path):
+                if self._last_kept is not None:
+                    _cut(self.path, self._last_kept)
+                    self._last_kept = None
                 _append(self.path, "".join(self._pending).encode("utf-8"))
         except WriteError as error:
             warn_once(
@@ -58,10 +63,18 @@ class MetricsFile:
             self._pending = []
 
     def drop_after(self, step: float) -> None:
-        """Remove the lines of later steps, and one that a crash has cut off."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        """Remove the lines of later steps."""
+        self._pending = [line for line in self._pending if _get_step(line) <= step]
+        self._last_kept = step if self._last_kept is None else min(step, self._last_kept)
+        self.flush()
+
+
+def _cut(path: Path, step: float) -> None:
+    """Remove the lines of later steps, and one that a crash has cut off."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _get_step(line) <= step]
-        replace_text(self.path, "".join(line + "\n" for line in kept))
+        replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def _append(path: Path, text: bytes) -> None:
