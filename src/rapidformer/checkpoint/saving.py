@@ -17,7 +17,7 @@ from torch import nn
 from rapidformer.checkpoint.description import describe_model
 from rapidformer.checkpoint.disk_space import warn_if_full
 from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.frozen import Checksums, compute_base_checksums, find_frozen
+from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.pieces import Piece, plan_pieces
 from rapidformer.checkpoint.publish import start_staging
 from rapidformer.checkpoint.random_states import get_random_states
@@ -65,7 +65,8 @@ def prepare_save(
         keep=keep, protected=protected,
     )  # fmt: skip
     _open_staging(save, state.model, processor)
-    checksums = _leave_out_base(tensors, state)
+    _leave_out_base(tensors, state)
+    checksums = None if state.base is None else compute_base_checksums(state)
     # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.
     ties = {
         k: v for own in gather_from_all(drop_tied(tensors, state.model)) for k, v in own.items()
@@ -111,13 +112,11 @@ def _open_staging(save: Save, model: nn.Module, processor: Any) -> None:
         raise problem
 
 
-def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> Checksums | None:
-    """Drop the weights of a base model that can be loaded again; returns their checksums."""
-    if state.base is None:
-        return None
-    for name in find_frozen(tensors, state.model):
-        del tensors[name]
-    return compute_base_checksums(state)
+def _leave_out_base(tensors: dict[str, torch.Tensor], state: TrainingState) -> None:
+    """Drop the weights of a base model that can be loaded again."""
+    if state.base is not None:
+        for name in find_frozen(tensors, state.model):
+            del tensors[name]
 
 
 def _describe_run(

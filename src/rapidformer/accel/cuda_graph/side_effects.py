@@ -26,7 +26,7 @@ from torch import nn
 from rapidformer.config import Settings
 from rapidformer.overlay import get_own_class
 
-_LIBRARIES = ("torch", "transformers", "rapidformer", "peft", "math", "typing")
+_LIBRARIES = ("torch", "transformers", "rapidformer", "peft", "accelerate", "math", "typing")
 _SIDE_EFFECTS = {"print", "input", "open", "setattr", "delattr", "exec", "eval", "globals"}
 _CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
