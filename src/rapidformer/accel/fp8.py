@@ -17,6 +17,7 @@ from torch.nn import functional
 from rapidformer.accel import processor
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, get_own_class
@@ -77,8 +78,7 @@ def _get_builder(layer: nn.Module) -> Any:
     cls = get_own_class(layer)
     if cls is nn.Linear:
         return _build_linear
-    # GPT-2's. By name: models without transformers must not import it.
-    return _build_transposed if cls.__name__ == "Conv1D" else None
+    return _build_transposed if is_conv1d(cls) else None
 
 
 def _is_large(layer: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from rapidformer.accel.precision import Precision
 from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.models.adapters import find_adapter
 
 
@@ -45,8 +46,7 @@ def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # By name: models without transformers must not import it.
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    return type(module) is nn.Linear or is_conv1d(type(module))
 
 
 def _keep_input(module: Any) -> None:

@@ -14,6 +14,14 @@ PRIVATE_NAMES = {
 }
 
 
+def is_conv1d(cls: type) -> bool:
+    """Whether a class is GPT-2's ``Conv1D``: a linear layer with a transposed weight.
+
+    By name: models without transformers must not import it.
+    """
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def chooses_attention(config: Any) -> bool:
     """Whether a configuration says which attention a model uses."""
     return hasattr(config, "_attn_implementation_internal")

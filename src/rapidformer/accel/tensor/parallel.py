@@ -35,6 +35,7 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.compat.torch_mesh import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
@@ -269,11 +270,7 @@ def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # By name: models without transformers must not import it.
-    return any(
-        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-        for cls in type(module).__mro__
-    )
+    return any(is_conv1d(cls) for cls in type(module).__mro__)
 
 
 def _get_dim(module: nn.Module, style: str) -> int:
