@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from rapidformer.checkpoint import save, saving
+from rapidformer.checkpoint import first_rank, save, saving
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.engine.metrics_file import MetricsFile
-from rapidformer.errors import CheckpointError
+from rapidformer.errors import CheckpointError, ModelError
 from rapidformer.log import configure_logging
 from tests.training.test_templates import LineFinetuner, make_engine
 
@@ -138,6 +138,25 @@ def test_a_disk_that_fails_at_the_start(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("rapidformer.training.report.replace_text", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written: No space left on device\."):
         train(tmp_path)
+
+
+def test_what_rank_0_cannot_export_reaches_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only errors of the disk: otherwise they would wait for a rank that is gone."""
+    sent: list[Any] = []
+
+    def broadcast(problem: Any) -> Any:
+        sent.append(problem)
+        return problem
+
+    def refuse() -> None:
+        raise ModelError("the base model was edited")
+
+    monkeypatch.setattr(first_rank, "broadcast_object", broadcast)
+    with pytest.raises(ModelError, match="edited"):
+        first_rank.run_on_first(refuse, tmp_path, is_main=True)
+    assert len(sent) == 1
 
 
 class OutOfMemoryError(RuntimeError):

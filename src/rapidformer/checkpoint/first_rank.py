@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rapidformer.checkpoint.writing import writing
 from rapidformer.dist.collectives import broadcast_object
-from rapidformer.errors import CheckpointError
+from rapidformer.errors import RapidformerError
 
 
 def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:
@@ -15,12 +15,12 @@ def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> 
 
     Otherwise the other ranks would wait for one that is gone.
     """
-    problem: CheckpointError | None = None
+    problem: RapidformerError | None = None
     if is_main:
         try:
             with writing(folder):
                 action()
-        except CheckpointError as error:
+        except RapidformerError as error:
             problem = error
     problem = broadcast_object(problem)
     if problem is not None:
