@@ -18,7 +18,7 @@ RunForward = Callable[[MicroBatch], MicroBatchResult]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes of an update give."""
+    """The results of an update's passes."""
 
     results: list[MicroBatchResult]
     gradients: list[Tensor | None]
@@ -26,7 +26,7 @@ class Outcome:
     norm: Tensor
 
     def copy(self, weights: Sequence[float]) -> Outcome:
-        """Apart from the gradients, what the next replay does not overwrite.
+        """A copy that the next replay does not overwrite, except for the gradients.
 
         ``weights`` are those of the micro-batches for which the forward step gives none.
         """
@@ -68,7 +68,7 @@ class Passes:
         """Where the gradients are left; None: wherever the backward pass puts them."""
 
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
-        """Copy another update of the same kind."""
+        """Copy in another update with the same keys."""
         for static, each in zip(self._inputs, inputs, strict=True):
             static.fill(each)
         self._fill_weights(weights)
@@ -140,7 +140,7 @@ def _copy_result(result: MicroBatchResult, counted: float) -> MicroBatchResult:
     copied = weight.clone() if isinstance(weight, Tensor) else weight
     parts: dict[str, Mean] = {}
     for name, (mean, own) in result.parts.items():
-        # What has no weight of its own has that of the loss.
+        # Parts without a weight have that of the loss.
         is_counted = not isinstance(own, Tensor) and own == result.weight
         is_same = own is result.weight or is_counted
         own = own.clone() if isinstance(own, Tensor) else own

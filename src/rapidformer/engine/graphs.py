@@ -3,7 +3,7 @@
 A small model spends most of a step launching kernels. A graph launches all of them at once, but
 repeats only what the device did: not the Python code around it. So the passes over each kind of
 batch first run as usual, are recorded, and must then give the same losses and gradients when they
-are replayed. Optimizer, schedule and everything that looks at a step stay outside, as they are.
+are replayed. Optimizer, schedule, logging and callbacks stay outside.
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -87,7 +87,7 @@ class GraphedPasses:
         self._is_warm = False
         self._checked = 0
         self.problem: str | None = None
-        """Why nothing is replayed, once that is known."""
+        """Why nothing is replayed any more; None while it may be."""
 
     @property
     def count(self) -> int:
@@ -97,7 +97,7 @@ class GraphedPasses:
     def run(
         self, run_forward: RunForward, update: Update, steps: Sequence[Callable[..., Any]]
     ) -> Outcome | None:
-        """The passes of an update; None if they must run as they are.
+        """Run the passes of an update; None if they must run without a graph.
 
         ``steps`` is the user's code that ``run_forward`` calls.
         """
@@ -145,7 +145,7 @@ class GraphedPasses:
         self._seen.add(hash(key))
         waits = is_full or (is_new and not is_first)  # a new size may never come again
         if waits and not any(each.is_rounded for each in inputs):
-            return None  # nothing was rounded, so the passes are the same without fixed places
+            return None  # nothing was rounded, so the usual passes give the same
 
         def work(before: _State) -> Outcome:
             passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
@@ -154,7 +154,7 @@ class GraphedPasses:
         return self._try(work)
 
     def _try(self, work: Callable[[_State], Outcome]) -> Outcome | None:
-        """The result of ``work``, or None and everything as it was before."""
+        """The result of ``work``; if it fails, None, with the state from before."""
         before = _State(self._code.list_tensors(), self._device)
         try:
             return work(before)
@@ -196,7 +196,7 @@ class GraphedPasses:
         return graph.outcome.copy(weights)
 
     def _replay(self, graph: _Graph, expected: list[float]) -> None:
-        """Replay a graph whose results are known."""
+        """Replay a graph and compare its results with the expected ones."""
         graph.replay()
         for mine, theirs in zip(graph.outcome.read(), expected, strict=True):
             is_same = math.isclose(mine, theirs, rel_tol=self._limit, abs_tol=1e-7)
@@ -207,7 +207,7 @@ class GraphedPasses:
         self._checked += 1
 
     def _check(self, update: Update) -> None:
-        """Refuse what cannot be replayed, as far as it can be known beforehand."""
+        """Refuse what is known beforehand not to be replayable, or not worth it."""
         if self._is_asked:
             return
         info = update[0].info
@@ -219,7 +219,7 @@ class GraphedPasses:
         if operations > _MOST_WORK:
             raise NotRepeatableError("its steps are long, so launching kernels costs little")
         if self._code.effect is not None:
-            raise NotRepeatableError(f"{self._code.effect}, which a replay would not")
+            raise NotRepeatableError(f"{self._code.effect} (a replay does not run Python code)")
 
     def _check_hooks(self) -> None:
         """Refuse hooks, which may be registered at any time."""
@@ -247,7 +247,7 @@ class GraphedPasses:
         return training, tuple(module.p for module in self._dropouts)
 
     def _drop_moved(self) -> None:
-        """Forget graphs whose weights are elsewhere by now, or are not trained any more."""
+        """Drop all graphs if weights have moved in memory, or were frozen or unfrozen."""
         weights = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
         if weights != self._weights:
             self._graphs.clear()

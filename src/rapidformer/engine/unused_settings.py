@@ -86,7 +86,7 @@ def _list_sources() -> Iterator[Path]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None:
         return
-    # A script may be a link: its modules are beside the link or beside its target.
+    # A script may be a link: its modules are next to the link or next to its target.
     folders = {Path(main).resolve().parent, Path(main).parent.resolve()}
     # Resolved once per folder: a process has thousands of modules.
     resolve = functools.cache(lambda folder: Path(folder).resolve())

@@ -2,7 +2,7 @@
 
 A step computes in fp32 and rounds only what it keeps. The mean of squares moves by a thousandth
 per step (``--adam-beta2 0.999``), less than bf16 can resolve: rounded to the nearest value it could
-never fall. So moments are rounded up or down at random, such that their mean is right. The
+never fall. So moments are rounded up or down at random, so that they are right on average. The
 random bits are a hash of value and step: there is no generator to save, every replica rounds
 alike, and shards round like whole tensors.
 """
@@ -26,7 +26,7 @@ _GOLDEN = 0x9E3779B9 - 2**32
 
 
 class Bf16AdamW(Optimizer):
-    """torch's ``AdamW``, but for the precision of its state."""
+    """torch's ``AdamW``, except for the precision of its state."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Bf16AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            # torch has given them the parameter's dtype, which loses nothing.
+            # torch has cast them to the parameter's dtype, which loses nothing.
             state.update({name: state[name].bfloat16() for name in _MOMENTS})
             state["step"] = state["step"].cpu()
 
@@ -88,7 +88,7 @@ def _get_local(tensor: Any) -> Tensor:
 
 
 def _compute_numbers(step: int, device: torch.device, group: dict[str, Any]) -> Tensor:
-    """What ``_update`` computes with: a tensor, since other floats would be compiled again."""
+    """The inputs of ``_update``; as a tensor, since new floats would cause recompilation."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     shrink = 1 - lr * group["weight_decay"]
     rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5

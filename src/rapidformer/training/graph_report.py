@@ -23,5 +23,6 @@ class GraphReport(Callback):
             self._is_reported = True
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
-        if self._graphs.count:
-            loop.say(f"graphs    {self._graphs.count} CUDA graphs were captured")
+        count = self._graphs.count
+        if count:
+            loop.say(f"graphs    {count} CUDA graph{'s' if count > 1 else ''} captured")

@@ -53,7 +53,7 @@ class Inputs:
 
 
 def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
-    """Prepare a batch; reads host memory only. None: it must run as it is (see ``reading.py``)."""
+    """Prepare a batch, from host memory only; None if it must run unchanged (``reading.py``)."""
     columns, fills, fixed = None, dict[str, int](), None
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -83,7 +83,7 @@ def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
 def _choose_columns(
     model: Any, batch: Mapping[str, Any], mask: Tensor
 ) -> tuple[int | None, dict[str, int]]:
-    """The next width and the values to pad with; None if a tensor's value is not known."""
+    """The next width and the values to pad with; None if one of these values is unknown."""
     config = getattr(model, "config", None)
     pad = getattr(config, "pad_token_id", None)
     fills = {
@@ -141,7 +141,7 @@ class StaticInputs:
 
 
 def _rebuild(batch: Any, place: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """The same nested batch of other tensors, each of which is known by its path."""
+    """The same nested batch with other tensors; ``place`` gets each one's path."""
     if isinstance(batch, Tensor):
         return place(path, batch)
     if isinstance(batch, Mapping):

@@ -3,8 +3,9 @@
 A graph repeats what the device did, not the code that launched it. A step may compute with its
 arguments, constants, modules and the functions of torch; whatever else it calls or changes, such as
 a counter, a log or a queue, would silently stop. The source is read, and what it names is looked
-up: what cannot be judged counts as a side effect. Numbers and tensors that the code finds outside
-itself, such as ``self.weight``, may change later, so a graph is for their current values only.
+up; whatever cannot be judged counts as a side effect. Numbers and tensors that the code finds
+outside itself, such as ``self.weight``, may change later, so a graph is for their current values
+only.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Examination:
         """Those of the model, and others that the code calls, such as a criterion."""
         effects = itertools.chain([self._add(model, self._describe)], map(self._describe, steps))
         self.effect = self._first(effects)
-        """What the code does other than compute, as ``step uses print``; None if nothing."""
+        """What the code does besides computing, such as ``step uses print``; None if nothing."""
 
     def read_values(self) -> Hashable:
-        """The numbers and tensors outside the code, as they are now."""
+        """The current numbers and tensors outside the code."""
         values = tuple(
             (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else value
             for value in (read() for read in self._values)
@@ -183,7 +184,7 @@ def _is_of_library(thing: Any) -> bool:
 
 
 def _list_attributes(module: nn.Module) -> list[str]:
-    """Numbers of a module that code may read, or change: ``model.alpha``, ``attention.scaling``."""
+    """Numbers that code may read or change: ``model.alpha``, ``attention.scaling``."""
     cls = get_own_class(module)
     if cls.__module__.partition(".")[0] == "torch":
         return []
