@@ -233,6 +233,11 @@ def test_processes_that_share_layers_see_the_same_rows() -> None:
 
 
 def test_a_tensor_parallel_size_that_does_not_fit_is_refused() -> None:
+    (problem,) = problems_of("--tensor-model-parallel-size", "2", world_size=1)
+    assert problem == (
+        "--tensor-model-parallel-size 2 needs a multiple of 2 ranks, and this run has one: start "
+        "more with --nproc-per-node 2."
+    )
     (problem,) = problems_of("--tensor-model-parallel-size", "4", world_size=6)
     assert problem == (
         "--tensor-model-parallel-size 4 does not divide the 6 ranks of this run: use 1 or 2 or "

@@ -74,7 +74,7 @@ def test_a_frozen_adapter_is_refused_with_the_way_to_load_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("targets", "text"),
     [
-        (["*q_proj"], r"nothing to repeat at position 0\. Its linear layers are"),
+        (["*q_proj"], r"nothing to repeat at position 0\. Its linear and embedding layers are"),
         (["q_proj,v_proj"], "not found in the base model.*layers are embed_tokens, q_proj"),
     ],
 )

@@ -337,6 +337,12 @@ def _check_processes(args: Settings) -> Iterator[str]:
     if args.world_size % ranks:
         given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         total = f" = {ranks}" if len(sizes) > 1 else ""
+        if args.world_size == 1:
+            yield (
+                f"{given}{total} needs a multiple of {ranks} ranks, and this run has one: start "
+                f"more with --nproc-per-node {ranks}."
+            )
+            return
         fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
         yield (
             f"{given}{total} does not divide the {args.world_size} ranks of this run: "

@@ -337,7 +337,8 @@ def _explain(model: nn.Module, config: Any) -> Iterator[None]:
         text = " ".join(str(reason).split()).rstrip(".")
         raise ModelError(
             f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text}. "
-            f"Its linear layers are {_list_layers(model)}: choose with --lora-target-modules."
+            f"Its linear and embedding layers are {_list_layers(model)}: choose with "
+            "--lora-target-modules."
         ) from None
 
 
