@@ -161,6 +161,21 @@ def test_a_model_of_your_own() -> None:
     assert found.effect == "Counting.forward changes self.calls"
 
 
+class Measuring(nn.Linear):
+    def compute_loss(self, batch: Any) -> Any:
+        print(batch)
+        return self(batch).mean()
+
+
+def compute(batch: Any, model: Any) -> Any:
+    return model.compute_loss(batch)
+
+
+def test_a_method_of_the_model() -> None:
+    assert Examination([compute], nn.Linear(2, 2)).effect is None
+    assert Examination([compute], Measuring(2, 2)).effect == "compute uses print"
+
+
 class Block(nn.Module):
     scale = 1.0
 

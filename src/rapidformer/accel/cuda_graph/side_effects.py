@@ -118,7 +118,7 @@ class Examination:
                 found = [vars(cls).get(node.attr) for cls in type(owner).__mro__]
                 methods = [MethodType(each, owner) for each in found if callable(each)]
                 return self._first(self._read(method) for method in methods)
-            return None
+            return self._judge_method(node.attr)
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             root = node.value
             is_local = isinstance(root, ast.Name) and root.id in _list_locals(tree)
@@ -138,6 +138,16 @@ class Examination:
         if name in _SIDE_EFFECTS or not hasattr(builtins, name):
             return f"uses {name}"
         return None
+
+    def _judge_method(self, name: str) -> str | None:
+        """``model.compute_loss``: of which module is not known, so all that have one are read."""
+        owners = [
+            instances[-1]
+            for cls, instances in self._instances.items()
+            if not _is_of_library(cls)
+            and isinstance(inspect.getattr_static(cls, name, None), (FunctionType, property))
+        ]
+        return self._first(self._judge_attribute(owner, name) for owner in owners)
 
     def _judge_attribute(self, owner: Any, name: str) -> str | None:
         found = inspect.getattr_static(owner, name, None)
