@@ -102,6 +102,11 @@ class Child(Steps):
         return super().plain(batch, model)
 
 
+def remember_calls(batch: Any, model: Any, calls: list[Any] = []) -> Any:  # noqa: B006
+    calls.append(batch)
+    return model(**batch).loss
+
+
 def make_closure(watch: Any) -> Any:
     def step(batch: Any, model: Any) -> Any:
         watch.begin()
@@ -137,6 +142,7 @@ def test_values_outside_the_code_are_known() -> None:
         (Steps().calls, "uses SEEN"),
         (Steps().marks, "changes model.is_marked"),
         (make_closure(object()), "uses watch"),
+        (remember_calls, "has a default argument that may change"),
         (Losses().count, "Losses.count changes self.calls"),
         (Losses().train_head, "uses a Linear with trainable weights outside the model"),
         (Losses().train_number, "uses self.temperature, a trainable weight outside the model"),

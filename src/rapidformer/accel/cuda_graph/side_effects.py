@@ -97,6 +97,9 @@ class Examination:
         tree = _parse(function)
         if tree is None:
             return "has no source that could be checked"
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if any(isinstance(value, (list, dict, set)) for value in defaults):
+            return "has a default argument that may change"
         return self._first(self._judge(node, function, owner, tree) for node in ast.walk(tree))
 
     def _first(self, effects: Iterable[str | None]) -> str | None:
