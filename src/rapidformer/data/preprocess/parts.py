@@ -74,6 +74,11 @@ def get_report_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.json"
 
 
+def count_reports(folder: Path) -> int:
+    """How many parts are finished."""
+    return sum(1 for path in folder.glob("*.json") if path.stem.isdigit())
+
+
 def compute_checksum(path: Path) -> list[int]:
     """Size and CRC-32 of a file: after a power cut, a file may have its size but no content."""
     checksum = size = 0

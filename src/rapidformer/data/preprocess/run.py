@@ -15,7 +15,12 @@ from rapidformer.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
 from rapidformer.data.preprocess.checks import check_output_is_free, check_run
 from rapidformer.data.preprocess.crew import Crew
 from rapidformer.data.preprocess.inputs import Source
-from rapidformer.data.preprocess.parts import KeyCounts, PartReport, get_part_prefix
+from rapidformer.data.preprocess.parts import (
+    KeyCounts,
+    PartReport,
+    count_reports,
+    get_part_prefix,
+)
 from rapidformer.data.preprocess.problems import ProblemLog
 from rapidformer.data.preprocess.progress import Progress
 from rapidformer.data.preprocess.reading import Part, PartReader
@@ -221,7 +226,8 @@ class _Run:
 
     def explain(self, error: BaseException) -> BaseException:
         """The error, with a note on what can be resumed; if there is nothing, remove the folder."""
-        finished = sum(1 for report in self._reports.values() if not report.is_stopped)
+        # Counted on disk: a worker may have finished a part whose report was not read yet.
+        finished = count_reports(self.folder.path)
         kept = ""
         if isinstance(error, _FinalError) or not finished:
             self.folder.remove()
