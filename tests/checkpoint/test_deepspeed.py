@@ -93,7 +93,8 @@ def save_adapter(settings: dict[str, Any], folder: Path, change: float = 0) -> R
 
 def check_adapter(settings: dict[str, Any], folder: Path) -> None:
     """Save one without DeepSpeed, and load it under DeepSpeed into a changed model."""
-    save_adapter({}, folder / "adapter").close()
+    # Left open: a process group that is closed and started again on one port may meet its old self.
+    save_adapter({}, folder / "adapter")
     engine = save_adapter(settings, folder / "changed adapter", change=1)
     with pytest.raises(CheckpointError) as error:
         engine.load_checkpoint(folder / "adapter")
