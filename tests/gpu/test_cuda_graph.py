@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.engine import graphs
+from tests.training import test_cuda_graph as stand_in
 from tests.training.test_cuda_graph import (
     Spoiler,
-    Values,
     make_bert,
     make_gpt2,
     make_rows,
@@ -37,30 +36,12 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Run(Finetuner):
+class Run(stand_in.Run):
+    """The run of the CPU tests, with real graphs."""
+
     def __init__(self, model: Any, rows: Any, **settings: Any) -> None:
-        base: dict[str, Any] = {
-            "micro_batch_size": 4, "epochs": 1, "lr": 1e-2, "lr_warmup_iters": 3, "log_interval": 1,
-            "dataloader_type": "single", "save": "none", "num_workers": 0, "clip_grad": 0.5,
-            "mixed_precision": "bf16", "cuda_graph": "auto",
-        }  # fmt: skip
-        super().__init__(RapidformerEngine(args={**base, **settings}))
-        self.values = Values()
-        self.callbacks = [self.values]
-        self._model, self._rows = model, rows
-
-    def train_valid_test_datasets_provider(self) -> Any:
-        return self._rows, self._rows[:4], None, None
-
-    def model_optimizer_lr_scheduler_provider(self) -> Any:
-        return self._model, None, None
-
-    def run_forward_step(self, batch: Any, model: Any) -> Any:
-        return model(**batch).loss
-
-    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
-        losses = [model[0](**batch).loss for batch in eval_dataloader]
-        return {"loss": float(torch.stack(losses).mean())}
+        settings = {"mixed_precision": "bf16", "cuda_graph": "auto", **settings}
+        super().__init__(model, rows, None, **settings)
 
     def run_and_list(self) -> list[dict[str, Any]]:
         self.train()
