@@ -184,8 +184,10 @@ def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, 
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         changed = recipe.run_steps(leaf)
-    # Of a copy: the gradient of tanh, say, needs what tanh returned.
-    losses, gradient = _differentiate_fast(changed.detach().clone(), labels, recipe)
+    values = changed.detach()
+    if _overwrites(values, recipe):
+        values = values.clone()  # the gradient of tanh, say, needs what tanh returned
+    losses, gradient = _differentiate_fast(values, labels, recipe)
     return losses, torch.autograd.grad(changed, leaf, gradient)[0]
 
 
@@ -193,11 +195,16 @@ def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple
     """The fastest way to ``differentiate``, which may overwrite the logits."""
     if recipe.words is not None:
         run = recipe.words.differentiate
-    elif logits.is_cuda and _has_triton():
+    elif _overwrites(logits, recipe):
         from rapidformer.accel.fused_loss.kernel import differentiate_in_place as run
     else:
         run = differentiate
     return run(logits, labels, recipe.ignore_index, recipe.label_smoothing)
+
+
+def _overwrites(logits: Tensor, recipe: Recipe) -> bool:
+    """Whether the gradient of these logits replaces them: the Triton kernel's does."""
+    return recipe.words is None and logits.is_cuda and _has_triton()
 
 
 @functools.cache
