@@ -18,9 +18,9 @@ from rapidformer.optim.update import UpdateClock
 
 
 def describe_optimizer(kind: str, lr: float) -> OptimizerArguments:
-    """``bf16`` is Adam with its moments in bf16."""
-    if kind == "bf16":
-        return OptimizerArguments(lr=lr, optimizer_state_dtype="bf16")
+    """``bf16`` and ``int8`` are Adam with its moments in that precision."""
+    if kind in ("bf16", "int8"):
+        return OptimizerArguments(lr=lr, optimizer_state_dtype=kind)
     return OptimizerArguments(optimizer=kind, lr=lr)
 
 

@@ -27,6 +27,10 @@ from rapidformer.errors import CheckpointError
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read."""
 _BATCH_BYTES = 1 << 30
+_LIKE_WEIGHTS = (
+    "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",
+)  # fmt: skip
+"""What an optimizer keeps in the shape of its weights."""
 
 
 def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
@@ -116,7 +120,7 @@ def _compare_shapes(run: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> 
     for name, shape in shapes.items():
         weight, _, key = name.removeprefix("optimizer.").rpartition(".")
         wanted = shapes.get(f"model.{weight}")
-        if name.startswith("optimizer.") and key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        if name.startswith("optimizer.") and key in _LIKE_WEIGHTS:
             if wanted is None:
                 yield f"{name} belongs to no tensor of the model"
             elif wanted != shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +231,12 @@ def _compare(
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Under a pipeline, each rank has only some of the names.
     wanted = {k: v for stage in gather_from_stages(own, topology) for k, v in stage.items()}
+    everything = read_saved_shapes(folder)
+    if not allows_partial:
+        _check_moments(folder, wanted, everything)
     saved = {
         name: shape
-        for name, shape in read_saved_shapes(folder).items()
+        for name, shape in everything.items()
         if name in wanted or name.startswith(_MODEL)
     }
     differences = compare_names(saved, wanted)
@@ -254,6 +258,23 @@ def _compare(
     for name in left_out:
         tensors.pop(name, None)
     return left_out
+
+
+def _check_moments(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
+    """Moments in 8 bits have other tensors than those in full: neither loads as the other."""
+    if not any(name.startswith(_OPTIMIZER) for name in wanted):
+        return
+    was_quantized = any(_is_quantized(name) for name in saved)
+    if was_quantized != any(_is_quantized(name) for name in wanted):
+        raise CheckpointError(
+            f"{folder} was saved {'with' if was_quantized else 'without'} 8-bit moments "
+            "(--optimizer-state-dtype int8): resume the same way, or pass --no-load-optim to start "
+            "with new ones."
+        )
+
+
+def _is_quantized(name: str) -> bool:
+    return name.startswith(_OPTIMIZER) and name.endswith("_codes")
 
 
 def _name_as_in_model(differences: NameDifferences) -> NameDifferences:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer.dist.topology import Topology
@@ -103,8 +104,16 @@ def collect_tensors(
     for name, values in content["state"].items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+                tensors |= _unpack(f"optimizer.{name}.{key}", value)
     return tensors, [keep_json(group) for group in content["param_groups"]]
+
+
+def _unpack(name: str, tensor: Any) -> dict[str, torch.Tensor]:
+    """A quantized tensor as the plain ones that it consists of, which share its memory."""
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return {name: tensor}
+    parts, _ = tensor.__tensor_flatten__()
+    return {f"{name}_{part}": getattr(tensor, part) for part in parts}
 
 
 def keep_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, Rule, Switch, to_flag
+from rapidformer.errors import MissingPackageError
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -51,6 +52,9 @@ _AXES_OF_A_SAMPLE = (
 _NEED_WHOLE_WEIGHTS = (
     "tensor parallelism", "pipeline", "expert parallelism", "ZeRO", "CPU offload", "DeepSpeed",
 )  # fmt: skip
+
+# 8-bit moments have a scale for each block of 256 values.
+_SPLIT_MOMENTS = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 
 
 def _list_switch_numbers(kind: type) -> list[str]:
@@ -328,6 +332,20 @@ def _check_optimizer_state(args: Settings) -> Iterator[str]:
             f"{what} cannot be combined with --deepspeed, which has its own optimizers: use "
             "--zero-1-memory-optimization, -2- or -3- instead."
         )
+    if args.optimizer_state_dtype == "int8":
+        yield from _check_int8_moments(args, what)
+
+
+def _check_int8_moments(args: Settings, what: str) -> Iterator[str]:
+    if find_spec("torchao") is None:
+        yield str(MissingPackageError("torchao", what, "torchao"))
+    for switch in SWITCHES:
+        if switch.name in _SPLIT_MOMENTS and switch.is_on(args):
+            yield (
+                f"{switch.describe(args)} cannot be combined with {what}: moments are quantized in "
+                "blocks, which cannot be split. Use --optimizer-state-dtype bf16, or leave one of "
+                "them out."
+            )
 
 
 def _check_processes(args: Settings) -> Iterator[str]:

@@ -61,6 +61,10 @@ def _build_adamw(
     betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
     if settings.optimizer_state_dtype == "bf16":
         return Bf16AdamW(groups, lr=lr, betas=betas, eps=eps)
+    if settings.optimizer_state_dtype == "int8":
+        from rapidformer.optim.int8_adamw import Int8AdamW  # torchao is an optional package
+
+        return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 

@@ -12,7 +12,9 @@ from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import describe_trained
-from rapidformer.optim.bf16_adamw import Bf16AdamW
+
+_PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
+"""Of the moments, by optimizer. By name: not all of their packages are installed."""
 
 
 def describe_run(
@@ -61,8 +63,8 @@ def describe_run(
 
 def _describe_optimizer(engine: RapidformerEngine) -> str:
     name = type(engine.optimizer).__name__
-    if isinstance(engine.optimizer, Bf16AdamW):
-        return f"{name} (moments in bf16: a choice of precision)"
+    if name in _PRECISIONS:
+        return f"{name} (moments in {_PRECISIONS[name]}: a choice of precision)"
     return name
 
 
