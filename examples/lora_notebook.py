@@ -11,6 +11,11 @@ from transformers import AutoTokenizer
 
 from rapidformer import Trainer, TrainingArguments
 
+if missing := [name for name in ("MODEL", "TRAIN", "EVAL") if name not in os.environ]:
+    raise SystemExit(
+        f"{', '.join(missing)} not set. Give a model and two files of chat data: MODEL=Qwen/"
+        "Qwen2.5-0.5B TRAIN=train.jsonl EVAL=test.jsonl python examples/lora_notebook.py"
+    )
 model, train, test = (os.environ[name] for name in ("MODEL", "TRAIN", "EVAL"))
 arguments = TrainingArguments(
     output_dir="run", num_train_epochs=2, batch_size=4, learning_rate=2e-4, sink_size=10

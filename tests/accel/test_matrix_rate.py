@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rapidformer.accel.matrix_rate import measure_matrix_rate
+from rapidformer.accel.matrix_rate import measure_matrix_rate, measure_rank_rate
 
 
 def test_measuring_draws_nothing_from_the_runs_random_numbers() -> None:
@@ -13,3 +13,9 @@ def test_measuring_draws_nothing_from_the_runs_random_numbers() -> None:
     before = torch.get_rng_state()
     assert measure_matrix_rate(torch.device("cpu"), torch.float32) > 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_that_share_a_cpu_have_no_rate() -> None:
+    cpu = torch.device("cpu")
+    assert measure_rank_rate(cpu, None, 1) == measure_matrix_rate(cpu, torch.float32)
+    assert measure_rank_rate(cpu, torch.bfloat16, 2) is None

@@ -200,9 +200,14 @@ def test_the_notebook_does_the_same_in_three_lines(
     gpt_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in (("MODEL", gpt_folder), ("TRAIN", prompts), ("EVAL", prompts)):
-        monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("sys.argv", ["lora_notebook.py"])
+    monkeypatch.setenv("MODEL", str(gpt_folder))
+    for name in ("TRAIN", "EVAL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match=r"^TRAIN, EVAL not set"):
+        runpy.run_path(str(EXAMPLES / "lora_notebook.py"), run_name="__main__")
+    for name in ("TRAIN", "EVAL"):
+        monkeypatch.setenv(name, str(prompts))
     runpy.run_path(str(EXAMPLES / "lora_notebook.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "perplexity" in printed and "who runs" in printed

@@ -89,6 +89,25 @@ def test_pairs_use_both_texts(bert_folder: Path) -> None:
     assert prepared.train[0]["token_type_ids"] == [0] * 4 + [1] * 3
 
 
+def test_a_model_of_pairs_answers_no_single_text(bert_folder: Path, tmp_path: Path) -> None:
+    rows = [{"sentence1": "the cat", "sentence2": "a dog", "label": number} for number in (0, 1)]
+    args = _args(bert_folder)
+    prepared = TASK.prepare(args, {"train": rows})
+    TASK.build_model(args, prepared).save_pretrained(tmp_path)
+    prepared.processor.save_pretrained(tmp_path)
+    saved = make_args(load=tmp_path)
+    with pytest.raises(
+        DataError, match=r"pairs of texts \(sentence1 and sentence2\), and the.*one"
+    ):
+        TASK.prepare_for_prediction(saved, ["the cat"])
+    pair = {"premise": "the cat", "hypothesis": "a dog"}
+    assert TASK.prepare_for_prediction(saved, [pair]).test is not None
+
+    # Trained on single texts since then.
+    single = TASK.prepare(saved, {"train": [{"text": "the cat", "label": n} for n in (0, 1)]})
+    assert single.model_settings["text_columns"] == ["text"]
+
+
 def test_regression(bert_folder: Path) -> None:
     rows = [{"sentence1": t, "sentence2": "good", "score": 0.5 * i} for i, t in enumerate(GOOD)]
     args = _args(bert_folder, data_name="stsb")

@@ -13,6 +13,18 @@ _GPU_SIZES = (8192, 4096, 2048)
 _CPU_SIZE = 512
 
 
+def measure_rank_rate(
+    device: torch.device, dtype: torch.dtype | None, world_size: int
+) -> float | None:
+    """The rate of one rank's device in its precision (None: fp32).
+
+    None if ranks share a CPU's cores: how many each of them gets is not known.
+    """
+    if device.type == "cpu" and world_size > 1:
+        return None
+    return measure_matrix_rate(device, dtype or torch.float32)
+
+
 @functools.cache
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large square product; measured once."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.matrix_rate import measure_matrix_rate
+from rapidformer.accel.matrix_rate import measure_rank_rate
 from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_settings
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
@@ -77,7 +77,6 @@ class BenchedRun(RunObserver):
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
         device, dtype = engine.device, engine.precision.dtype or torch.float32
-        is_shared = device.type == "cpu" and engine.args.world_size > 1
         model: nn.Module = engine.parallelized.model
         place = {axis: engine.topology.get_rank(axis) for axis in ("tensor", "pipeline", "context")}
         self.result = Result(
@@ -88,7 +87,7 @@ class BenchedRun(RunObserver):
             global_batch=engine.args.global_batch_size or 0,
             first_step=0.0,
             formula=engine.work.describe(),
-            matrix_rate=None if is_shared else measure_matrix_rate(device, dtype),
+            matrix_rate=measure_rank_rate(device, dtype, engine.args.world_size),
             is_counted=not any(place.values()),
         )
         self._started_at = time.perf_counter()

@@ -61,6 +61,9 @@ LABEL = ColumnRole(
     setting="label_column",
 )  # fmt: skip
 
+_TEXTS = "text_columns"
+"""Where a model's configuration keeps the columns that it was trained on."""
+
 
 class SequenceClassification(Task):
     name = "sequence_classification"
@@ -120,7 +123,11 @@ class SequenceClassification(Task):
             **features,
             collate=build_text_collator(tokenizer),
             processor=tokenizer,
-            model_settings=space.get_model_settings() | get_text_settings(args, tokenizer, config),
+            model_settings={
+                **space.get_model_settings(),
+                **get_text_settings(args, tokenizer, config),
+                _TEXTS: [name for name in texts if name],
+            },
             extras={
                 "rows": tables,
                 "texts": texts,
@@ -140,6 +147,7 @@ class SequenceClassification(Task):
         config, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         texts = find_texts(get_column_names(table), args)
+        _check_has_pairs(texts, config)
         return PreparedData(
             test=encode_texts(table, "input", texts, tokenizer, length, args, None),
             collate=build_text_collator(tokenizer),
@@ -221,6 +229,17 @@ def find_texts(
         if pair[0] in available and pair[1] in available and taken not in pair:
             return pair
     return str(find_column(TEXT, available, args, taken=(taken,))), None
+
+
+def _check_has_pairs(texts: tuple[str, str | None], config: Any) -> None:
+    """Refuse single texts for a model that was trained on pairs: its answers would mean nothing."""
+    trained_on = getattr(config, _TEXTS, None) or ()
+    if len(trained_on) > 1 and texts[1] is None:
+        raise DataError(
+            f"the model was trained on pairs of texts ({' and '.join(trained_on)}), and the input "
+            f"has only one ({texts[0]}): give rows with both texts. --text-column and "
+            "--text-pair-column name their columns."
+        )
 
 
 def encode_texts(

@@ -6,9 +6,7 @@ that of a large matrix product in the run's precision.
 
 from __future__ import annotations
 
-import torch
-
-from rapidformer.accel.matrix_rate import measure_matrix_rate
+from rapidformer.accel.matrix_rate import measure_rank_rate
 from rapidformer.engine import RapidformerEngine
 from rapidformer.training.meter import Measurement
 
@@ -23,11 +21,10 @@ class Utilization:
     def measure_device(self) -> None:
         """Measure before the first step: at most tenths of a second."""
         engine = self._engine
-        # Ranks on one CPU share its cores, so the rate of one rank would mean nothing.
-        is_shared = engine.device.type == "cpu" and engine.args.world_size > 1
-        if engine.is_main and engine.work is not None and not is_shared:
-            dtype = engine.precision.dtype or torch.float32
-            self._rate = measure_matrix_rate(engine.device, dtype)
+        if engine.is_main and engine.work is not None:
+            self._rate = measure_rank_rate(
+                engine.device, engine.precision.dtype, engine.args.world_size
+            )
 
     def compute(self, measured: Measurement) -> float | None:
         """The utilization of all devices; None on other ranks, and where nothing was measured."""
