@@ -608,3 +608,12 @@ def test_small_batches_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for batch in others:
         assert parcel.pack(batch) is batch
+
+
+def test_batches_stay_on_the_host_while_asked() -> None:
+    """Those of a CUDA graph are copied straight to its inputs."""
+    answers = iter([True, False])
+    loader = build(Numbers(4), device=torch.device("meta"))
+    updates = loader.iterate_updates(lambda: next(answers))
+    found = [(each[0].batch.device.type, each[0].is_on_host) for each in updates]
+    assert found == [("cpu", True), ("meta", False)]

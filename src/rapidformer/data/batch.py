@@ -14,6 +14,11 @@ import torch
 from rapidformer.compat.torch_tensors import count_changes
 
 IGNORED_LABEL = -100
+# Not complex numbers: those may be conjugated lazily, which NumPy does not know.
+_NUMPY_DTYPES = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.float32, torch.float64,
+}  # fmt: skip
 _HOST_COPY = "rapidformer_host_copy"
 """Set on tensors of whole numbers on a device, such as masks and labels."""
 
@@ -88,17 +93,32 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def fits_numpy(tensor: torch.Tensor) -> bool:
+    """Whether NumPy can hold the tensor without loss, without copying it."""
+    is_known = type(tensor) is torch.Tensor and tensor.dtype in _NUMPY_DTYPES
+    is_in_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return is_known and is_in_memory and not tensor.requires_grad
+
+
 def get_host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of a batch in host memory; waits for the device only if it has changed since."""
+    copy = find_host_copy(tensor)
+    return tensor.cpu() if copy is None else copy
+
+
+def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same without waiting; None if the values are on the device only."""
+    if tensor.device.type == "cpu":
+        return tensor
     copy, version = getattr(tensor, _HOST_COPY, (None, None))
-    return tensor.cpu() if copy is None or version != count_changes(tensor) else copy
+    return None if copy is None or version != count_changes(tensor) else copy
 
 
 def _keep_host_copy(moved: Any, value: Any) -> None:
     # Tensors made in inference mode do not count their changes.
     if not isinstance(value, torch.Tensor) or value.dim() != 2 or moved.is_inference():
         return
-    if not value.is_floating_point():
+    if value.device.type == "cpu" and not value.is_floating_point():
         setattr(moved, _HOST_COPY, (value, count_changes(moved)))
 
 

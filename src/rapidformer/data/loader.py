@@ -185,10 +185,10 @@ class DistributedLoader:
         micro_batches = self._hand_out()
         yield from self.follow(micro_batches) if self.follow else micro_batches
 
-    def iterate_updates(self) -> Iterator[Update]:
-        """The updates of an epoch."""
+    def iterate_updates(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[Update]:
+        """The updates of an epoch; ``stays_on_host`` is for ``read_ahead``."""
         collected: list[MicroBatch] = []
-        for micro_batch in self._hand_out():
+        for micro_batch in self._hand_out(stays_on_host):
             collected.append(micro_batch)
             if micro_batch.is_last:
                 update, collected = Update(tuple(collected), self.positions), []
@@ -210,7 +210,7 @@ class DistributedLoader:
         order = order if known == epoch else self._get_order(epoch)
         return [int(number) for number in order[positions.start : positions.stop]]
 
-    def _hand_out(self) -> Iterator[MicroBatch]:
+    def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
         was_resumed = self._is_resuming and self._consumed > 0
         if not self._is_resuming and self._consumed:
@@ -220,7 +220,7 @@ class DistributedLoader:
             self._rounds = 0
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
-        rounds = read_ahead(rounds, self._device)
+        rounds = read_ahead(rounds, self._device, stays_on_host)
         if self._sum_counts is not None:
             rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left, starts_update = 0, True
@@ -243,7 +243,7 @@ class DistributedLoader:
         was_over = was_resumed and self._rounds == first_round
         self.epoch, self._consumed = self.epoch + 1, 0
         if was_over:  # a stream does not know beforehand that it was saved at its end
-            yield from self._hand_out()
+            yield from self._hand_out(stays_on_host)
 
     def rewind(self) -> None:
         """Start from the first sample again."""

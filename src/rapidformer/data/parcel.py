@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from rapidformer.data.batch import fits_numpy
+
 _LARGE = 2**20
 """Bytes of a batch from which shared memory is faster."""
-# Not complex numbers: those may be conjugated lazily, which NumPy does not know.
-_DTYPES = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.float32, torch.float64,
-}  # fmt: skip
 
 
 class Parcel:
@@ -46,16 +43,9 @@ def pack(batch: Any) -> Any:
     size = 0
     for each in batch.values():
         if isinstance(each, torch.Tensor):
-            if not _is_plain(each):
+            if not fits_numpy(each):
                 return batch
             size += each.nbytes
         elif isinstance(each, (dict, list, tuple)):
             return batch  # more tensors may be in it
     return Parcel(batch) if size < _LARGE else batch
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether NumPy can hold the tensor without loss."""
-    is_known = type(tensor) is torch.Tensor and tensor.dtype in _DTYPES
-    is_in_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return is_known and is_in_memory and not tensor.requires_grad

@@ -6,7 +6,7 @@ must be marked with ``record_stream``, or its memory could be reused while the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,34 +15,42 @@ from rapidformer.data.batch import iterate_tensors, move_to_device
 from rapidformer.data.update import MicroBatch
 
 
-def read_ahead(rounds: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """The same rounds with their batches on the device, one copied ahead of need."""
+def read_ahead(
+    rounds: Iterator[MicroBatch],
+    device: torch.device,
+    stays_on_host: Callable[[], bool] | None = None,
+) -> Iterator[MicroBatch]:
+    """The same rounds with their batches on the device, one copied ahead of need.
+
+    While ``stays_on_host`` says so, batches stay in (pinned) host memory: whoever gets them copies
+    them to another place.
+    """
     if device.type != "cuda":
         for each in rounds:
-            yield _move(each, device)
+            stays = stays_on_host is not None and stays_on_host()
+            yield each._replace(is_on_host=True) if stays else move_micro_batch(each, device)
         return
     copying = torch.cuda.Stream(device)
     coming: MicroBatch | None = None
     while True:
-        current, coming = coming, _start_copy(next(rounds, None), device, copying)
+        current, coming = coming, next(rounds, None)
+        if coming is not None and stays_on_host is not None and stays_on_host():
+            coming = coming._replace(is_on_host=True)
+        elif coming is not None:
+            with torch.cuda.stream(copying):
+                coming = move_micro_batch(coming, device)
         if current is not None:
             yield current
         if coming is None:
             return
-        _make_usable(coming.batch, torch.cuda.current_stream(device), copying)
+        if not coming.is_on_host:
+            _make_usable(coming.batch, torch.cuda.current_stream(device), copying)
 
 
-def _start_copy(
-    micro_batch: MicroBatch | None, device: torch.device, copying: torch.cuda.Stream
-) -> MicroBatch | None:
-    if micro_batch is None:
-        return None
-    with torch.cuda.stream(copying):
-        return _move(micro_batch, device)
-
-
-def _move(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return micro_batch._replace(batch=move_to_device(micro_batch.batch, device))
+def move_micro_batch(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch on the device; pinned memory is copied without waiting."""
+    batch = move_to_device(micro_batch.batch, device)
+    return micro_batch._replace(batch=batch, is_on_host=False)
 
 
 def _make_usable(batch: Any, using: torch.cuda.Stream, copying: torch.cuda.Stream) -> None:

@@ -34,6 +34,8 @@ class MicroBatch(NamedTuple):
     epoch: int
     number: int
     """Its place among all micro-batches of the epoch, the same for any number of processes."""
+    is_on_host: bool = False
+    """Whether the batch still has to be moved to the device."""
 
 
 @dataclass(frozen=True)

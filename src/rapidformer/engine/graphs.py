@@ -143,7 +143,9 @@ class GraphedPasses:
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
         is_new, is_first = hash(key) not in self._seen, not self._is_warm
         self._seen.add(hash(key))
-        waits = is_full or (is_new and not is_first)  # a new size may never come again
+        # A new size may never come again; but rounded ones are few, so the first of them will.
+        is_common = len(self._graphs) < MOST_GRAPHS // 2 and all(each.is_rounded for each in inputs)
+        waits = is_full or (is_new and not is_first and not is_common)
         if waits and not any(each.is_rounded for each in inputs):
             return None  # nothing was rounded, so the usual passes give the same
 

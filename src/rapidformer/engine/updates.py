@@ -23,6 +23,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.composing import ComposedRun
@@ -154,11 +155,20 @@ class UpdatingRun(ComposedRun):
         if earlier:
             add_gradients(self._parameters, earlier)
 
-    def iterate_updates(self, loader: DistributedLoader) -> Iterator[Update]:
-        """The updates of an epoch, for ``run_update``."""
+    def iterate_updates(
+        self, loader: DistributedLoader, *, moves_later: bool = False
+    ) -> Iterator[Update]:
+        """The updates of an epoch, for ``run_update``.
+
+        With ``moves_later``, batches may still be in host memory: ``run_update`` moves them.
+        """
         if self._train_loader is None:
             self._train_loader = loader
-        return _observe_wait(loader.iterate_updates())
+        # A graph's inputs are copied to their places straight from the host.
+        return _observe_wait(loader.iterate_updates(self._may_replay if moves_later else None))
+
+    def _may_replay(self) -> bool:
+        return self.graphs is not None and self.graphs.problem is None
 
     def run_update(
         self,
@@ -193,9 +203,12 @@ class UpdatingRun(ComposedRun):
         after_micro_batch: Callable[[], None] | None,
     ) -> list[MicroBatchResult]:
         results = []
-        for micro_batch in update:
+        for number, micro_batch in enumerate(update, 1):
+            is_last = number == len(update)
+            if micro_batch.is_on_host:
+                micro_batch = move_micro_batch(micro_batch, self.device)
             beat("forward", self.clock.updates + 1)
-            with self.accumulate(is_last=micro_batch is update[-1]):
+            with self.accumulate(is_last=is_last):
                 started = self._started = _StartedMicroBatch(micro_batch)
                 result = self.run_forward(forward, micro_batch)
                 get_observer().see_phase("forward")
@@ -206,7 +219,7 @@ class UpdatingRun(ComposedRun):
                     beat("update")
                     self._finish_gradients()
             results.append(replace(result, loss=result.loss.detach()))
-            if after_micro_batch is not None and micro_batch is not update[-1]:
+            if after_micro_batch is not None and not is_last:
                 after_micro_batch()
         return results
 

@@ -210,7 +210,7 @@ class TrainingLoop:
         attempts = self._attempts
         self.control.should_epoch_stop = False
         self._notify("on_epoch_begin")
-        for update in self.engine.iterate_updates(self.loader):
+        for update in self.engine.iterate_updates(self.loader, moves_later=True):
             self._run_update(update)
             if self._is_over() or self.control.should_epoch_stop:
                 break

@@ -10,13 +10,16 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.switch import read_fixed_rows
-from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
+from rapidformer.data.batch import IGNORED_LABEL, find_host_copy, fits_numpy, get_host_copy
 from rapidformer.errors import RapidformerError
 
 _WIDTHS = 64
@@ -33,23 +36,23 @@ class Inputs:
     """A micro-batch and what a model would read off its mask."""
 
     batch: Any
-    columns: int | None
-    """The width to which tensors with a value per token are padded; None: they are not."""
-    fills: Mapping[str, int]
-    """The value of the columns added to each of them."""
+    arrays: Mapping[str, Array]
+    """The values of its tensors in host memory, padded; by their paths in the batch."""
+    others: Mapping[str, Tensor]
+    """Tensors on the device, and those of types that NumPy does not have."""
+    is_rounded: bool
+    """Whether sizes were rounded up."""
     fixed: FixedRows | None
     key: Hashable
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether its sizes were rounded up."""
-        return self.columns is not None
+    def rows(self) -> Rows | None:
+        return self.fixed.rows if self.fixed is not None else None
 
-    def pad(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor with its columns added, if it gets any."""
-        if self.columns is None or name not in self.fills:
-            return tensor
-        return functional.pad(tensor, (0, self.columns - tensor.shape[1]), value=self.fills[name])
+    def list_arrays(self) -> list[Array]:
+        """All values in host memory: those of the batch, then those of its rows."""
+        rows = [tensor.numpy() for tensor in self.rows.tensors] if self.rows is not None else []
+        return [*self.arrays.values(), *rows]
 
 
 def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
@@ -58,26 +61,57 @@ def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.dim() == 2:
-        is_real = get_host_copy(mask)
+        is_real = get_host_copy(mask).bool().numpy()
         targets = get_host_copy(labels) if labels.shape == mask.shape else labels
         columns, fills = _choose_columns(model, batch, mask)
         if columns is not None:
-            added = columns - mask.shape[1]
-            wide = (
-                functional.pad(targets, (0, added), value=IGNORED_LABEL)
-                if "labels" in fills
-                else targets
-            )
-            fixed = read_fixed_rows(model, functional.pad(is_real, (0, added)), wide)
+            wide = _pad(targets, columns, IGNORED_LABEL) if "labels" in fills else targets
+            fixed = read_fixed_rows(model, _widen(is_real, columns, 0), wide)
             if fixed is None:
                 return None
         if fixed is None or fixed.rows is None:
             # If padding stays in the batch, more of it could change the loss.
             columns, fixed = None, FixedRows(None, is_full=bool(is_real.all()))
+    arrays, others = _read_values(batch, fills, columns)
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
     is_full = fixed is not None and fixed.is_full
-    key = (_describe(batch, "", fills, columns), sizes, is_full)
-    return Inputs(batch, columns, fills, fixed, key)
+    key = (_describe(batch, "", fills, columns), tuple(arrays), sizes, is_full)
+    return Inputs(batch, arrays, others, columns is not None, fixed, key)
+
+
+def _read_values(
+    batch: Any, fills: Mapping[str, int], columns: int | None
+) -> tuple[dict[str, Array], dict[str, Tensor]]:
+    """Arrays and other tensors, by their paths."""
+    arrays: dict[str, Array] = {}
+    others: dict[str, Tensor] = {}
+
+    def read(name: str, tensor: Tensor) -> Tensor:
+        found = find_host_copy(tensor)
+        if found is not None and fits_numpy(found):
+            value = found.numpy()
+            arrays[name] = _widen(value, columns, fills.get(name))
+        else:
+            others[name] = _pad(tensor, columns, fills.get(name))
+        return tensor
+
+    _rebuild(batch, read)
+    return arrays, others
+
+
+def _widen(array: Array, columns: int | None, fill: int | None) -> Array:
+    """The array with columns added on the right, if it gets any."""
+    if columns is None or fill is None:
+        return array
+    wide = np.full((len(array), columns), fill, dtype=array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide
+
+
+def _pad(tensor: Tensor, columns: int | None, fill: int | None) -> Tensor:
+    if columns is None or fill is None:
+        return tensor
+    return functional.pad(tensor, (0, columns - tensor.shape[1]), value=fill)
 
 
 def _choose_columns(
@@ -109,17 +143,13 @@ class StaticInputs:
     """A batch whose tensors keep their places."""
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-        def place(name: str, tensor: Tensor) -> Tensor:
-            self._tensors[name] = inputs.pad(name, tensor).to(device, copy=True)
-            return self._tensors[name]
-
-        self._batch = _rebuild(inputs.batch, place)
-        self._rows = None
+        self._packed = PackedTensors(inputs.list_arrays(), device)
+        self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
+        tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
+        self._batch = _rebuild(inputs.batch, lambda name, tensor: tensors[name])
+        rows = inputs.rows
+        self._rows = rows.fix(*self._packed.tensors[-3:]) if rows is not None else None
         if inputs.fixed is not None:
-            rows = inputs.fixed.rows
-            self._rows = rows.copy_to(device) if rows is not None else None
             fix_rows(self._batch["attention_mask"], inputs.fixed._replace(rows=self._rows))
 
     @property
@@ -129,15 +159,11 @@ class StaticInputs:
 
     def fill(self, inputs: Inputs) -> None:
         """Copy a batch with the same key."""
-
-        def copy(name: str, tensor: Tensor) -> Tensor:
-            return self._tensors[name].copy_(inputs.pad(name, tensor), non_blocking=True)
-
-        _rebuild(inputs.batch, copy)
+        self._packed.fill(inputs.list_arrays())
+        for name, tensor in inputs.others.items():
+            self._others[name].copy_(tensor, non_blocking=True)
         if self._rows is not None:
-            assert inputs.fixed is not None
-            assert inputs.fixed.rows is not None
-            self._rows.overwrite(inputs.fixed.rows)
+            self._rows.forget_packed()
 
 
 def _rebuild(batch: Any, place: Callable[[str, Tensor], Tensor], path: str = "") -> Any:

@@ -50,7 +50,8 @@ class Call:
 
     def flatten(self) -> list[Tensor]:
         """Query, key and value as [tokens, heads, size]."""
-        return [tensor[0].transpose(0, 1) for tensor in (self.query, self.key, self.value)]
+        # Not tensor[0]: its gradient is a copy, that of a squeezed tensor a view.
+        return [each.squeeze(0).transpose(0, 1) for each in (self.query, self.key, self.value)]
 
 
 def attend(

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Mask = NDArray[np.bool_]
+"""[batch, tokens], true for real tokens. NumPy, since torch takes longer for so few numbers."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,12 @@ class Rows:
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
-    def read_filled(mask: Tensor) -> Rows:
+    def read_filled(real: Mask) -> Rows:
         """The rows of a mask in host memory, filled up with padding to one of a few sizes.
 
         Unlike zeros, padding has its own places in the batch: there are as many places as tokens,
         and no size depends on how many of them are real.
         """
-        # NumPy, since torch takes several times as long for tensors of this size.
-        real = mask.numpy()
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
         padding = padding[: min(round_up(len(places), least=128), real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
@@ -91,22 +93,20 @@ class Rows:
         """Everything that Python code can see of filled rows."""
         return (*self.shape, len(self.places), len(self.ends), self.bound, self.is_contiguous)
 
-    def copy_to(self, device: torch.device) -> Rows:
-        """A copy on the device, for ``overwrite``."""
-        places, columns = self.places.to(device, copy=True), self.columns.to(device, copy=True)
-        copied = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
-        copied.overwrite(self)
-        return copied
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Everything that differs between rows of the same ``sizes``."""
+        return self.places, self.columns, self.ends
 
-    def overwrite(self, other: Rows) -> None:
-        """Become rows of the same ``sizes``, at the same place in memory."""
+    def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
+        """The same rows with other ``tensors``, which may be overwritten in place."""
+        fixed = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
+        vars(fixed)["ends"] = ends
+        return fixed
+
+    def forget_packed(self) -> None:
+        """Forget what was packed for earlier rows: the tensors have been overwritten."""
         self._packed.clear()
-        for mine, theirs in (
-            (self.places, other.places),
-            (self.columns, other.columns),
-            (self.ends, other.ends),
-        ):
-            mine.copy_(_pin(theirs, mine.device), non_blocking=True)
 
     def _round_up(self) -> Rows:
         count = len(self.places)
@@ -143,8 +143,8 @@ class Rows:
         """
         count = len(self.lengths)
         added = 2 ** count.bit_length() - count if self.is_rounded else 0
-        ends = torch.tensor([0, *self.lengths, *[0] * added]).cumsum(0).to(torch.int32)
-        return _send(ends, self.places.device)
+        ends = np.cumsum([0, *self.lengths, *[0] * added], dtype=np.int32)
+        return _send(torch.from_numpy(ends), self.places.device)
 
     @cached_property
     def grid(self) -> Tensor:
@@ -168,7 +168,8 @@ class Rows:
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        real = tensor[0, : len(self.places)]
+        flat = tensor.squeeze(0)  # not tensor[0], whose gradient is a copy
+        real = flat[: len(self.places)] if self.extra else flat
         padded = scatter(real, self.places, self.shape[0] * self.shape[1])
         return padded.view(*self.shape, *tensor.shape[2:])
 
@@ -223,12 +224,10 @@ def scatter(packed: Tensor, places: Tensor, size: int) -> Tensor:
 def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
     if device is None or tensor.device == device:
         return tensor
-    return _pin(tensor, device).to(device, non_blocking=True)
-
-
-def _pin(tensor: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, a copy to the device does not wait for the work before it."""
-    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # From pinned memory, a copy to the device does not wait for the work before it.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class _Gather(torch.autograd.Function):

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.reading import PaddingReader, observe_output
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import (
     Sides,
     extend_sides,
@@ -202,7 +203,7 @@ def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) 
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
-    with use_rows(Rows.read_filled(mask.bool().cpu()).move_to(mask.device)):
+    with use_rows(Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)):
         return _call(model, batch)
 
 
@@ -319,23 +320,22 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     is_real = get_host_copy(mask).bool()
     # A label for each row says nothing here, and reading it would wait for the device.
     targets = get_host_copy(labels) if labels.shape == mask.shape else labels
-    if not _is_removable(model, is_real, targets):
+    if not _is_removable(model, is_real.numpy(), targets):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks only know the window of a mask. In rows with gaps, it has none.
     return None if rounds_up and not rows.is_contiguous else rows
 
 
-def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | None:
-    """What ``find_rows`` must return on every replay of a batch, from its tensors in host memory.
+def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor) -> FixedRows | None:
+    """What ``find_rows`` must return on every replay of a batch, from its values in host memory.
 
     None if the loss must be seen on a padded batch first.
     """
-    is_real = mask.bool()
     reader, filling = find_fact(model, PaddingReader), find_fact(model, Filling)
     is_known = reader is not None and filling is not None and filling.is_exact
     if reader is not None and is_known and _is_removable(model, is_real, labels):
-        if labels.shape != mask.shape or reader.ignores_padding:
+        if labels.shape != is_real.shape or reader.ignores_padding:
             rows = Rows.read_filled(is_real)
             if rows.is_contiguous:
                 return FixedRows(rows)
@@ -344,9 +344,9 @@ def read_fixed_rows(model: Any, mask: Tensor, labels: Tensor) -> FixedRows | Non
     return FixedRows(None, is_full=bool(is_real.all()))
 
 
-def _is_removable(model: Any, is_real: Tensor, labels: Tensor) -> bool:
+def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
     """Whether there is enough padding, and removing it cannot change the loss."""
-    if is_real.sum() > (1 - _LEAST_PADDING) * is_real.numel():
+    if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
         return False
     is_causal = shifts_labels(model)
     if labels.shape == is_real.shape and not _are_labels_real(labels, is_real, is_causal):
@@ -385,9 +385,9 @@ def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = Fal
     return rows if len(rows.lengths) > len(positions) else None
 
 
-def _are_labels_real(labels: Tensor, is_real: Tensor, is_shifted: bool) -> bool:
+def _are_labels_real(labels: Tensor, is_real: Mask, is_shifted: bool) -> bool:
     """Whether every label is predicted from a real token."""
-    is_trained = labels != -100
+    is_trained = (labels != -100).numpy()
     if is_shifted:
         is_trained, is_real = is_trained[:, 1:], is_real[:, :-1]
     return not bool((is_trained & ~is_real).any())

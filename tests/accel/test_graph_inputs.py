@@ -1,0 +1,59 @@
+"""Batches at fixed places in memory (``--cuda-graph``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.cuda_graph.inputs import StaticInputs, read_inputs
+
+
+def make_batch(seed: int) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(9, (2, 3), generator=draw),
+        "mask": torch.rand(5, generator=draw) > 0.5,
+        "weight": torch.rand((), generator=draw),
+        "none": torch.empty(0, 4),
+        "half": torch.rand(3, generator=draw).bfloat16(),
+        "nested": [torch.rand(2, 2, generator=draw).double(), {"kind": "text"}],
+    }
+
+
+def list_tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
+    *plain, nested = batch.values()
+    return [*plain, nested[0]]
+
+
+def place(batch: Any) -> StaticInputs:
+    inputs = read_inputs(nn.Linear(1, 1), batch)
+    assert inputs is not None
+    return StaticInputs(inputs, torch.device("cpu"))
+
+
+def test_a_batch_of_any_types_is_filled_in_place() -> None:
+    """Types that NumPy does not have, other kinds of tensors and empty ones included."""
+    first, second = make_batch(0), make_batch(1)
+    static = place(first)
+    placed = list_tensors(static.batch)
+    assert static.batch["nested"][1] == {"kind": "text"}
+    inputs = read_inputs(nn.Linear(1, 1), second)
+    assert inputs is not None
+    for expected in (first, second):
+        for mine, theirs in zip(placed, list_tensors(expected), strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+        static.fill(inputs)
+
+
+def test_a_step_may_change_one_of_its_inputs() -> None:
+    """Although they are in one piece of memory, autograd tells their changes apart."""
+    table = nn.Embedding(9, 2)
+    batch = place({"ids": torch.tensor([1, 2]), "labels": torch.tensor([1.0, 0.0])}).batch
+    hidden = table(batch["ids"]).sum(-1)
+    batch["labels"].mul_(2)
+    (hidden * batch["labels"]).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.sum(1).tolist() == [0.0, 4.0, *[0.0] * 7]
