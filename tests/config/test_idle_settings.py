@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rapidformer.config import parse_arguments, resolve
-from rapidformer.config.validate import find_idle_settings
+from rapidformer.config.idle_settings import find_idle_settings
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ WIDTH = 2048
 
 
 def test_a_missing_package_and_split_moments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rapidformer.config.validate.find_spec", lambda name: None)
+    monkeypatch.setattr("rapidformer.config.layout_rules.find_spec", lambda name: None)
     flags = ["--zero-1-memory-optimization", "--tensor-model-parallel-size", "2"]
     with pytest.raises(ConfigurationError) as caught:
         resolve(parse_arguments(["--optimizer-state-dtype", "int8", *flags]))

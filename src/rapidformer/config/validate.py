@@ -1,4 +1,7 @@
-"""The rules between settings. Every broken one is reported, each with its numbers and a way out."""
+"""The rules between settings. Every broken one is reported, each with its numbers and a way out.
+
+``layout_rules`` has those between switches, and between switches and ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Rule, Switch, to_flag
-from rapidformer.errors import MissingPackageError
+from rapidformer.config.switches import SWITCHES, to_flag
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -43,18 +46,10 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
-# Ranks along these axes work on the same samples.
-_AXES_OF_A_SAMPLE = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-)  # fmt: skip
-
 # Weights in 4 or 8 bits are packed: neither a slice nor a shard of them means anything.
 _NEED_WHOLE_WEIGHTS = (
     "tensor parallelism", "pipeline", "expert parallelism", "ZeRO", "CPU offload", "DeepSpeed",
 )  # fmt: skip
-
-# 8-bit moments have a scale for each block of 256 values.
-_SPLIT_MOMENTS = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 
 
 def _list_switch_numbers(kind: type) -> list[str]:
@@ -73,10 +68,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_evaluation(args),
         *_check_bad_loss(args),
         *_check_generation(args),
-        *_check_switches(args),
-        *_check_fp8(args),
-        *_check_optimizer_state(args),
-        *_check_processes(args),
+        *find_layout_problems(args),
         *_check_sizes(args),
         *_check_pretraining(args),
         *_check_adapters(args),
@@ -86,57 +78,10 @@ def find_problems(args: Settings) -> list[str]:
     ]
 
 
-# Settings that only matter together with another one; a switch's are listed in its row.
-_ONLY_WITH: dict[str, tuple[str, ...]] = {
-    "save": ("overwrite",),
-    "load": ("finetune",),
-    "lora_rank": ("lora_alpha", "lora_dropout", "lora_target_modules", "use_dora"),
-}
-
-
-def find_idle_settings(args: Settings) -> list[str]:
-    """Settings that the user gave and that have no effect, each with the reason."""
-    idle = [
-        f"{to_flag(name)} has no effect without {to_flag(needed)}."
-        for needed, names in _ONLY_WITH.items()
-        for name in names
-        if args.is_given(name) and not getattr(args, needed)
-    ]
-    for switch in SWITCHES:
-        idle += _find_idle_settings_of(switch, args)
-    if args.keeps_nothing:
-        idle += [
-            f"{to_flag(name)} has no effect with --save none."
-            for name in ("save_interval", "save_total_limit")
-            if args.is_given(name)
-        ]
-    if args.on_bad_loss != "rollback" and args.is_given("max_rollbacks"):
-        idle.append("--max-rollbacks has no effect without --on-bad-loss rollback.")
-    if args.lr_decay_style == "constant" and args.is_given("min_lr"):
-        idle.append("--min-lr has no effect with --lr-decay-style constant.")
-    if args.train_iters is not None and args.is_given("epochs"):
-        idle.append(f"--epochs has no effect: --train-iters {args.train_iters} overrides it.")
-    return idle
-
-
-def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
-    """Options of a switch that is off, and a switch without what it needs."""
-    names = [name for name in switch.options if args.is_given(name)]
-    if not switch.has_what_it_needs(args):
-        names += switch.list_given(args, switch.turned_on_by)
-        missing = " or ".join(rule.describe() for rule in switch.needs)
-    elif not switch.is_on(args):
-        missing = switch.describe()
-    else:
-        return
-    for name in names:
-        yield f"{to_flag(name)} has no effect without {missing}."
-
-
 def has_sound_batches(args: Settings) -> bool:
     """Whether the batch sizes are valid enough to compute with."""
     sizes = (args.micro_batch_size, args.global_batch_size, args.gradient_accumulation_steps)
-    axes = [getattr(args, name) for name in _AXES_OF_A_SAMPLE]
+    axes = [getattr(args, name) for name in AXES_OF_A_SAMPLE]
     is_divided = all(ranks > 0 for ranks in axes) and args.world_size % math.prod(axes) == 0
     return is_divided and all(size is None or size > 0 for size in sizes)
 
@@ -227,7 +172,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
     for name in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
-    split = [name for name in _AXES_OF_A_SAMPLE if getattr(args, name) > 1]
+    split = [name for name in AXES_OF_A_SAMPLE if getattr(args, name) > 1]
     if args.label_smoothing and split:
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
@@ -283,121 +228,11 @@ def _check_live_answers(args: Settings, flag: str) -> Iterator[str]:
             )
     if args.output is not None:
         yield f"{flag} prints to the terminal: give either {flag} or --output {args.output}."
-    ranks = math.prod(getattr(args, name) for name in _AXES_OF_A_SAMPLE)
+    ranks = math.prod(getattr(args, name) for name in AXES_OF_A_SAMPLE)
     if ranks > 0 and args.world_size > ranks:
         yield (
             f"{flag} prints one answer at a time, but this run has {args.world_size // ranks} "
             f"data-parallel ranks: start {ranks} with --nproc-per-node {ranks}."
-        )
-
-
-def _check_switches(args: Settings) -> Iterator[str]:
-    """Contradictions, exclusions and requirements, as the switches' rows state them."""
-    for switch in SWITCHES:
-        contradiction = switch.find_contradiction(args)
-        if contradiction:
-            yield f"{' and '.join(contradiction)} exclude each other: give only one of them."
-        if not switch.is_on(args):
-            continue
-        for rule in switch.excludes:
-            if rule.holds(args):
-                yield _describe_exclusion(switch, rule, args)
-        if switch.is_refused_alone and not switch.has_what_it_needs(args):
-            needed = " or ".join(rule.describe() for rule in switch.needs)
-            yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
-
-
-def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
-    end = "" if rule.reason.endswith(")") else "."
-    both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
-    return f"{both}: {rule.reason}{end}"
-
-
-def _check_fp8(args: Settings) -> Iterator[str]:
-    if args.fp8 and (args.fp16 or args.mixed_precision == "fp16"):
-        yield (
-            "--fp8 cannot be combined with fp16: everything around its products is in bf16. Use "
-            "--mixed-precision bf16."
-        )
-
-
-def _check_optimizer_state(args: Settings) -> Iterator[str]:
-    what = f"--optimizer-state-dtype {args.optimizer_state_dtype}"
-    if args.optimizer_state_dtype == "fp32":
-        return
-    if args.optimizer not in ("adam", "adamw"):
-        yield f"{what} needs --optimizer adam, got {args.optimizer}."
-    if args.deepspeed is not None:
-        yield (
-            f"{what} cannot be combined with --deepspeed, which has its own optimizers: use "
-            "--zero-1-memory-optimization, -2- or -3- instead."
-        )
-    if args.optimizer_state_dtype == "int8":
-        yield from _check_int8_moments(args, what)
-
-
-def _check_int8_moments(args: Settings, what: str) -> Iterator[str]:
-    if find_spec("torchao") is None:
-        yield str(MissingPackageError("torchao", what, "torchao"))
-    for switch in SWITCHES:
-        if switch.name in _SPLIT_MOMENTS and switch.is_on(args):
-            yield (
-                f"{switch.describe(args)} cannot be combined with {what}: moments are quantized in "
-                "blocks, which cannot be split. Use --optimizer-state-dtype bf16, or leave one of "
-                "them out."
-            )
-
-
-def _check_processes(args: Settings) -> Iterator[str]:
-    """Tensor, pipeline and context sizes divide the ranks; the expert size divides the rest."""
-    sizes = {name: getattr(args, name) for name in _AXES_OF_A_SAMPLE if getattr(args, name) > 1}
-    ranks = math.prod(sizes.values())
-    if args.world_size % ranks:
-        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
-        total = f" = {ranks}" if len(sizes) > 1 else ""
-        if args.world_size == 1:
-            yield (
-                f"{given}{total} needs a multiple of {ranks} ranks, and this run has one: start "
-                f"more with --nproc-per-node {ranks}."
-            )
-            return
-        fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
-        yield (
-            f"{given}{total} does not divide the {args.world_size} ranks of this run: "
-            f"use {' or '.join(fitting)}, or start a multiple of {ranks} ranks (--nproc-per-node)."
-        )
-        return
-    if args.data_parallel not in (None, args.world_size // ranks):
-        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
-        yield (
-            f"--data-parallel {args.data_parallel}{' x ' if given else ''}{given} is not the "
-            f"{args.world_size} ranks of this run: use --data-parallel {args.world_size // ranks}, "
-            f"or start {args.data_parallel * ranks} ranks (--nproc-per-node)."
-        )
-    replicas = args.world_size // ranks * args.context_parallel_size
-    experts = args.expert_model_parallel_size
-    if experts > 0 and replicas % experts:
-        fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
-        yield (
-            f"--expert-model-parallel-size {experts} does not divide the {replicas} ranks with "
-            f"different tokens: use {' or '.join(fitting)}."
-        )
-    yield from _check_hybrid_sharding(args, replicas)
-
-
-def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
-    """Each group has a complete copy of the state, so groups must be equal and hold whole
-    sequences.
-    """
-    size, context = args.hybrid_sharding_size, args.context_parallel_size
-    if size is None or size < 1:
-        return
-    if replicas % size or size % context:
-        fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
-        whole = f" of whole sequences ({context} ranks each)" if context > 1 else ""
-        yield (
-            f"--hybrid-sharding-size {size} does not divide the {replicas} data-parallel ranks "
-            f"into equal groups{whole}: use {' or '.join(fitting)}."
         )
 
 

@@ -27,8 +27,8 @@ from rapidformer.config import (
 )
 from rapidformer.config.batches import get_batch_schedule
 from rapidformer.config.dialects import WITHOUT_EFFECT
+from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.config.validate import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
