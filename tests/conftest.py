@@ -18,11 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAPIDFORMER_EMULATE_16_BIT", "1")
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.small import make_model_folder, make_pair_data
-from tests.warm_python import start_warm_python
+from tests.warm_python import share_warm_python, start_warm_python
+
+# xdist's controller imports this file before it starts the workers, and runs no test: fixtures
+# import torch and transformers themselves, so that nobody waits for the controller's imports.
 
 # How long an example takes says something about the machine's load, nothing about the code.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,6 +57,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -94,11 +97,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.small import make_model_folder
+
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.small import make_pair_data
+
     return make_pair_data(tmp_path_factory.mktemp("data"))
 
 
@@ -108,7 +115,11 @@ def python() -> Iterator[Path]:
 
     What is about starting itself (what is imported when, who dies with whom) uses the real one.
     """
-    # A short path: a socket's may have 107 characters.
+    # Not below tmp_path, which is long: a socket's path may have 107 characters.
+    if run := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        # A worker's parent is the controller, which outlives all workers.
+        yield share_warm_python(Path(tempfile.gettempdir()) / f"warm-{run}", os.getppid())
+        return
     with tempfile.TemporaryDirectory() as folder, start_warm_python(Path(folder)) as executable:
         yield executable
 

@@ -24,6 +24,7 @@ import os
 import random
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -97,12 +98,31 @@ os._exit(status)
 @contextmanager
 def start_warm_python(folder: Path) -> Iterator[Path]:
     """The executable, with a ``rapidformer`` command beside it; they work until the block ends."""
-    address = folder / "s"
+    server = _start(folder, os.getpid())
+    try:
+        yield folder / "python"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def share_warm_python(folder: Path, owner: int) -> Path:
+    """The same for several processes: the first to ask starts it, and it ends with ``owner``."""
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir(mode=0o700)
+            _start(folder, owner, "--remove")
+    return folder / "python"
+
+
+def _start(folder: Path, owner: int, *flags: str) -> subprocess.Popen[bytes]:
+    """Write the commands and wait for the server, which ends with the process ``owner``."""
     client = folder / "python"
     client.write_text(
         CLIENT.format(
             python=sys.executable,
-            address=str(address),
+            address=str(folder / "s"),
             heartbeats=HEARTBEAT_VARIABLE,
             death_signal=PR_SET_PDEATHSIG,
         )
@@ -112,37 +132,35 @@ def start_warm_python(folder: Path) -> Iterator[Path]:
     command.write_text(f'#!/bin/sh\nexec {client} -m rapidformer.cli.main "$@"\n')
     command.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, str(address), str(client)], stdout=subprocess.PIPE
+        [sys.executable, __file__, str(folder), str(owner), *flags], stdout=subprocess.PIPE
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
-    try:
-        yield client
-    finally:
-        server.kill()
-        server.wait()
+    return server
 
 
 # ---- the server ----------------------------------------------------------------------------------
 
 
-def _serve(address: str, executable: str) -> None:
-    """Fork once per client. Returns in the forks, with the call to run."""
+def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
+    """Fork once per client, until the owner ends. Returns in a fork when its call has run."""
+    life = os.pidfd_open(owner)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(str(folder / "s"))
     listener.listen(64)
     gc.disable()  # it takes a third of the time of importing, and finds nothing
     _import_what_is_slow()
     gc.freeze()
     gc.enable()
     print("ready", flush=True)
-    while True:
+    while life not in select.select([listener, life], [], [])[0]:
         connection, _ = listener.accept()
         if os.fork():
             connection.close()
             _reap()
             continue
         listener.close()
+        os.close(life)
         _enter_network(connection)
         connection = _move(connection)
         call = _receive(connection)
@@ -150,8 +168,12 @@ def _serve(address: str, executable: str) -> None:
         worker = os.fork()
         if not worker:
             connection.close()
-            return _become(call, executable)
+            return _become(call, str(folder / "python"))
         _wait(worker, connection, call[3])
+    if is_folder_removed:
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(f"{folder}.lock").unlink(missing_ok=True)
+    return None
 
 
 def _import_what_is_slow() -> None:
@@ -253,4 +275,4 @@ def _become(call: list[Any], executable: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    _serve(Path(sys.argv[1]), int(sys.argv[2]), "--remove" in sys.argv)

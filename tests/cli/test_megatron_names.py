@@ -101,12 +101,12 @@ with open(f"rank{rank}", "w") as file:
 
 
 @pytest.mark.slow
-def test_torchrun_needs_no_launcher_of_ours(tmp_path: Path) -> None:
+def test_torchrun_needs_no_launcher_of_ours(python: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
              str(find_free_port()), "script.py"]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [python, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
         timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
