@@ -1,10 +1,10 @@
 """Every switch as one row, in the order of application.
 
 Everything that needs only facts about a switch reads them here: which combinations are refused and
-which settings have no effect (``validate.py``), what a setting implies (``derive.py``), what
-DeepSpeed does itself, what ``rapidformer verify`` turns off, what ``rapidformer config`` asks, and
-the tables in the docs. ``accel/parallelize.py`` walks the same rows and calls ``apply`` of each
-row's module.
+which settings have no effect (``layout_rules.py``, ``idle_settings.py``), what a setting implies
+(``derive.py``), what DeepSpeed does itself, what ``rapidformer verify`` turns off, what
+``rapidformer config`` asks, and the tables in the docs. ``accel/parallelize.py`` walks the same
+rows and calls ``apply`` of each row's module.
 
 A new switch is a field in ``sections.py`` (its docstring is the text in help and docs), a row
 here, a module in ``accel/`` and a parity test. A setting without a row fails a test.

@@ -12,7 +12,6 @@ before it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.checkpoint.run_names import PREVIOUS
-from rapidformer.config import Settings, arguments_from_mapping
-from rapidformer.config.foreign_names import ForeignName
+from rapidformer.config import Settings
 from rapidformer.config.mindformers_file import load_mindformers_file
 from rapidformer.config.mindformers_names import (
     MODELS,
@@ -30,18 +28,22 @@ from rapidformer.config.mindformers_names import (
     PET_METHODS,
     RECOMPUTE_CONFIG,
     TASKS,
-    TRAINER,
     TRAINING_ARGUMENTS,
 )
-from rapidformer.config.sections import GenerationArguments
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import configure_logging, say_once, warn_once
+from rapidformer.log import configure_logging, say_once
 from rapidformer.models.adapters import build_config
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
+from rapidformer.tasks.mindformers_calls import (
+    check_arguments,
+    check_names,
+    name_by_type,
+    read_generation,
+)
 from rapidformer.tasks.mindformers_run import GivenTask, is_path, measure_own
 from rapidformer.tasks.predicting import predict_task
 from rapidformer.training.run_folder import BEST, LAST, set_aside
@@ -68,14 +70,14 @@ class MindFormersTrainer(Trainer):
         *others: Any,
         **named: Any,
     ) -> None:
-        named = _name_by_type(others) | named
+        named = name_by_type(others) | named
         self._checkpoint: str | None = None
         if isinstance(args, (str, Path)):
             args, from_file = self._read_file(args)
             task = from_file.pop("task", task) if task == "general" else task
             model_name = model_name or from_file.pop("model_name", None)
             named = {name: value for name, value in from_file.items() if name != "task"} | named
-        _check_arguments(args, task, named)
+        check_arguments(args, task, named)
         self.args = args if args is not None else MindFormersArguments()
         self.task_name = task
         self._adapters = PET_METHODS.get(str(named.get("pet_method") or ""), {})
@@ -171,12 +173,12 @@ class MindFormersTrainer(Trainer):
 
     def set_parallel_config(self, **widths: Any) -> None:
         """How the processes divide the model; checked when training starts."""
-        self._given_parallel = _check_names("set_parallel_config", widths, PARALLEL_CONFIG)
+        self._given_parallel = check_names("set_parallel_config", widths, PARALLEL_CONFIG)
         self._forget_engine()
 
     def set_recompute_config(self, **options: Any) -> None:
         """What is computed again in the backward pass."""
-        self._given_recompute = _check_names("set_recompute_config", options, RECOMPUTE_CONFIG)
+        self._given_recompute = check_names("set_recompute_config", options, RECOMPUTE_CONFIG)
         self._forget_engine()
 
     def _forget_engine(self) -> None:
@@ -388,7 +390,7 @@ class MindFormersTrainer(Trainer):
             input_data = self.eval_dataset
         rows = read_prompts(input_data)
         values = self._find_weights(predict_checkpoint or self._trained is not None)
-        values |= _read_generation(options)
+        values |= read_generation(options)
         if self.task_name == "text_generation":
             values["chat_template"] = "none"  # its prompts are continued, never answered
         if batch_size is not None:
@@ -408,81 +410,6 @@ class MindFormersTrainer(Trainer):
             yield
         finally:
             engine.args = before
-
-
-def _name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
-    """Arguments from the fifth on, whose order changed between versions: by what they are."""
-    named: dict[str, Any] = {}
-    datasets = iter(("train_dataset", "eval_dataset"))
-    for each in others:
-        if hasattr(each, "convert_tokens_to_ids"):
-            named["tokenizer"] = each
-        elif callable(each):
-            named["data_collator"] = each
-        else:
-            name = next(datasets, None)
-            if name is None:
-                raise ConfigurationError("Trainer(...): name the arguments after eval_dataset.")
-            named[name] = each
-    return named
-
-
-def _check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
-    problems = []
-    if task != "general" and task not in TASKS:
-        problems.append(f"task={task!r} is not supported: use one of {', '.join(TASKS)}.")
-    for name, value in named.items():
-        row = TRAINER.get(name)
-        if row is None:
-            problems.append(f"Trainer has no argument {name!r}.")
-        elif name == "pet_method" and value and value not in PET_METHODS:
-            problems.append(f"pet_method={value!r} must be one of {', '.join(PET_METHODS)}, or ''.")
-        elif row.outcome == "refused" and value:
-            problems.append(f"Trainer({name}={value!r}) is not supported: {row.note}.")
-    for name in TRAINING_ARGUMENTS if isinstance(args, MindFormersArguments) else ():
-        default, row = TRAINING_ARGUMENTS[name]
-        value = getattr(args, name)
-        if row.outcome == "refused" and value:
-            problems.append(f"TrainingArguments({name}={value!r}) is not supported: {row.note}.")
-        elif row.outcome == "ignored" and value not in (default, None):
-            warn_once(f"TrainingArguments({name}=...) has no effect: {row.note}.")
-    if problems:
-        raise ConfigurationError(problems)
-
-
-def _check_names(
-    function: str, given: dict[str, Any], table: Mapping[str, ForeignName]
-) -> dict[str, Any]:
-    unknown = [name for name in given if name not in table]
-    if unknown:
-        raise ConfigurationError([f"{function}() has no argument {name!r}." for name in unknown])
-    return given
-
-
-_GENERATION = {each.name for each in dataclasses.fields(GenerationArguments)}
-_FOR_COMMAND = {"stream", "chat"}
-_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
-
-
-def _read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """How to generate, from the options of ``predict``; settings that it shares with ours."""
-    values: dict[str, Any] = {}
-    unknown = []
-    for name, value in options.items():
-        if name == "max_length":
-            values["max_new_tokens"] = value
-        elif name in _GENERATION - _FOR_COMMAND or name == "seed":
-            values[name] = value
-        elif value not in (None, False):
-            unknown.append(f"predict({name}={value!r}) is not supported.")
-    if unknown:
-        names = ", ".join(sorted(_GENERATION - _FOR_COMMAND))
-        raise ConfigurationError([*unknown, f"predict() takes max_length, seed, {names}."])
-    if not values.get("do_sample"):  # as in MindFormers, these say nothing without it
-        values = {name: value for name, value in values.items() if name not in _OF_SAMPLING}
-    given = {name: value for name, value in values.items() if value is not None}
-    checked = arguments_from_mapping(given, source="predict()")
-    return {name: getattr(checked, name) for name in given}
 
 
 def _find_model(folder: Path) -> Path | None:

@@ -14,7 +14,6 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,6 @@ from torch.optim import Optimizer
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import (
     BestRun,
-    EvalLoopOutput,
-    PredictionOutput,
     TrainOutput,
     speed_metrics,
 )
@@ -35,9 +32,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
-from rapidformer.training.loop import evaluate_model
 from rapidformer.training.progress import Progress
-from rapidformer.training.regularization import regularize
 from rapidformer.training.trainer.arguments import TrainingArguments
 from rapidformer.training.trainer.bridge import TrainerTemplate, find_checkpoint_folder
 from rapidformer.training.trainer.callbacks import (
@@ -48,7 +43,7 @@ from rapidformer.training.trainer.callbacks import (
 )
 from rapidformer.training.trainer.columns import ColumnFilter, choose_collator, find_label_names
 from rapidformer.training.trainer.dialects import check_names, take_on_dialect
-from rapidformer.training.trainer.evaluating import choose_outputs, run_evaluation
+from rapidformer.training.trainer.evaluation_methods import EvaluationMethods
 from rapidformer.training.trainer.familiar_names import FamiliarNames
 from rapidformer.training.trainer.loss import (
     TrainerAccelerator,
@@ -61,7 +56,6 @@ from rapidformer.training.trainer.optimizing import (
     build_named_schedule,
     list_decayed,
 )
-from rapidformer.training.trainer.records import RunRecords
 from rapidformer.training.trainer.search import search
 from rapidformer.training.trainer.settings import TORCH_OPTIMIZERS, build_settings, has_own_curve
 
@@ -69,7 +63,7 @@ Inputs = dict[str, Any]
 Metrics = dict[str, Any]
 
 
-class Trainer(FamiliarNames, RunRecords):
+class Trainer(FamiliarNames, EvaluationMethods):
     """Trains, evaluates and predicts with one model."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -407,133 +401,6 @@ class Trainer(FamiliarNames, RunRecords):
             batch_size=None if is_training else self.engine.args.eval_micro_batch_size,
             is_training=is_training,
         )
-
-    # ---- evaluating and predicting -------------------------------------------------------------
-
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Metrics:
-        """The loss and ``compute_metrics`` on evaluation data; several data sets by name."""
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(dataset, Mapping):
-            found: Metrics = {}
-            for name, each in dataset.items():
-                prefix = f"{metric_key_prefix}_{name}"
-                found |= self.evaluate(each, ignore_keys, metric_key_prefix=prefix)
-            return found
-        started, loader = time.time(), self.get_eval_dataloader(eval_dataset)
-        output = self.evaluation_loop(
-            loader,
-            "Evaluation",
-            # Without metrics there is nobody to look at predictions.
-            prediction_loss_only=True if self.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            metric_key_prefix=metric_key_prefix,
-        )
-        metrics = self._add_speed(output, metric_key_prefix, started)
-        self.log(dict(metrics))
-        self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
-        self._log_line(metrics, "evaluation")
-        return metrics
-
-    def evaluate_in_training(self) -> Metrics:
-        """The loop's evaluation; how fast it was is not a metric."""
-        metrics = self.evaluate(ignore_keys=self._ignore_keys)
-        speed = ("_runtime", "_per_second")
-        return {name: value for name, value in metrics.items() if not name.endswith(speed)}
-
-    def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
-    ) -> PredictionOutput:
-        """Predictions, labels and metrics, in the order of the data."""
-        started, loader = time.time(), self.get_test_dataloader(test_dataset)
-        output = self.evaluation_loop(
-            loader,
-            "Prediction",
-            ignore_keys=ignore_keys,
-            metric_key_prefix=metric_key_prefix,
-        )
-        metrics = self._add_speed(output, metric_key_prefix, started)
-        self.callbacks.call("on_predict", metrics=metrics, eval_dataloader=loader)
-        return PredictionOutput(output.predictions, output.label_ids, metrics)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Predict a loader's data without gradients and dropout."""
-        loss_only = self.args.prediction_loss_only
-        if prediction_loss_only is not None:
-            loss_only = prediction_loss_only
-        loader = self.engine.adopt_loader(dataloader, is_training=False)
-        outputs: list[EvalLoopOutput] = []
-
-        def run() -> dict[str, float]:
-            outputs.append(
-                run_evaluation(
-                    self,
-                    loader,
-                    loss_only=loss_only,
-                    ignore_keys=ignore_keys,
-                    prefix=metric_key_prefix,
-                )
-            )
-            return {}
-
-        if self._is_training and not self.model.training:
-            run()  # the loop's own evaluation
-        else:
-            # A run of training has regularized the model already.
-            applied = (
-                nullcontext() if self._is_training else regularize(self.model, self.engine.args)
-            )
-            with applied:
-                evaluate_model(self.engine, run)
-        return outputs[0]
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, logits and labels of one batch, each of them or None."""
-        names = self.label_names
-        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
-        labels = tuple(inputs[name] for name in names) if has_labels else None
-        if ignore_keys is None:
-            config = getattr(model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        loss = None
-        with torch.no_grad():
-            if has_labels:
-                count = count_labels(model, inputs)
-                compute = partial(self.compute_loss, return_outputs=True)
-                loss, outputs = call_with_count(compute, model, inputs, count=count)
-                loss = loss.detach().mean()
-            else:
-                outputs = model(**inputs)
-        if prediction_loss_only:
-            return loss, None, None
-        logits = choose_outputs(outputs, ignore_keys or [], has_loss=has_labels)
-        return loss, logits, labels[0] if labels and len(labels) == 1 else labels
-
-    def _add_speed(self, output: EvalLoopOutput, prefix: str, started: float) -> Metrics:
-        batch, samples = self.args.eval_batch_size * self.args.world_size, output.num_samples or 0
-        speed = speed_metrics(prefix, started, num_samples=samples, num_steps=-(-samples // batch))
-        metrics: Metrics = {**(output.metrics or {}), **speed}
-        return metrics
 
 
 def _average_losses(history: list[dict[str, float]]) -> float:
