@@ -54,6 +54,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
+def step_without_hooks(cls: Any, optimizer: Optimizer) -> None:
+    """A class's own ``step``, without the hooks that a subclass's ``step`` has run already."""
+    step = cls.step
+    # torch wraps the `step` of every class of which there is an object.
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def _find_without_momentum(optimizer: SGD) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():

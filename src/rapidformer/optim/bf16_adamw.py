@@ -9,116 +9,91 @@ alike, and shards round like whole tensors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from rapidformer.optim.multi_tensor.adamw import MOMENTS, MultiTensorAdamW
+from rapidformer.optim.multi_tensor.launch import get_local
+
 _CUT = 0xFFFF
 """The bits of fp32 that bf16 does not have."""
 _GOLDEN = 0x9E3779B9 - 2**32
 """Sends consecutive steps far apart."""
 
 
-class Bf16AdamW(Optimizer):
+class Bf16AdamW(MultiTensorAdamW):
     """torch's ``AdamW``, except for the precision of its state."""
+
+    rounds_randomly = True
+    moment_dtype = torch.bfloat16
 
     def __init__(
         self,
-        params: Any,
-        lr: float,
+        params: Iterable[Any],
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        **others: Any,
     ) -> None:
+        # "fused" says that it obeys `grad_scale` and `found_inf`.
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            **{**others, "fused": True},
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_on_host(self) -> None:
+        """Update the parameters one by one."""
+        flag, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if flag is not None and bool(flag):
+            return
         for group in self.param_groups:
-            numbers: dict[tuple[int, torch.device], Tensor] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self._get_state(parameter)
+                state = self.get_state(parameter)
                 state["step"] += 1
-                key = int(state["step"]), parameter.device
-                if key not in numbers:
-                    numbers[key] = _compute_numbers(*key, group)
-                update = _compile_update() if parameter.is_cuda else _update
-                update(
-                    _get_local(parameter),
-                    _get_local(parameter.grad),
-                    _get_local(state["exp_avg"]),
-                    _get_local(state["exp_avg_sq"]),
-                    numbers[key],
+                gradient = get_local(parameter.grad).float()
+                _update(
+                    get_local(parameter),
+                    gradient if divisor is None else gradient / divisor,
+                    get_local(state["exp_avg"]),
+                    get_local(state["exp_avg_sq"]),
+                    _compute_numbers(int(state["step"]), group),
                 )
-        return loss
-
-    def _get_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for state in self.state.values():
             # torch has cast them to the parameter's dtype, which loses nothing.
-            state.update({name: state[name].bfloat16() for name in _MOMENTS})
-            state["step"] = state["step"].cpu()
+            state.update({name: state[name].bfloat16() for name in MOMENTS})
 
 
-def _get_local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _compute_numbers(step: int, device: torch.device, group: dict[str, Any]) -> Tensor:
-    """The inputs of ``_update``; as a tensor, since new floats would cause recompilation."""
+def _compute_numbers(step: int, group: dict[str, Any]) -> list[float]:
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     shrink = 1 - lr * group["weight_decay"]
     rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    numbers = torch.tensor(
-        [shrink, 1 - beta1, beta2, 1 - beta2, rate, correction, group["eps"], step]
-    )
-    if device.type != "cuda":
-        return numbers
-    # Pinned, so that the host does not wait for the device.
-    return numbers.pin_memory().to(device, non_blocking=True)
+    return [shrink, 1 - beta1, beta2, 1 - beta2, rate, correction, group["eps"], step]
 
 
 def _update(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: Tensor
+    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: list[float]
 ) -> None:
-    shrink, new1, beta2, new2, rate, correction, epsilon, step = numbers.unbind()
-    gradient = gradient.float()
+    shrink, new1, beta2, new2, rate, correction, epsilon, step = numbers
     exact_mean = mean.float().lerp(gradient, new1)
     exact_square = square.float() * beta2 + gradient * gradient * new2
     change = rate * exact_mean / (exact_square.sqrt() / correction + epsilon)
     parameter.copy_(parameter.float() * shrink - change)
-    salt = step.to(torch.int32) * _GOLDEN
+    salt = torch.tensor(step).to(mean.device, torch.int32) * _GOLDEN
     mean.copy_(round_randomly(exact_mean, salt))
     square.copy_(round_randomly(exact_square, salt + 1))
-
-
-@functools.cache
-def _compile_update() -> Callable[..., None]:
-    """One kernel per parameter: without it, a step would read and write everything many times."""
-    return torch.compile(_update, dynamic=True)
 
 
 def round_randomly(value: Tensor, salt: Tensor) -> Tensor:

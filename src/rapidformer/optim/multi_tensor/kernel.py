@@ -1,0 +1,232 @@
+"""Triton kernels that work on many tensors in one launch.
+
+A launch has one program per chunk. ``chunks`` says which tensor a chunk is from and which of that
+tensor's chunks it is; other tables hold every tensor's address. Everything that changes from step
+to step is read from the device's memory, so that a CUDA graph can replay a launch.
+
+Import this module only if Triton is installed; torch's CPU builds come without it.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton would read annotations as part of the kernel
+from __future__ import annotations
+
+import torch
+import triton
+from triton import language as tl
+
+from rapidformer.optim.multi_tensor import tables
+
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_SETTINGS = tl.constexpr(tables.SETTINGS)
+_NUMBERS = tl.constexpr(tables.NUMBERS)
+_CUT = tl.constexpr(0xFFFF)
+_GOLDEN = tl.constexpr(0x9E3779B9)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def advance(  # type: ignore[no-untyped-def]
+    steps,
+    groups,
+    settings,
+    numbers,
+    flag,
+    count,
+    block: tl.constexpr,
+):
+    """Count the step of every tensor, and compute the numbers of its update in fp64."""
+    tensor = tl.program_id(0) * block + tl.arange(0, block)
+    mask = tensor < count
+    pointer = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(pointer, mask=mask, other=0.0)
+    step += tl.where(tl.load(flag) == 1.0, 0.0, 1.0)
+    tl.store(pointer, step, mask=mask)
+    row = settings + tl.load(groups + tensor, mask=mask, other=0) * _SETTINGS
+    rate = tl.load(row, mask=mask, other=0.0)
+    beta1 = tl.load(row + 1, mask=mask, other=0.0)
+    beta2 = tl.load(row + 2, mask=mask, other=0.0)
+    exact = step.to(tl.float64)
+    correction1 = 1.0 - tl.exp(exact * tl.load(row + 3, mask=mask, other=-1.0))
+    correction2 = 1.0 - tl.exp(exact * tl.load(row + 4, mask=mask, other=-1.0))
+    epsilon = tl.load(row + 5, mask=mask, other=0.0)
+    decay = tl.load(row + 6, mask=mask, other=0.0)
+    penalty = tl.load(row + 7, mask=mask, other=0.0)
+    out = numbers + tensor * _NUMBERS
+    tl.store(out, (rate / correction1).to(tl.float32), mask=mask)
+    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
+    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
+    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(out + 5, tl.sqrt(correction2).to(tl.float32), mask=mask)
+    tl.store(out + 6, epsilon.to(tl.float32), mask=mask)
+    tl.store(out + 7, (rate * decay).to(tl.float32), mask=mask)
+    tl.store(out + 8, penalty.to(tl.float32), mask=mask)
+    tl.store(out + 9, step, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def update(  # type: ignore[no-untyped-def]
+    chunks,
+    rows,
+    gradients,
+    numbers,
+    divisor,
+    flag,
+    weight_type: tl.constexpr,
+    gradient_type: tl.constexpr,
+    moment_type: tl.constexpr,
+    rounds_randomly: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Update one chunk of a weight and its moments.
+
+    A tensor's row has the addresses of the weight and its two moments, and the number of elements.
+    """
+    if tl.load(flag) == 1.0:
+        return
+    place = chunks + tl.program_id(0) * 2
+    tensor = tl.load(place).to(tl.int64)
+    start = tl.load(place + 1).to(tl.int64) * chunk
+    row = rows + tensor * 4
+    weight = tl.load(row)
+    mean = tl.load(row + 1)
+    square = tl.load(row + 2)
+    size = tl.load(row + 3)
+    gradient = tl.load(gradients + tensor)
+    own = numbers + tensor * _NUMBERS
+    # Read once: inside the loop, they might be affected by what it stores.
+    values = (
+        tl.load(divisor), tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3),
+        tl.load(own + 4), tl.load(own + 5), tl.load(own + 6), tl.load(own + 7), tl.load(own + 8),
+        tl.load(own + 9),
+    )  # fmt: skip
+    end = tl.minimum(start + chunk, size)
+    # Only accesses of 16 bytes reach the device's full bandwidth.
+    if ((weight | gradient | mean | square | size) & 15) == 0:
+        end = tl.multiple_of(end, 16)
+        for offset in range(0, chunk, block):
+            places = start + offset + tl.arange(0, block)
+            weights = _point(weight, weight_type, places, True)
+            sources = _point(gradient, gradient_type, places, True)
+            means = _point(mean, moment_type, places, True)
+            squares = _point(square, moment_type, places, True)
+            _update_block(weights, sources, means, squares, places < end, values, rounds_randomly)
+    else:
+        for offset in range(0, chunk, block):
+            places = start + offset + tl.arange(0, block)
+            weights = _point(weight, weight_type, places, False)
+            sources = _point(gradient, gradient_type, places, False)
+            means = _point(mean, moment_type, places, False)
+            squares = _point(square, moment_type, places, False)
+            _update_block(weights, sources, means, squares, places < end, values, rounds_randomly)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_block(  # type: ignore[no-untyped-def]
+    weights,
+    gradients,
+    means,
+    squares,
+    mask,
+    values,
+    rounds_randomly: tl.constexpr,
+):
+    divisor, rate, beta1, new1, beta2, new2, correction, epsilon, decay, penalty, step = values
+    w = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gradients, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(means, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(squares, mask=mask, other=0.0).to(tl.float32)
+    g = tl.div_rn(g, divisor)
+    g += penalty * w
+    w -= decay * w
+    m = beta1 * m + new1 * g
+    v = beta2 * v + new2 * g * g
+    # By default Triton rounds roots and quotients less exactly than torch.
+    root = tl.div_rn(tl.sqrt_rn(v), correction) + epsilon
+    w -= tl.div_rn(rate * m, root)
+    if rounds_randomly:
+        salt = step.to(tl.uint32) * _GOLDEN
+        m = _round_randomly(m, salt)
+        v = _round_randomly(v, salt + 1)
+    tl.store(weights, w.to(weights.dtype.element_ty), mask=mask)
+    tl.store(means, m.to(means.dtype.element_ty), mask=mask)
+    tl.store(squares, v.to(squares.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _point(address, kind: tl.constexpr, places, is_aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    if is_aligned:
+        address = tl.multiple_of(address, 16)
+        return tl.multiple_of(address.to(tl.pointer_type(kind)), 16) + places
+    return address.to(tl.pointer_type(kind)) + places
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_randomly(value, salt):  # type: ignore[no-untyped-def]
+    """``bf16_adamw.round_randomly``: fp32 values that bf16 holds exactly."""
+    bits = value.to(tl.uint32, bitcast=True)
+    mixed = bits + salt
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
+    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B
+    mixed = mixed ^ (mixed >> 16)
+    rounded = (bits + (mixed & _CUT)) & 0xFFFF0000
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    return tl.where(is_finite, rounded, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def square_chunk(  # type: ignore[no-untyped-def]
+    chunks,
+    addresses,
+    sizes,
+    partial,
+    kind: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The sum of squares of one chunk, in fp32."""
+    place = chunks + tl.program_id(0) * 2
+    tensor = tl.load(place).to(tl.int64)
+    start = tl.load(place + 1).to(tl.int64) * chunk
+    address = tl.load(addresses + tensor)
+    size = tl.load(sizes + tensor)
+    end = tl.minimum(start + chunk, size)
+    total = tl.zeros((block,), tl.float32)
+    if ((address | size) & 15) == 0:
+        end = tl.multiple_of(end, 16)
+        for offset in range(0, chunk, block):
+            places = start + offset + tl.arange(0, block)
+            pointers = _point(address, kind, places, True)
+            values = tl.load(pointers, mask=places < end, other=0.0).to(tl.float32)
+            total += values * values
+    else:
+        for offset in range(0, chunk, block):
+            places = start + offset + tl.arange(0, block)
+            pointers = _point(address, kind, places, False)
+            values = tl.load(pointers, mask=places < end, other=0.0).to(tl.float32)
+            total += values * values
+    tl.store(partial + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def add_up(partial, total, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of all partial sums in fp64, by a single program: always in the same order."""
+    sums = tl.zeros((block,), tl.float64)
+    for start in range(0, count, block):
+        places = start + tl.arange(0, block)
+        sums += tl.load(partial + places, mask=places < count, other=0.0).to(tl.float64)
+    tl.store(total, tl.sum(sums, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_addresses(table, addresses):  # type: ignore[no-untyped-def]
+    """Write addresses that are arguments, so that a CUDA graph keeps them.
+
+    Each is given plus one: Triton would compile again for every pattern of multiples of 16.
+    """
+    for number in tl.static_range(len(addresses)):
+        tl.store(table + number, addresses[number] - 1)

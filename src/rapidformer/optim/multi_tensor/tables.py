@@ -1,0 +1,100 @@
+"""Tables on the device: where tensors are, and how they are divided into chunks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SETTINGS = 8
+"""Numbers that describe a parameter group: ``launch.describe_group``."""
+NUMBERS = 10
+"""Numbers of a tensor that ``kernel.advance`` computes for ``kernel.update``."""
+_AT_ONCE = 64
+"""How many addresses one launch writes while a graph is recorded."""
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton can run kernels on this device."""
+    return device.type == "cuda" and _has_triton(device)
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    is_capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
+    return is_capable and importlib.util.find_spec("triton") is not None
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether launches are recorded for a CUDA graph instead of being run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def build_chunks(sizes: Sequence[int], chunk: int) -> Tensor:
+    """For every chunk, its tensor and which of that tensor's chunks it is."""
+    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    first = counts.cumsum(0) - counts
+    numbers = torch.arange(len(tensors)) - first[tensors]
+    return torch.stack([tensors, numbers], dim=1).to(torch.int32)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device; the host does not wait."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+class Mirror:
+    """A list of numbers in the device's memory, written only when it changes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._values: list[int] | list[float] = []
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+
+    def write(self, values: list[int] | list[float]) -> None:
+        if values == self._values:
+            return
+        given = torch.tensor(values, dtype=self._dtype)
+        if len(values) == len(self._values):
+            # In place, since a recorded graph reads from here.
+            self.tensor.copy_(
+                given.pin_memory() if self._device.type == "cuda" else given, non_blocking=True
+            )
+        else:
+            self.tensor = send(given, self._device)
+        self._values = values
+
+
+class Addresses:
+    """The addresses of tensors that may move from step to step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mirror = Mirror(torch.int64, device)
+
+    def write(self, addresses: list[int]) -> Tensor:
+        """A table of the addresses; a recorded graph gets one of its own, filled by the graph."""
+        if not is_recording(self._device):
+            self._mirror.write(addresses)
+            return self._mirror.tensor
+        return record_addresses(addresses, self._device)
+
+
+def record_addresses(addresses: list[int], device: torch.device) -> Tensor:
+    """Write a table by launches that have the addresses as arguments."""
+    from rapidformer.optim.multi_tensor import kernel
+
+    # Triton would compile again for the 0 of an empty tensor.
+    known = [address or max(addresses) for address in addresses]
+    padded = known + known[-1:] * (-len(known) % _AT_ONCE)
+    table = torch.empty(len(padded), dtype=torch.int64, device=device)
+    for start in range(0, len(padded), _AT_ONCE):
+        some = tuple(address + 1 for address in padded[start : start + _AT_ONCE])
+        kernel.write_addresses[(1,)](table[start:], some)
+    return table
