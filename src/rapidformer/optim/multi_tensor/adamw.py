@@ -17,8 +17,9 @@ from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.log import warn_once
+from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import has_triton, is_recording, record_addresses
+from rapidformer.optim.multi_tensor.tables import has_triton, is_recording
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TYPES = {torch.float32, torch.bfloat16, torch.float16}

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from rapidformer.optim.multi_tensor.tables import NUMBERS, Addresses, Mirror, build_chunks, send
+from rapidformer.optim.multi_tensor.addresses import Addresses
+from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, send
 
 CHUNK, BLOCK, WARPS = 8192, 2048, 4
 _TENSORS_AT_ONCE = 128

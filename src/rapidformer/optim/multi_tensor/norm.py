@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
-    Addresses,
     build_chunks,
     has_triton,
     is_recording,
