@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from rapidformer.data.batch import BatchInfo, describe_batch, iterate_tensors, move_to_device
+from rapidformer.data.batch import BatchInfo, describe_batch, move_to_device
+from rapidformer.data.nested import iterate_tensors
 
 IDS = torch.ones(2, 4, dtype=torch.long)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

@@ -6,12 +6,13 @@ know the weight of a loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.data.nested import iterate_tensors, map_tensors
 
 IGNORED_LABEL = -100
 # Not complex numbers: those may be conjugated lazily, which NumPy does not know.
@@ -58,39 +59,17 @@ def describe_batch(batch: Any) -> BatchInfo:
     return BatchInfo(rows=rows, labels=labels, shifted_labels=shifted, tokens=tokens, slots=slots)
 
 
-def iterate_tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a nested batch."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from iterate_tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from iterate_tensors(value)
-
-
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """The batch on the device, of the same type; pinned memory is copied without waiting."""
     if device.type == "cpu":
         return batch
-    if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=True)
-        _keep_host_copy(moved, batch)
-        return moved
-    if hasattr(batch, "convert_to_tensors"):  # Hugging Face's BatchEncoding and similar
-        before = dict(batch)
-        moved = batch.to(device, non_blocking=True)
-        for name, value in before.items():
-            _keep_host_copy(moved[name], value)
-        return moved
-    if isinstance(batch, Mapping):
-        return {key: move_to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(move_to_device(value, device) for value in batch)
-    return batch
+    return map_tensors(batch, lambda _, tensor: _move(tensor, device))
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = tensor.to(device, non_blocking=True)
+    _keep_host_copy(moved, tensor)
+    return moved
 
 
 def fits_numpy(tensor: torch.Tensor) -> bool:
@@ -114,9 +93,9 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if copy is None or version != count_changes(tensor) else copy
 
 
-def _keep_host_copy(moved: Any, value: Any) -> None:
+def _keep_host_copy(moved: torch.Tensor, value: torch.Tensor) -> None:
     # Tensors made in inference mode do not count their changes.
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or moved.is_inference():
+    if value.dim() != 2 or moved.is_inference():
         return
     if value.device.type == "cpu" and not value.is_floating_point():
         setattr(moved, _HOST_COPY, (value, count_changes(moved)))

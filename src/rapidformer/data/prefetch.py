@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from rapidformer.data.batch import iterate_tensors, move_to_device
+from rapidformer.data.batch import move_to_device
+from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch
 
 

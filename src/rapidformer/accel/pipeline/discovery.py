@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rapidformer.accel.tensor.styles import replace_first
+from rapidformer.data.nested import iterate_tensors
 from rapidformer.errors import ModelError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, remove
@@ -62,7 +63,7 @@ class _Recorder:
             raise _WrongFormError
         self.order.append(index)
         self.hidden.append(hidden)
-        self.others.append([t for t in iterate_tensors((args, kwargs)) if t is not hidden])
+        self.others.append([t for t in iterate_floats((args, kwargs)) if t is not hidden])
         fresh = hidden.detach().clone().requires_grad_()
         self.given_on.append(fresh)
         return (fresh,) if self.returns_tuple else fresh
@@ -149,7 +150,7 @@ def _run_hollow(
     if recorder.order != list(range(len(plan.blocks))):
         raise ModelError("its blocks do not run one after the other, each once")
     usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)
-    _read_recorder(usage, recorder, leaves, list(iterate_tensors(output)))
+    _read_recorder(usage, recorder, leaves, list(iterate_floats(output)))
     return usage
 
 
@@ -232,17 +233,9 @@ def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found[0]
 
 
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
+def iterate_floats(value: Any) -> Iterator[Tensor]:
     """Every floating-point tensor of a nested value."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from iterate_tensors(item)
+    return (tensor for tensor in iterate_tensors(value) if tensor.is_floating_point())
 
 
 def _get_float(parameter: Tensor) -> torch.dtype:

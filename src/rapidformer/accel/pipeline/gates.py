@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.discovery import get_first, iterate_tensors
+from rapidformer.accel.pipeline.discovery import get_first, iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.compat.torch_tensors import is_view
@@ -141,7 +141,7 @@ class StageContext:
         return hidden.clone() if is_view(hidden) else hidden
 
     def _check_output(self, index: int, output: Any) -> None:
-        if isinstance(output, tuple) and any(t.requires_grad for t in iterate_tensors(output[1:])):
+        if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
             raise ModelError(
                 f"block {index} returns more than its hidden state with a gradient (a mixture of "
                 "experts' loss?), which --pipeline-model-parallel-size cannot pass between "

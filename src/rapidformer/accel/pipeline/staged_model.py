@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.pipeline.discovery import iterate_tensors
+from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
 from rapidformer.accel.pipeline.stage_cache import (
     Relay,
@@ -92,7 +92,7 @@ def _call_stage(
             "call it once per micro-batch: join the two batches, or remove the switch."
         )
     context.has_called = context.is_in_model = True
-    context.given = tuple(t for t in iterate_tensors((args, kwargs)) if t.requires_grad)
+    context.given = tuple(t for t in iterate_floats((args, kwargs)) if t.requires_grad)
     try:
         output = run(*args, **kwargs)
     finally:

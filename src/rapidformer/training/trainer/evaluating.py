@@ -15,6 +15,7 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
+from rapidformer.data.nested import map_tensors
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import shifts_labels
 from rapidformer.training.trainer.interface import TrainerInterface
@@ -118,14 +119,8 @@ def _predict(found: dict[str, Any]) -> EvalPrediction:
 
 
 def _gather(engine: RapidformerEngine, value: Any) -> Any:
-    """Every process's rows of a tensor, or of each tensor in a nest of tuples."""
-    if isinstance(value, torch.Tensor):
-        return engine.gather(value, pad_value=_PADDING).cpu()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_gather(engine, each) for each in value)
-    if isinstance(value, Mapping):
-        return {name: _gather(engine, each) for name, each in value.items()}
-    return value
+    """Every rank's rows of each tensor in a nested value."""
+    return map_tensors(value, lambda _, each: engine.gather(each, pad_value=_PADDING).cpu())
 
 
 def _gather_mean(

@@ -1,0 +1,50 @@
+"""Batches and outputs are nested: tensors in dictionaries, lists and tuples of any depth.
+
+Like ``torch.utils._pytree``, which is private, for the containers that models and data loaders use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def iterate_tensors(nested: Any) -> Iterator[Tensor]:
+    """Every tensor in it."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Mapping):
+        for value in nested.values():
+            yield from iterate_tensors(value)
+    elif isinstance(nested, (list, tuple)):
+        for value in nested:
+            yield from iterate_tensors(value)
+
+
+def map_tensors(nested: Any, change: Callable[[str, Tensor], Any], path: str = "") -> Any:
+    """The same with other tensors: ``change`` gets each one's path and the tensor."""
+    if isinstance(nested, Tensor):
+        return change(path, nested)
+    if isinstance(nested, Mapping):
+        made = {key: map_tensors(each, change, join(path, key)) for key, each in nested.items()}
+        return _replace_data(nested, made) if isinstance(nested, UserDict) else made
+    if isinstance(nested, (list, tuple)):
+        items = [map_tensors(each, change, join(path, i)) for i, each in enumerate(nested)]
+        return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
+    return nested
+
+
+def _replace_data(nested: UserDict[Any, Any], made: dict[Any, Any]) -> UserDict[Any, Any]:
+    """Of Hugging Face's BatchEncoding and similar, which know more than their entries."""
+    copied = copy.copy(nested)
+    copied.data = made
+    return copied
+
+
+def join(path: str, key: object) -> str:
+    """The path of an entry."""
+    return f"{path}.{key}" if path else str(key)
