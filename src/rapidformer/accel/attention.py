@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
+from rapidformer.accel.learned_bias import interface
 from rapidformer.compat.transformers_models import (
     get_attention,
     has_fixed_attention,
@@ -77,6 +78,9 @@ def apply(assembly: Assembly) -> str | None:
         return None
     _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
     extra = _activate_flash(model) if asked == "flash" else ""
+    if asked == "auto" and _find_biased(model) and interface.can_run(device.capability):
+        _order.enter_context(interface.use_kernel())
+        extra = ", and our own kernel for the learned bias"
     return f"{chosen} first, if it can take the mask{extra}"
 
 

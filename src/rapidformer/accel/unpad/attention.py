@@ -54,7 +54,6 @@ def register() -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     make_plain_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def make_mask(**given: Any) -> Any:
         rows, encoder = _CURRENT.get() or (None, None)
@@ -76,6 +75,8 @@ def register() -> str:
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, RowMask):
             return kernels.attend(query, key, value, attention_mask, **options), None
+        # Looked up here: a later run may replace it by a kernel for its model's bias.
+        attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
         found: tuple[Tensor, Tensor | None] = attend_plainly(
             module, query, key, value, attention_mask, **options
         )

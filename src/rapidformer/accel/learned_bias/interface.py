@@ -1,0 +1,118 @@
+"""Which calls of transformers' ``sdpa`` attention go to the kernel for a learned bias.
+
+Those of a training step on a GPU in 16 bits whose position bias needs a gradient. torch's fast
+kernels do not give that gradient, and its memory-efficient one does not use what newer GPUs have.
+Every other call goes where it would go without us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.learned_bias.operator import attend
+
+_DEVICE = "cuda"
+SIZES = (16, 32, 64, 128)
+"""Head sizes that the kernel takes."""
+_LARGEST = 2**31
+"""Places within a head are counted in 32 bits."""
+
+
+def can_run(capability: tuple[int, int]) -> bool:
+    """Whether a GPU has the shared memory of Hopper, for which the kernel's tiles are chosen."""
+    return capability[0] in (9, 10) and find_spec("triton") is not None
+
+
+@contextmanager
+def use_kernel() -> Iterator[None]:
+    """In here, ``sdpa`` attention of every model in the process uses the kernel if it suits."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", build_attention(plain))
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", plain)
+
+
+def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function for transformers' interface; ``plain`` gets what does not suit."""
+
+    @functools.wraps(plain)
+    def attend_with_bias(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        bias, dropout = options.get("position_bias"), options.get("dropout", 0.0)
+        is_causal = attention_mask is None and _is_causal(module, options.get("is_causal"))
+        if (
+            bias is None
+            or dropout >= 1
+            or (is_causal and query.shape[2] != key.shape[2])
+            or not suits(query, key, value, bias)
+        ):
+            found: tuple[Tensor, Tensor | None] = plain(
+                module, query, key, value, attention_mask, **options
+            )
+            return found
+        scale = options.get("scaling")
+        output = attend(
+            query,
+            key,
+            value,
+            _add_mask(bias, attention_mask, query.dtype).to(query.dtype).contiguous(),
+            dropout=dropout,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            is_causal=is_causal,
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    return attend_with_bias
+
+
+def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
+    """Whether the kernel can take these tensors, and their bias needs it."""
+    if not (query.device.type == _DEVICE and bias.requires_grad and torch.is_grad_enabled()):
+        return False
+    parts = (query, key, value)
+    batch, heads, queries, size = query.shape
+    keys = key.shape[2]
+    return (
+        all(type(part) is Tensor for part in (*parts, bias))  # not split over ranks
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and all(part.dtype == query.dtype and part.stride(-1) == 1 for part in parts)
+        and size in SIZES
+        and key.shape == value.shape == (batch, heads, keys, size)
+        and bias.dim() == 4
+        and bias.shape[0] in (1, batch)
+        and bias.shape[1] in (1, heads)
+        and bias.shape[2:] == (queries, keys)
+        and max(queries, keys) * max(queries, keys, heads * size) < _LARGEST
+    )
+
+
+def _is_causal(module: nn.Module, asked: bool | None) -> bool:
+    """What transformers decides for a call without a mask."""
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _add_mask(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias with the mask's hidden keys, as transformers gives it to torch's attention."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(dtype).min)
+    return bias + mask

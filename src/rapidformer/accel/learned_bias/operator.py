@@ -1,0 +1,136 @@
+"""Attention with a learned bias as operators of torch, forward and backward.
+
+torch.compile does not look inside, so a block keeps one graph, and its backward pass does not
+compute the operator again. Dropout is an argument (one bit for each weight), so the backward pass
+uses the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    *,
+    dropout: float,
+    scale: float,
+    is_causal: bool,
+) -> Tensor:
+    """[batch, heads, tokens, size] -> the same. The bias may have one row or one head for all."""
+    kept = None
+    if dropout:
+        # From the device's generator: graphs, recomputed blocks and resumed runs draw as always.
+        seed = torch.randint(2**31 - 1, (1,), device=query.device)
+        kept = _draw(seed, query.shape[:3].numel(), key.shape[2], dropout)
+    output: Tensor = _attend(query, key, value, bias, kept, dropout, scale, is_causal)[0]
+    return output
+
+
+@torch.library.custom_op("rapidformer::draw_kept_weights", mutates_args=())
+def _draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
+    from rapidformer.accel.learned_bias import kernels
+
+    return kernels.draw(seed, rows, keys, dropout)
+
+
+@_draw.register_fake
+def _(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
+    return seed.new_empty((rows, (keys + 511) // 512 * 64), dtype=torch.uint8)
+
+
+@torch.library.custom_op("rapidformer::attend_with_bias", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    kept: Tensor | None,
+    dropout: float,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    from rapidformer.accel.learned_bias import kernels
+
+    output, statistics = _allocate(query)
+    kept_scale = kernels.get_kept_scale(dropout)
+    kernels.attend(
+        query, key, value, bias, kept, output, statistics, scale, kept_scale, is_causal=is_causal
+    )
+    return output, statistics
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _allocate(query)
+
+
+def _allocate(query: Tensor) -> tuple[Tensor, Tensor]:
+    return _allocate_like(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+
+
+def _allocate_like(tensor: Tensor) -> Tensor:
+    """Heads of a token next to each other, as projections give and take them."""
+    batch, heads, tokens, size = tensor.shape
+    return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+
+
+@torch.library.custom_op("rapidformer::attend_with_bias_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    kept: Tensor | None,
+    output: Tensor,
+    statistics: Tensor,
+    dropout: float,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from rapidformer.accel.learned_bias import kernels
+
+    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    shape = (*query.shape[:3], key.shape[2])
+    of_scores = query.new_zeros(shape) if is_causal else query.new_empty(shape)
+    found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
+    kernels.attend_backward(
+        gradient, query, key, value, bias, kept, output, statistics, (*found, of_scores),
+        scale, kernels.get_kept_scale(dropout), is_causal=is_causal,
+    )  # fmt: skip
+    shared = [dim for dim in (0, 1) if bias.shape[dim] < of_scores.shape[dim]]
+    of_bias = of_scores.sum(shared, keepdim=True) if shared else of_scores
+    return (*found, of_bias)
+
+
+@_attend_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
+    return (*found, query.new_empty(bias.shape))
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, dropout, scale, is_causal = inputs
+    ctx.options = (dropout, scale, is_causal)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _run_backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
+    if gradient is None:
+        return (None,) * 8
+    found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return (*found, None, None, None, None)
+
+
+_attend.register_autograd(_run_backward, setup_context=_set_up)
