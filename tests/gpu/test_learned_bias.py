@@ -110,7 +110,7 @@ def test_dropout_drops_as_often_as_asked_and_the_same_in_the_backward_pass(
     # Neighbours are drawn independently of each other.
     both = (bits[..., 1:] * bits[..., :-1]).mean()
     assert abs(float(both) - (1 - dropout) ** 2) < 5e-3
-    output = operator._attend(*leaves, kept, dropout, 1.0, False)[0]
+    output = operator._attend(*leaves, None, kept, dropout, 1.0, False)[0]
     expected = compute_exactly(leaves, gradient, bits / (1 - dropout))
     assert max(get_errors(differentiate(output, leaves, gradient), expected)) < 1e-2
 

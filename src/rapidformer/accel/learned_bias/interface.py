@@ -69,11 +69,14 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
             )
             return found
         scale = options.get("scaling")
+        if attention_mask is not None and not _is_plain_mask(attention_mask, key.shape[2]):
+            bias, attention_mask = _add_mask(bias, attention_mask, query.dtype), None
         output = attend(
             query,
             key,
             value,
-            _add_mask(bias, attention_mask, query.dtype).to(query.dtype).contiguous(),
+            bias.to(query.dtype).contiguous(),
+            attention_mask,
             dropout=dropout,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             is_causal=is_causal,
@@ -109,10 +112,14 @@ def _is_causal(module: nn.Module, asked: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
-def _add_mask(bias: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _is_plain_mask(mask: Tensor, keys: int) -> bool:
+    """Whether the kernel can take a mask next to the bias, so that no sum of both is stored."""
+    is_wide = mask.dim() == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
+    return is_wide and mask.dtype == torch.bool
+
+
+def _add_mask(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias with the mask's hidden keys, as transformers gives it to torch's attention."""
-    if mask is None:
-        return bias
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, torch.finfo(dtype).min)
     return bias + mask

@@ -18,26 +18,31 @@ def attend(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
+    seen: Tensor | None = None,
     *,
     dropout: float,
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """[batch, heads, tokens, size] -> the same. The bias may have one row or one head for all."""
+    """[batch, heads, tokens, size] -> the same.
+
+    ``seen`` is a mask, False for keys that a query must not see. It and the bias may have one row
+    or one head for all; the mask also one query.
+    """
     kept = None
     if dropout:
         # From the device's generator: graphs, recomputed blocks and resumed runs draw as always.
         seed = torch.randint(2**31 - 1, (1,), device=query.device)
         kept = _draw(seed, query.shape[:3].numel(), key.shape[2], dropout)
-    output: Tensor = _attend(query, key, value, bias, kept, dropout, scale, is_causal)[0]
+    output: Tensor = _attend(query, key, value, bias, seen, kept, dropout, scale, is_causal)[0]
     return output
 
 
 @torch.library.custom_op("rapidformer::draw_kept_weights", mutates_args=())
 def _draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
-    from rapidformer.accel.learned_bias import kernels
+    from rapidformer.accel.learned_bias.dropout import draw
 
-    return kernels.draw(seed, rows, keys, dropout)
+    return draw(seed, rows, keys, dropout)
 
 
 @_draw.register_fake
@@ -51,18 +56,20 @@ def _attend(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
+    seen: Tensor | None,
     kept: Tensor | None,
     dropout: float,
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    from rapidformer.accel.learned_bias import kernels
+    from rapidformer.accel.learned_bias import dropout as bits
+    from rapidformer.accel.learned_bias import forward
 
     output, statistics = _allocate(query)
-    kept_scale = kernels.get_kept_scale(dropout)
-    kernels.attend(
-        query, key, value, bias, kept, output, statistics, scale, kept_scale, is_causal=is_causal
-    )
+    forward.attend(
+        query, key, value, bias, _to_bytes(seen), kept, output, statistics,
+        scale, bits.get_kept_scale(dropout), is_causal=is_causal,
+    )  # fmt: skip
     return output, statistics
 
 
@@ -88,6 +95,7 @@ def _attend_backward(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
+    seen: Tensor | None,
     kept: Tensor | None,
     output: Tensor,
     statistics: Tensor,
@@ -95,18 +103,18 @@ def _attend_backward(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from rapidformer.accel.learned_bias import kernels
+    from rapidformer.accel.learned_bias import backward
+    from rapidformer.accel.learned_bias import dropout as bits
 
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    shape = (*query.shape[:3], key.shape[2])
-    of_scores = query.new_zeros(shape) if is_causal else query.new_empty(shape)
+    of_scores = query.new_empty((*query.shape[:3], key.shape[2]))
     found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
-    kernels.attend_backward(
-        gradient, query, key, value, bias, kept, output, statistics, (*found, of_scores),
-        scale, kernels.get_kept_scale(dropout), is_causal=is_causal,
+    backward.attend_backward(
+        gradient, query, key, value, bias, _to_bytes(seen), kept, output, statistics,
+        (*found, of_scores), scale, bits.get_kept_scale(dropout), is_causal=is_causal,
     )  # fmt: skip
-    shared = [dim for dim in (0, 1) if bias.shape[dim] < of_scores.shape[dim]]
-    of_bias = of_scores.sum(shared, keepdim=True) if shared else of_scores
+    of_bias = bias.new_empty(bias.shape)
+    backward.sum_score_gradients(of_scores, _to_bytes(seen), of_bias, is_causal=is_causal)
     return (*found, of_bias)
 
 
@@ -115,7 +123,11 @@ def _(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
-    return (*found, query.new_empty(bias.shape))
+    return (*found, bias.new_empty(bias.shape))
+
+
+def _to_bytes(seen: Tensor | None) -> Tensor | None:
+    return None if seen is None else seen.view(torch.uint8)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -128,9 +140,9 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
 
 def _run_backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     if gradient is None:
-        return (None,) * 8
+        return (None,) * 9
     found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return (*found, None, None, None, None)
+    return (*found, *(None,) * 5)
 
 
 _attend.register_autograd(_run_backward, setup_context=_set_up)
