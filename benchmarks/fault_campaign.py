@@ -9,6 +9,7 @@ Each campaign prints a table and exits with status 1 if anything failed; what fa
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
@@ -53,10 +54,11 @@ def campaign_layouts(options: argparse.Namespace) -> int:
     worst = {"without dropout": 0.0, "with dropout": 0.0}
     layouts = options.layouts or list(LAYOUTS)
     if "DeepSpeed 2" in layouts:
-        # Before ranks are forked from this process: importing it takes each of them seconds.
+        # Before ranks are forked from this process: importing these takes each of them seconds.
         import_deepspeed(torch.device("cpu"), "error")
+        importlib.import_module("torch._inductor.compile_fx")
     campaigns = [Campaign(options.folder / kind, 0.1 * i) for i, kind in enumerate(worst)]
-    runs = zip(*(each.run(layouts) for each in campaigns), strict=True)
+    runs = zip(*(each.run(layouts, options.starts or layouts) for each in campaigns), strict=True)
     for routes in islice(runs, options.runs // 2):
         for kind, route in zip(worst, routes, strict=True):
             counts["routes", kind] += 1
@@ -145,6 +147,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, help="faults (default: the campaign's own number)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="*", help="only these (default: all)")
+    parser.add_argument(
+        "--starts", nargs="*", help="layouts: only routes that begin with these (default: all)"
+    )
     parser.add_argument(
         "--folder", type=Path, help="where the runs are (default: a new one in /tmp)"
     )

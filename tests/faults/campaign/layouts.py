@@ -9,6 +9,7 @@ the uninterrupted one to the bit, with and without dropout.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -38,6 +39,7 @@ LEGS = 3
 LOADED, TRAINED = "loaded", "trained"
 TOLERANCE = 1e-5
 """Of a trained tensor, as a fraction of its norm: additions in another order, over six updates."""
+DEEPSPEED_FILE = "deepspeed.json"
 _DEEPSPEED = {"zero_optimization": {"stage": 2}}
 LAYOUTS: dict[str, tuple[int, Settings]] = {
     "1": (1, {}),
@@ -126,9 +128,7 @@ def _build_model(dropout: float) -> nn.Module:
 def _get_settings(leg: Leg) -> Settings:
     settings = dict(LAYOUTS[leg.layout][1])
     if "deepspeed" in settings:
-        path = leg.folder.parent / "deepspeed.json"
-        path.write_text(json.dumps(settings["deepspeed"]))
-        settings["deepspeed"] = str(path)
+        settings["deepspeed"] = str(leg.folder.parent / DEEPSPEED_FILE)
     return {
         "device": "cpu", "optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "seed": 5,
         "train_iters": UPDATES * LEGS, "global_batch_size": 4,
@@ -154,15 +154,17 @@ class Campaign:
         self._straight: dict[str, list[Rank]] = {}
         """The same of uninterrupted runs."""
         folder.mkdir(parents=True, exist_ok=True)
+        # Here, once: a rank must not read it while another one writes it.
+        (folder / DEEPSPEED_FILE).write_text(json.dumps(_DEEPSPEED))
 
-    def run(self, layouts: list[str]) -> Iterator[Route]:
-        """Every route of two and of three layouts."""
-        for layout in layouts:
-            self._start([(layout,)])
-        starts: list[Layouts] = [(), *((layout,) for layout in layouts)]
+    def run(self, layouts: list[str], starts: list[str]) -> Iterator[Route]:
+        """Every route of two and of three layouts that begins with one of the starts."""
         for start in starts:
-            for last in layouts:
-                yield from self.extend([(*start, layout) for layout in layouts], last)
+            self._start([(start,)])
+        for last in layouts:
+            yield from self.extend([(start,) for start in starts], last)
+        for start, last in itertools.product(starts, layouts):
+            yield from self.extend([(start, layout) for layout in layouts], last)
 
     def follow(self, route: Layouts) -> Iterator[Route]:
         """A route between layouts of the same number of ranks, in one group of processes."""
@@ -281,8 +283,11 @@ def _compute_losses(ranks: list[Rank]) -> list[float]:
 
 
 def compare(one: Path, other: Path) -> float:
-    """The largest relative difference of any tensor; infinite if anything else differs."""
-    mine, others = _read_tensors(one), _read_tensors(other)
+    """The largest relative difference of any tensor; infinite if anything else differs.
+
+    ``other`` is what several routes are compared with, and never written again.
+    """
+    mine, others = _read_tensors(one), _read_kept_tensors(other)
     if mine.keys() != others.keys() or _read_position(one) != _read_position(other):
         return math.inf
     return max(_compare(mine[name], others[name]) for name in mine)
@@ -293,6 +298,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
     load_tensors(tensors, folder / "state", Topology())  # at once: one by one takes seconds
     return tensors
+
+
+@functools.lru_cache(maxsize=256)
+def _read_kept_tensors(folder: Path) -> dict[str, Tensor]:
+    return _read_tensors(folder)
 
 
 def _compare(one: Tensor, other: Tensor) -> float:
