@@ -30,19 +30,19 @@ _SMALLEST_VALUE = 1e-30
 _FIRST_CAPABILITY = (8, 9)
 
 
-def check_fp8_device(device: torch.device) -> None:
-    """Refuse a device that has no fp8 products."""
+def find_fp8_problem(device: torch.device) -> str | None:
+    """Why a device cannot be used: it has no fp8 products."""
     if device.type == "cpu":
         if processor.is_emulation_wanted():
-            return
+            return None
         name = "a CPU"
     else:
         # AMD's GPUs have another fp8 format.
         is_nvidia = torch.version.hip is None
         if is_nvidia and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
-            return
+            return None
         name = torch.cuda.get_device_name(device)
-    raise ConfigurationError(
+    return (
         f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell); "
         f"this run is on {name}. Leave out --fp8."
     )

@@ -76,9 +76,9 @@ def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: lis
         negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
         parser.add_argument(*negations, action="store_const", const=None, **options)
     elif setting.is_list or setting.is_one_or_many:
-        parser.add_argument(setting.flag, *aliases, nargs="+", **options)
+        parser.add_argument(setting.flag, *aliases, nargs="*", **options)
     else:
-        parser.add_argument(setting.flag, *aliases, **options)
+        parser.add_argument(setting.flag, *aliases, nargs="?", const=[], **options)
 
 
 def parse_arguments(
@@ -99,9 +99,13 @@ def parse_arguments(
             f"unexpected {' '.join(unknown)!r}: put the setting's --name in front of each value"
         ]
     given = vars(namespace)
+    settings = get_settings()
+    # An empty list: argparse would report one flag without its value, in its own words.
+    bare = [name for name, value in given.items() if name in settings and value == []]
+    problems += [_describe_missing(settings[name]) for name in bare]
+    given = {name: value for name, value in given.items() if name not in bare}
     if "task" not in given and given.get("app_name") in APPLICATIONS:
         given["task"] = APPLICATIONS[given["app_name"]]
-    settings = get_settings()
     file_values = _read_yaml(given.get("config"), problems)
     from_file = f"{given['config']}" if "config" in given else ""
     values, sources = _collect(
@@ -194,6 +198,11 @@ def _drop_bare_switches(words: list[str]) -> list[str]:
         if BARE_BESIDE.get(word) not in names
         or (place + 1 < len(words) and not words[place + 1].startswith("--"))
     ]
+
+
+def _describe_missing(setting: Setting) -> str:
+    choices = f" (one of {', '.join(setting.choices)})" if setting.choices else ""
+    return f"{setting.flag} needs a value{choices}."
 
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:

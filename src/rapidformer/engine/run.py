@@ -16,7 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.fp8 import check_fp8_device
+from rapidformer.accel.cuda_graph.switch import find_graph_problem
+from rapidformer.accel.fp8 import find_fp8_problem
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
@@ -89,8 +90,7 @@ class Run:
         )
         self.is_main = processes.is_main
         self.timers = Timers()
-        if self.args.fp8:
-            check_fp8_device(self.device)
+        _check_device(self.args, self.device)
         self.precision = choose_precision(self.args.mixed_precision, self.device)
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
         self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)
@@ -305,6 +305,17 @@ def _read_arguments(
     if isinstance(args, Mapping):
         return arguments_from_mapping(args)
     return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
+
+
+def _check_device(args: Settings, device: torch.device) -> None:
+    """Refuse switches that need another device."""
+    found = [
+        find_fp8_problem(device) if args.fp8 else None,
+        find_graph_problem(device) if args.cuda_graph == "on" else None,
+    ]
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def _build_scaler(args: Settings) -> LossScaler:

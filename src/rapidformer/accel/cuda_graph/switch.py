@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.unpad.switch import prove_filling
 from rapidformer.errors import ConfigurationError
@@ -30,14 +32,29 @@ def apply(assembly: Assembly) -> str | None:
         put_fact(assembly.model, MayCapture(is_asked=is_asked))
         return None
     if is_asked:
-        raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+        raise ConfigurationError(_refuse(obstacle))
     return f"off: {obstacle}" if assembly.device.type == "cuda" else None
+
+
+def find_graph_problem(device: torch.device) -> str | None:
+    """Why ``--cuda-graph on`` cannot work on a device."""
+    obstacle = _find_missing_device(device)
+    return None if obstacle is None else _refuse(obstacle)
+
+
+def _refuse(obstacle: str) -> str:
+    return f"--cuda-graph on: {obstacle}. Leave the flag out."
+
+
+def _find_missing_device(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"there is no CUDA device, only {device.type}"
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
     args, topology = assembly.args, assembly.topology
-    if assembly.device.type != "cuda":
-        return f"there is no CUDA device, only {assembly.device.type}"
+    missing = _find_missing_device(assembly.device)
+    if missing is not None:
+        return missing
     if args.world_size > 1 or topology.mesh is not None:
         return "it works on one rank only so far"
     if not isinstance(assembly.synchronizer, Alone) or assembly.uses_deepspeed:
