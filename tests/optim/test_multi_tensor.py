@@ -150,13 +150,19 @@ def test_tables_follow_tensors_that_move(kernel: Any) -> None:
         grid, _, _, gradients, *_ = kernel.update.launches[-1]
         assert grid == (2,)  # the empty tensor has no chunk
         assert gradients[2].item() == weight.grad.data_ptr()
-        assert optimizer.find_launch() is launch
 
     expect()
     weight.data, weight.grad = weight.data.clone(), torch.ones(7)
     optimizer.step()
     expect()
+    assert optimizer.find_launch() is launch
+    optimizer.state[weight]["exp_avg"] = torch.zeros(7)
+    optimizer.step()
+    expect()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    expect()
+    optimizer.state.clear()
     optimizer.step()
     expect()
 
