@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
-from rapidformer.log import warn_once
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import has_triton, is_recording
+from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, has_triton, is_recording, works
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-TYPES = {torch.float32, torch.bfloat16, torch.float16}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
@@ -53,28 +51,35 @@ class MultiTensorAdamW(AdamW):
     def _launch_step(self) -> bool:
         """Do the step with our kernels; False if they cannot."""
         for _ in range(2):
-            launch = self.find_launch()
+            gradients = self._list_gradients()
+            launch = self._find_launch(gradients)
             if launch is None or is_recording(launch.device):
                 return False
             if launch.prepare():
-                launch.run(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+                divisor, flag = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+                launch.run(divisor, flag, [each for each in gradients if each is not None])
                 return True
             self._launch = None  # the optimizer has other state now
         return False
 
-    @torch.no_grad()
     def find_launch(self) -> Launch | None:
         """The update of all parameters that have a gradient; None if torch must do it."""
+        return self._find_launch(self._list_gradients())
+
+    def _list_gradients(self) -> list[Tensor | None]:
+        return [p.grad for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _find_launch(self, gradients: Sequence[Tensor | None]) -> Launch | None:
         if not all(map(_is_supported, self.param_groups)):
             return None
         parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters]
         kinds = [None if gradient is None else gradient.dtype for gradient in gradients]
         if self._launch is None or not self._launch.fits(parameters, kinds):
             self._launch = self._build_launch(parameters, kinds)
         launch = self._launch
         found = [gradient for gradient in gradients if gradient is not None]
-        if launch is None or not _are_plain(found, launch.parameters, launch.is_sharded):
+        if launch is None or not _are_laid_out_like(launch.parameters, found, launch.is_sharded):
             return None
         return launch
 
@@ -91,7 +96,7 @@ class MultiTensorAdamW(AdamW):
             # In checkpoints of optimizers that are not fused, it is on the host.
             state["step"] = state["step"].to(device, torch.float32)
             moments = [state[name] for name in MOMENTS]
-            if not _are_plain([parameter, *moments], [parameter] * 3, is_sharded=True):
+            if not _are_laid_out_like([parameter] * 3, [parameter, *moments]):
                 return None
             if any(tensor.device != device for tensor in (parameter, *moments)):
                 return None
@@ -118,15 +123,17 @@ def _is_supported(group: Group) -> bool:
     return not any(group.get(name) for name in _UNSUPPORTED) and not isinstance(group["lr"], Tensor)
 
 
-def _are_plain(tensors: Sequence[Tensor], parameters: Sequence[Tensor], is_sharded: bool) -> bool:
-    """Whether the memory of tensors is laid out like that of the parameters they belong to."""
-    if not is_sharded:
-        return all(map(Tensor.is_contiguous, tensors))
-    return all(
+def _are_laid_out_like(
+    parameters: Sequence[Tensor], tensors: Sequence[Tensor], are_sharded: bool = True
+) -> bool:
+    """Whether tensors lie in memory as the parameters they belong to must."""
+    if not are_sharded:
+        return are_plain(tensors)
+    are_split_alike = all(
         getattr(tensor, "placements", None) == getattr(parameter, "placements", None)
-        and get_local(tensor).is_contiguous()
         for tensor, parameter in zip(tensors, parameters, strict=True)
     )
+    return are_split_alike and are_plain(list(map(get_local, tensors)))
 
 
 @functools.cache
@@ -134,16 +141,7 @@ def _works(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> bool:
     """Try the kernels on a few numbers before they change a weight."""
     if not TYPES.issuperset(kinds):
         return False
-    try:
-        _try(device, kinds, rounds_randomly)
-    except Exception as error:  # whatever Triton, its compiler or the driver may raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        warn_once(
-            f"the Triton kernel of AdamW cannot be used here ({reason}): torch's own runs instead, "
-            "which is slower."
-        )
-        return False
-    return True
+    return works("AdamW", functools.partial(_try, device, kinds, rounds_randomly))
 
 
 def _try(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
+    TYPES,
+    are_plain,
     build_chunks,
     has_triton,
     is_recording,
     send,
+    works,
 )
 
-TYPES = {torch.float32, torch.bfloat16, torch.float16}
 _CHUNK, _BLOCK, _WARPS = 32768, 2048, 4
 _SUM_BLOCK, _SUM_WARPS = 4096, 8
 _MOST_TABLES = 16
@@ -46,7 +49,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor | None:
 
     Squares are added up in fp32 by chunks, and the chunks in fp64, always in the same order.
     """
-    if not has_triton(tensors[0].device) or not all(map(Tensor.is_contiguous, tensors)):
+    if not has_triton(tensors[0].device) or not are_plain(tensors):
         return None
     parts = _find_parts(tensors)
     return None if parts is None else _add_up(tensors, parts)
@@ -77,7 +80,7 @@ def _find_parts(tensors: Sequence[Tensor]) -> list[_Part] | None:
     key = device, dtypes, sizes
     parts = _tables.get(key)
     if parts is None:
-        if is_recording(device) or not TYPES.issuperset(dtypes):
+        if is_recording(device) or not all(_works(device, dtype) for dtype in set(dtypes)):
             return None
         if len(_tables) == _MOST_TABLES:
             del _tables[next(iter(_tables))]
@@ -106,3 +109,14 @@ def _build_parts(
             )
         )
     return parts
+
+
+@functools.cache
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    def trial() -> None:
+        total = float(_add_up([ones], _build_parts(device, (dtype,), (19,))))
+        if total != 19:
+            raise RuntimeError(f"19 squares of 1 gave {total:g}")
+
+    ones = torch.ones(19, dtype=dtype, device=device)
+    return dtype in TYPES and works("the gradient's norm", trial)
