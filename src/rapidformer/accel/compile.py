@@ -21,6 +21,7 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import put_fact
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_SMALL_SHARE = 0.01
 
 
 def apply(assembly: Assembly) -> str:
@@ -28,7 +29,12 @@ def apply(assembly: Assembly) -> str:
     args, plan = assembly.args, assembly.plan
     if args.compile_backend == "inductor":
         keep_compiled_code()
-    apply_compile(assembly.model, plan, backend=args.compile_backend)
+    apply_compile(
+        assembly.model,
+        plan,
+        backend=args.compile_backend,
+        merges_linears=_has_room_for_copies(assembly.model, assembly.device),
+    )
     what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
     why = (
         " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
@@ -38,10 +44,16 @@ def apply(assembly: Assembly) -> str:
     return f"torch.compile of {what} with {args.compile_backend}{why}"
 
 
-def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: Backend = "inductor") -> nn.Module:
+def apply_compile(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    backend: Backend = "inductor",
+    merges_linears: bool = True,
+) -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
     _check_backend(backend)
-    compiled = CompiledBlocks(backend)
+    compiled = CompiledBlocks(backend, merges_linears=merges_linears)
     put_fact(model, compiled)
     if not plan.blocks:
         warn_once(
@@ -51,6 +63,14 @@ def apply_compile(model: nn.Module, plan: ModelPlan, *, backend: Backend = "indu
     for block in plan.get_blocks(model) if plan.blocks else [model]:
         compiled.add(block)
     return model
+
+
+def _has_room_for_copies(model: nn.Module, device: torch.device) -> bool:
+    """Whether 16-bit copies of all weights take little of the GPU's memory."""
+    if device.type != "cuda":
+        return True
+    copies = sum(2 * parameter.numel() for parameter in model.parameters())
+    return copies < _SMALL_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def _check_backend(backend: Backend) -> None:

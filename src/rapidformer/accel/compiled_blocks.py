@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.merged_linears import merge_linears
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
     Backend,
@@ -26,6 +27,7 @@ from rapidformer.compat.torch_compile import (
     get_compile_seconds,
     get_recompile_reason,
     recompute_cheap_activations,
+    rewrite_graphs,
     tell_sizes_apart,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
@@ -44,11 +46,14 @@ class _Compiled:
 class CompiledBlocks:
     """The compiled functions of a model, and a count of what was compiled."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, merges_linears: bool = True) -> None:
         self.graphs = 0
         self.recompilations = 0
         self._backend = backend
+        self._merges_linears = merges_linears
         self._lean_backend = recompute_cheap_activations(backend)
+        if merges_linears:
+            self._lean_backend = rewrite_graphs(self._lean_backend, merge_linears)
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
@@ -57,7 +62,9 @@ class CompiledBlocks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves compiled calls out of a model's copy or pickle, so it has compiled nothing.
-        return CompiledBlocks, (self._backend,)
+        return functools.partial(CompiledBlocks, merges_linears=self._merges_linears), (
+            self._backend,
+        )
 
     def add(self, block: nn.Module) -> None:
         """Compile this block when it is called."""

@@ -19,6 +19,8 @@ PRIVATE_NAMES = {
     "torch._functorch.config.patch": "recomputing cheap activations",
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
     "torch._dynamo.lookup_backend": "the same",
+    "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
+    "torch.amp.autocast_mode._exit_autocast": "the same",
 }
 
 Backend = str | Callable[..., Any]
@@ -55,6 +57,30 @@ def tell_sizes_apart() -> AbstractContextManager[Any]:
     from torch.fx.experimental import _config
 
     return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def rewrite_graphs(backend: Backend, rewrite: Callable[[Any], None]) -> Callable[..., Any]:
+    """The backend, on graphs that ``rewrite`` has changed in place."""
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+
+        rewrite(graph)
+        return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
+
+
+def get_example(node: Any) -> Any:
+    """A tensor without values that stands for a node of a traced graph."""
+    return node.meta["example_value"]
+
+
+def is_autocast_change(node: Any) -> int:
+    """1 where a region of a graph that changes autocast begins, -1 where it ends, else 0."""
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+    return int(node.target is _enter_autocast) - int(node.target is _exit_autocast)
 
 
 def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
