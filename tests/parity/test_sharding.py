@@ -143,7 +143,7 @@ def _save_and_go_on(folder: str) -> list[Trace]:
     for number, settings in enumerate(layouts):
         engine = RapidformerEngine(args={**SETTINGS, **ADAM, **settings})
         model = build_model("gpt2")
-        loader = engine.build_data_loader(build_rows("gpt2", 24), collate, shuffle=False)
+        loader = engine.build_data_loader(build_rows("gpt2", 16), collate, shuffle=False)
         engine.compose(model)
         if number:
             engine.load_checkpoint(f"{folder}/{number - 1}")
@@ -162,7 +162,7 @@ def test_checkpoints_go_into_the_hosts_memory_and_out_again(tmp_path: Path) -> N
     optimizer.param_groups.clear()
     for group in group_parameters(model, 0.01):
         optimizer.add_param_group(group)
-    rows, losses, step = build_rows("gpt2", 24), [], 0
+    rows, losses, step = build_rows("gpt2", 16), [], 0
     for _ in runs:
         for start in range(0, len(rows), 8):
             for group in optimizer.param_groups:
@@ -266,8 +266,8 @@ def _offload_alone() -> tuple[str, list[float]]:
     apply_sharding(model, find_plan(model), build_lone_mesh("cpu"), 3, offloads=True)
     optimizer = make_sgd(model)
     losses = []
-    for start in range(0, 24, 8):
-        loss = model(**collate(build_rows("gpt2", 24)[start : start + 8]))["loss"]
+    for start in range(0, 16, 8):
+        loss = model(**collate(build_rows("gpt2", 16)[start : start + 8]))["loss"]
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
