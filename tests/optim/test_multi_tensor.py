@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import rapidformer.optim.multi_tensor as package
+from rapidformer.log import warn_once
 from rapidformer.optim.multi_tensor import adamw, tables
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.multi_tensor.launch import describe_group
@@ -103,6 +104,7 @@ def test_a_kernel_that_fails_is_replaced_by_torch(
     monkeypatch.setitem(sys.modules, f"{package.__name__}.kernel", None)
     monkeypatch.delattr(package, "kernel", raising=False)
     adamw._works.cache_clear()
+    warn_once.cache_clear()
     train(optimizer, parameters, 0, 2)
     adamw._works.cache_clear()
     train(plain, expected, 0, 2)
@@ -150,13 +152,19 @@ def test_tables_follow_tensors_that_move(kernel: Any) -> None:
         grid, _, _, gradients, *_ = kernel.update.launches[-1]
         assert grid == (2,)  # the empty tensor has no chunk
         assert gradients[2].item() == weight.grad.data_ptr()
-        assert optimizer.find_launch() is launch
 
     expect()
     weight.data, weight.grad = weight.data.clone(), torch.ones(7)
     optimizer.step()
     expect()
+    assert optimizer.find_launch() is launch
+    optimizer.state[weight]["exp_avg"] = torch.zeros(7)
+    optimizer.step()
+    expect()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    expect()
+    optimizer.state.clear()
     optimizer.step()
     expect()
 

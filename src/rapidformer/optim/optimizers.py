@@ -18,6 +18,8 @@ from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
+from rapidformer.optim.multi_tensor.tables import has_triton
 
 # Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
 _MUON_MATCHES_ADAMW = "match_rms_adamw"
@@ -65,7 +67,13 @@ def _build_adamw(
         from rapidformer.optim.int8_adamw import Int8AdamW  # torchao is an optional package
 
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
+    # Without Triton, it would be torch's own under another name.
+    cls = MultiTensorAdamW if _have_triton(groups) else AdamW
+    return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
+
+
+def _have_triton(groups: Iterable[dict[str, Any]]) -> bool:
+    return all(has_triton(p.device) for group in groups for p in group["params"])
 
 
 def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:

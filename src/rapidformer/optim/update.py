@@ -23,6 +23,7 @@ from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.guard import BadUpdate, LossGuard
+from rapidformer.optim.multi_tensor.norm import sum_squares
 from rapidformer.optim.observer import get_observer
 
 
@@ -383,19 +384,27 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         squares = parts.setdefault(mesh, defaultdict(list))
         squares[copies].append(_get_local(gradient))
     sums = [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
-    return torch.stack(sums).sum().sqrt().float() if sums else torch.tensor(0.0)
+    return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 
 
 def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
     """Over all ranks of the mesh these are split on; plain tensors are equal on all."""
-    total = torch.stack([_square_norm(some) / copies for copies, some in squares.items()]).sum()
+    sums = {copies: _square_norm(some) for copies, some in squares.items()}
+    total = _add([each / copies if copies > 1 else each for copies, each in sums.items()])
     for axis in range(mesh.ndim if mesh is not None else 0):
         assert mesh is not None
         dist.all_reduce(total, group=mesh.get_group(axis))
     return total
 
 
+def _add(numbers: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(numbers).sum() if len(numbers) > 1 else numbers[0]
+
+
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = sum_squares(tensors)
+    if total is not None:
+        return total
     norms = compute_norms([_shorten(tensor) for tensor in tensors])
     return torch.stack(norms).double().square().sum()
 

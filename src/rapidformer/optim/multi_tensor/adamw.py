@@ -12,17 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
-from rapidformer.log import warn_once
 from rapidformer.optim.multi_tensor.addresses import record_addresses
-from rapidformer.optim.multi_tensor.launch import Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import has_triton, is_recording
+from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
+from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, has_triton, is_recording, works
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-TYPES = {torch.float32, torch.bfloat16, torch.float16}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
@@ -54,58 +51,61 @@ class MultiTensorAdamW(AdamW):
     def _launch_step(self) -> bool:
         """Do the step with our kernels; False if they cannot."""
         for _ in range(2):
-            launch = self.find_launch()
+            gradients = self._list_gradients()
+            launch = self._find_launch(gradients)
             if launch is None or is_recording(launch.device):
                 return False
             if launch.prepare():
                 divisor, flag = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                launch.run(divisor, flag)
+                launch.run(divisor, flag, [each for each in gradients if each is not None])
                 return True
-            self._launch = None  # moments were replaced by others of another precision
+            self._launch = None  # the optimizer has other state now
         return False
 
-    @torch.no_grad()
     def find_launch(self) -> Launch | None:
         """The update of all parameters that have a gradient; None if torch must do it."""
-        parameters: list[nn.Parameter] = []
-        gradients: list[Tensor] = []
-        numbers: list[int] = []
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None:
-                    parameters.append(parameter)
-                    gradients.append(gradient)
-                    numbers.append(number)
-        if not parameters or not all(map(_is_supported, self.param_groups)):
+        return self._find_launch(self._list_gradients())
+
+    def _list_gradients(self) -> list[Tensor | None]:
+        return [p.grad for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _find_launch(self, gradients: Sequence[Tensor | None]) -> Launch | None:
+        if not all(map(_is_supported, self.param_groups)):
             return None
-        if not _are_plain(gradients, parameters):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        kinds = [None if gradient is None else gradient.dtype for gradient in gradients]
+        if self._launch is None or not self._launch.fits(parameters, kinds):
+            self._launch = self._build_launch(parameters, kinds)
+        launch = self._launch
+        found = [gradient for gradient in gradients if gradient is not None]
+        if launch is None or not _are_laid_out_like(launch.parameters, found, launch.is_sharded):
             return None
-        if self._launch is None or not self._launch.fits(parameters, numbers, gradients):
-            self._launch = self._build_launch(parameters, gradients, numbers)
-        return self._launch
+        return launch
 
     def _build_launch(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], numbers: list[int]
+        self, parameters: Sequence[nn.Parameter], gradient_kinds: Sequence[Dtype | None]
     ) -> Launch | None:
-        device = parameters[0].device
-        if not has_triton(device):
+        own = [(p, kind) for p, kind in zip(parameters, gradient_kinds, strict=True) if kind]
+        if not own or not has_triton(own[0][0].device):
             return None
-        states = list(map(self.get_state, parameters))
-        for state in states:
-            # In checkpoints of optimizers that are not fused, they are on the host.
+        device = own[0][0].device
+        kinds = set()
+        for parameter, gradient_kind in own:
+            state = self.get_state(parameter)
+            # In checkpoints of optimizers that are not fused, it is on the host.
             state["step"] = state["step"].to(device, torch.float32)
-        means, squares = ([state[name] for state in states] for name in MOMENTS)
-        for tensors in (parameters, gradients, means, squares):
-            if not _are_plain(tensors, parameters):
+            moments = [state[name] for name in MOMENTS]
+            if not _are_laid_out_like([parameter] * 3, [parameter, *moments]):
                 return None
-            if any(t.device != device or t.dtype not in TYPES for t in tensors):
+            if any(tensor.device != device for tensor in (parameter, *moments)):
                 return None
-        found = zip(parameters, gradients, means, strict=True)
-        kinds = {Kinds(*(tensor.dtype for tensor in some)) for some in found}
+            if len({moment.dtype for moment in moments}) > 1:
+                return None
+            kinds.add(Kinds(parameter.dtype, gradient_kind, moments[0].dtype))
         if not all(_works(device, each, self.rounds_randomly) for each in kinds):
             return None
-        return Launch(self, parameters, numbers, gradients)
+        return Launch(self, parameters, gradient_kinds)
 
     def get_state(self, parameter: Any) -> dict[str, Tensor]:
         """The parameter's state, which is created as torch does if there is none."""
@@ -123,41 +123,36 @@ def _is_supported(group: Group) -> bool:
     return not any(group.get(name) for name in _UNSUPPORTED) and not isinstance(group["lr"], Tensor)
 
 
-def _are_plain(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    """Whether the memory of tensors is laid out like that of the parameters they belong to."""
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return all(map(Tensor.is_contiguous, tensors))
-    return all(
+def _are_laid_out_like(
+    parameters: Sequence[Tensor], tensors: Sequence[Tensor], are_sharded: bool = True
+) -> bool:
+    """Whether tensors lie in memory as the parameters they belong to must."""
+    if not are_sharded:
+        return are_plain(tensors)
+    are_split_alike = all(
         getattr(tensor, "placements", None) == getattr(parameter, "placements", None)
-        and get_local(tensor).is_contiguous()
         for tensor, parameter in zip(tensors, parameters, strict=True)
     )
+    return are_split_alike and are_plain(list(map(get_local, tensors)))
 
 
 @functools.cache
 def _works(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> bool:
     """Try the kernels on a few numbers before they change a weight."""
-    try:
-        _try(device, kinds, rounds_randomly)
-    except Exception as error:  # whatever Triton, its compiler or the driver may raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        warn_once(
-            f"the Triton kernel of AdamW cannot be used here ({reason}): torch's own runs instead, "
-            "which is slower."
-        )
+    if not TYPES.issuperset(kinds):
         return False
-    return True
+    return works("AdamW", functools.partial(_try, device, kinds, rounds_randomly))
 
 
 def _try(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> None:
     weight = nn.Parameter(torch.ones(19, dtype=kinds.weight, device=device))
-    optimizer = MultiTensorAdamW([weight], lr=1e-3, fused=True)
+    optimizer = MultiTensorAdamW([weight], lr=0.5, weight_decay=0.0, fused=True)
     optimizer.rounds_randomly, optimizer.moment_dtype = rounds_randomly, kinds.moment
     gradient = torch.ones(19, dtype=kinds.gradient, device=device)
-    launch = Launch(optimizer, [weight], [0], [gradient])
+    launch = Launch(optimizer, [weight], [kinds.gradient])
     launch.prepare()
     launch.run(gradients=[gradient])
     # A CUDA graph cannot compile this while it records.
     record_addresses([gradient.data_ptr()], device)
-    if not 0.99 < float(weight[18]) < 0.9999:
-        raise RuntimeError(f"1 became {float(weight[18])} instead of 0.999")
+    if not 0.49 < float(weight[18]) < 0.51:
+        raise RuntimeError(f"a weight became {float(weight[18]):g} instead of 0.5")

@@ -37,7 +37,7 @@ def advance(  # type: ignore[no-untyped-def]
     count,
     block: tl.constexpr,
 ):
-    """Count the step of every tensor, and compute the numbers of its update in fp64."""
+    """Count the step of every tensor, and compute the numbers of its update."""
     tensor = tl.program_id(0) * block + tl.arange(0, block)
     mask = tensor < count
     pointer = tl.load(steps + tensor, mask=mask, other=0).to(tl.pointer_type(tl.float32))
@@ -45,25 +45,25 @@ def advance(  # type: ignore[no-untyped-def]
     step += tl.where(tl.load(flag) == 1.0, 0.0, 1.0)
     tl.store(pointer, step, mask=mask)
     row = settings + tl.load(groups + tensor, mask=mask, other=0) * _SETTINGS
-    rate = tl.load(row, mask=mask, other=0.0)
-    beta1 = tl.load(row + 1, mask=mask, other=0.0)
-    beta2 = tl.load(row + 2, mask=mask, other=0.0)
+    rate = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    beta1 = tl.load(row + 1, mask=mask, other=0.0).to(tl.float32)
+    beta2 = tl.load(row + 2, mask=mask, other=0.0).to(tl.float32)
     exact = step.to(tl.float64)
-    correction1 = 1.0 - tl.exp(exact * tl.load(row + 3, mask=mask, other=-1.0))
-    correction2 = 1.0 - tl.exp(exact * tl.load(row + 4, mask=mask, other=-1.0))
-    epsilon = tl.load(row + 5, mask=mask, other=0.0)
-    decay = tl.load(row + 6, mask=mask, other=0.0)
-    penalty = tl.load(row + 7, mask=mask, other=0.0)
+    power1 = tl.exp(exact * tl.load(row + 3, mask=mask, other=-1.0)).to(tl.float32)
+    power2 = tl.exp(exact * tl.load(row + 4, mask=mask, other=-1.0)).to(tl.float32)
+    epsilon = tl.load(row + 5, mask=mask, other=0.0).to(tl.float32)
+    decay = tl.load(row + 6, mask=mask, other=0.0).to(tl.float32)
+    penalty = tl.load(row + 7, mask=mask, other=0.0).to(tl.float32)
     out = numbers + tensor * _NUMBERS
-    tl.store(out, (rate / correction1).to(tl.float32), mask=mask)
-    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
-    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
-    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(out + 5, tl.sqrt(correction2).to(tl.float32), mask=mask)
-    tl.store(out + 6, epsilon.to(tl.float32), mask=mask)
-    tl.store(out + 7, (rate * decay).to(tl.float32), mask=mask)
-    tl.store(out + 8, penalty.to(tl.float32), mask=mask)
+    tl.store(out, tl.div_rn(rate, 1.0 - power1), mask=mask)
+    tl.store(out + 1, beta1, mask=mask)
+    tl.store(out + 2, 1.0 - beta1, mask=mask)
+    tl.store(out + 3, beta2, mask=mask)
+    tl.store(out + 4, 1.0 - beta2, mask=mask)
+    tl.store(out + 5, tl.sqrt_rn(1.0 - power2), mask=mask)
+    tl.store(out + 6, epsilon, mask=mask)
+    tl.store(out + 7, rate * decay, mask=mask)
+    tl.store(out + 8, penalty, mask=mask)
     tl.store(out + 9, step, mask=mask)
 
 
@@ -107,7 +107,7 @@ def update(  # type: ignore[no-untyped-def]
     end = tl.minimum(start + chunk, size)
     # Only accesses of 16 bytes reach the device's full bandwidth.
     if ((weight | gradient | mean | square | size) & 15) == 0:
-        end = tl.multiple_of(end, 16)
+        end = _align(end)
         for offset in range(0, chunk, block):
             places = start + offset + tl.arange(0, block)
             weights = _point(weight, weight_type, places, True)
@@ -140,12 +140,12 @@ def _update_block(  # type: ignore[no-untyped-def]
     g = tl.load(gradients, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(means, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(squares, mask=mask, other=0.0).to(tl.float32)
-    g = tl.div_rn(g, divisor)
-    g += penalty * w
-    w -= decay * w
-    m = beta1 * m + new1 * g
-    v = beta2 * v + new2 * g * g
-    # By default Triton rounds roots and quotients less exactly than torch.
+    # Each rounding is torch's: left to itself, Triton would round roots and quotients less exactly,
+    # and choose which products to fuse with sums.
+    g = tl.fma(w, penalty, tl.div_rn(g, divisor))
+    w = tl.fma(-decay, w, w)
+    m = tl.fma(beta1, m, new1 * g)
+    v = tl.fma(beta2, v, new2 * (g * g))
     root = tl.div_rn(tl.sqrt_rn(v), correction) + epsilon
     w -= tl.div_rn(rate * m, root)
     if rounds_randomly:
@@ -160,9 +160,18 @@ def _update_block(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _point(address, kind: tl.constexpr, places, is_aligned: tl.constexpr):  # type: ignore[no-untyped-def]
     if is_aligned:
-        address = tl.multiple_of(address, 16)
-        return tl.multiple_of(address.to(tl.pointer_type(kind)), 16) + places
+        return tl.multiple_of(_align(address).to(tl.pointer_type(kind)), 16) + places
     return address.to(tl.pointer_type(kind)) + places
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _align(number):  # type: ignore[no-untyped-def]
+    """A multiple of 16, in a form that shows it.
+
+    ``tl.multiple_of(number, 16)`` would be believed wherever the number is used, also on the path
+    for unaligned tensors.
+    """
+    return number // 16 * 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,7 +206,7 @@ def square_chunk(  # type: ignore[no-untyped-def]
     end = tl.minimum(start + chunk, size)
     total = tl.zeros((block,), tl.float32)
     if ((address | size) & 15) == 0:
-        end = tl.multiple_of(end, 16)
+        end = _align(end)
         for offset in range(0, chunk, block):
             places = start + offset + tl.arange(0, block)
             pointers = _point(address, kind, places, True)

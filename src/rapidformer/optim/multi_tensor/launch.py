@@ -1,17 +1,17 @@
 """One AdamW update of a set of parameters: its tables on the device, and its launches.
 
-The arithmetic is fp32, in the order of torch's fused AdamW. Bias corrections, rates and the like
-are computed in fp64 and rounded once. Quotients and roots are rounded as IEEE says. torch's fused
-AdamW computes moments in fp64 or rounds the betas to fp32 first, depending on its version: weights
-agree with either up to the last bits.
+The arithmetic is that of torch's fused AdamW: fp32, with the same roundings in the same order. Only
+the powers of the betas may differ in their last bit, since torch computes them in fp32.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, send
 
-CHUNK, BLOCK, WARPS = 8192, 2048, 4
+CHUNK, BLOCK, WARPS = 4096, 1024, 4
 _TENSORS_AT_ONCE = 128
 
 Group = dict[str, Any]
@@ -34,6 +34,7 @@ class Source(Protocol):
     """The optimizer, as a launch sees it."""
 
     param_groups: list[Group]
+    state: Any
     rounds_randomly: bool
     """Whether moments in bf16 are rounded up or down at random instead of to the nearest."""
 
@@ -41,12 +42,16 @@ class Source(Protocol):
         """The parameter's state, which is created if there is none."""
 
 
+Dtype = torch.dtype
+_READ = operator.itemgetter("step", "exp_avg", "exp_avg_sq")
+
+
 class Kinds(NamedTuple):
     """The dtypes of a weight, its gradient and its moments."""
 
-    weight: torch.dtype
-    gradient: torch.dtype
-    moment: torch.dtype
+    weight: Dtype
+    gradient: Dtype
+    moment: Dtype
 
 
 def get_local(tensor: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ def get_local(tensor: Tensor) -> Tensor:
 
 def describe_group(group: Group) -> list[float]:
     """A group's settings, as ``kernel.advance`` reads them."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = (ctypes.c_float(beta).value for beta in group["betas"])  # rounded, as torch does
     decay = group["weight_decay"]
     is_decoupled = group.get("decoupled_weight_decay", True)
     return [
@@ -88,119 +93,117 @@ class _Family:
 
 
 class Launch:
-    """The update of a set of parameters; a CUDA graph that recorded it must keep it."""
+    """The update of the parameters that have a gradient.
+
+    A CUDA graph that recorded it must keep it.
+    """
 
     def __init__(
-        self,
-        source: Source,
-        parameters: Sequence[nn.Parameter],
-        group_numbers: Sequence[int],
-        gradients: Sequence[Tensor],
+        self, source: Source, parameters: Sequence[nn.Parameter], kinds: Sequence[Dtype | None]
     ) -> None:
-        self.parameters = list(parameters)
-        self.device = parameters[0].device
+        """``kinds`` are the dtypes of all parameters' gradients; None: there is no gradient."""
+        has_gradient = [kind is not None for kind in kinds]
+        self.parameters = list(itertools.compress(parameters, has_gradient))
+        self.device = self.parameters[0].device
         self._source = source
-        self._group_numbers = list(group_numbers)
-        self._group_count = len(source.param_groups)
-        self._is_sharded = any(isinstance(p, DTensor) for p in parameters)
-        self._sizes = [get_local(p).numel() for p in parameters]
-        self._weight_kinds = [p.dtype for p in parameters]
-        self._gradient_kinds = [g.dtype for g in gradients]
-        self._moment_kinds = [source.get_state(p)["exp_avg"].dtype for p in parameters]
-        self._families = self._build_families()
-        self._addresses: list[list[int]] = []
+        self._all_parameters, self._gradient_kinds = list(parameters), list(kinds)
+        self._layout = _count_parameters(source)
+        self.is_sharded = any(isinstance(p, DTensor) for p in self.parameters)
+        self._states = [source.get_state(p) for p in self.parameters]
+        self._all_states = list(source.state.values())
+        self._held = list(_list_tensors(self._states))
+        self._sizes = [get_local(p).numel() for p in self.parameters]
+        self._families = self._build_families(
+            list(itertools.compress(_number_groups(source), has_gradient)),
+            list(itertools.compress(kinds, has_gradient)),
+        )
+        self._addresses: list[int] = []
         self._settings = Mirror(torch.float64, self.device)
         self._no_flag = torch.zeros((), device=self.device)
         self._no_divisor = torch.ones((), device=self.device)
 
-    def _build_families(self) -> list[_Family]:
+    def _build_families(self, groups: list[int], kinds: list[Any]) -> list[_Family]:
         members: dict[Kinds, list[int]] = defaultdict(list)
-        every = zip(self._weight_kinds, self._gradient_kinds, self._moment_kinds, strict=True)
-        for number, kinds in enumerate(map(Kinds._make, every)):
-            members[kinds].append(number)
-        return [self._build_family(kinds, numbers) for kinds, numbers in members.items()]
+        for number, state in enumerate(self._states):
+            dtypes = self.parameters[number].dtype, kinds[number], state["exp_avg"].dtype
+            members[Kinds(*dtypes)].append(number)
+        return [
+            _Family(
+                own,
+                numbers,
+                chunks=send(build_chunks([self._sizes[i] for i in numbers], CHUNK), self.device),
+                groups=send(torch.tensor([groups[i] for i in numbers]), self.device),
+                values=torch.empty(len(numbers), NUMBERS, device=self.device),
+                rows=Mirror(torch.int64, self.device),
+                steps=Mirror(torch.int64, self.device),
+                gradients=Addresses(self.device),
+            )
+            for own, numbers in members.items()
+        ]
 
-    def _build_family(self, kinds: Kinds, numbers: list[int]) -> _Family:
-        device = self.device
-        groups = torch.tensor([self._group_numbers[i] for i in numbers], dtype=torch.int32)
-        return _Family(
-            kinds,
-            numbers,
-            chunks=send(build_chunks([self._sizes[i] for i in numbers], CHUNK), device),
-            groups=send(groups, device),
-            values=torch.empty(len(numbers), NUMBERS, device=device),
-            rows=Mirror(torch.int64, device),
-            steps=Mirror(torch.int64, device),
-            gradients=Addresses(device),
-        )
-
-    def fits(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group_numbers: Sequence[int],
-        gradients: Sequence[Tensor],
-    ) -> bool:
+    def fits(self, parameters: Sequence[nn.Parameter], kinds: Sequence[Dtype | None]) -> bool:
         """Whether the launch updates these parameters from gradients of these dtypes."""
         return (
-            len(parameters) == len(self.parameters)
-            and all(map(operator.is_, parameters, self.parameters))
-            and group_numbers == self._group_numbers
-            and [gradient.dtype for gradient in gradients] == self._gradient_kinds
+            kinds == self._gradient_kinds
+            and all(map(operator.is_, parameters, self._all_parameters))
+            and _count_parameters(self._source) == self._layout
         )
 
     @torch.no_grad()
     def prepare(self) -> bool:
         """The host's part of a step: call it before every ``run`` or replay.
 
-        False if the launch no longer fits the optimizer; nothing has happened then.
+        False if the optimizer has other groups or other state now; nothing has happened then.
         """
-        states = list(map(self._source.get_state, self.parameters))
-        weights = self._get_local(self.parameters)
-        means = self._get_local([state["exp_avg"] for state in states])
-        squares = self._get_local([state["exp_avg_sq"] for state in states])
-        steps = [state["step"] for state in states]
-        every = (weights, means, squares, steps)
-        addresses = [list(map(Tensor.data_ptr, tensors)) for tensors in every]
-        if addresses != self._addresses:
-            if not self._still_fits(*every):
-                return False
-            self._write_addresses(addresses)
-        groups = self._source.param_groups
-        if len(groups) != self._group_count:
+        if not self._has_same_state() or _count_parameters(self._source) != self._layout:
             return False
+        weights = self._get_local(self.parameters)
+        # Code that moves moments in place moves all of them.
+        addresses = list(map(Tensor.data_ptr, [*weights, *self._get_local(self._held[:3])]))
+        if addresses != self._addresses:
+            if not self._still_fits(weights):
+                return False
+            self._write_addresses(weights)
+            self._addresses = addresses
+        groups = self._source.param_groups
         self._settings.write([number for group in groups for number in describe_group(group)])
-        increment_version([*self.parameters, *means, *squares])
-        if self._is_sharded:
+        increment_version(self.parameters)
+        if self.is_sharded:
             increment_version(weights)
         return True
 
-    def _write_addresses(self, addresses: list[list[int]]) -> None:
-        *columns, steps = addresses
-        rows = list(zip(*columns, self._sizes, strict=True))
+    def _has_same_state(self) -> bool:
+        """Whether the optimizer's state consists of the same tensors as before."""
+        state = self._source.state
+        return (
+            len(state) == len(self._all_states)
+            and all(map(operator.is_, state.values(), self._all_states))
+            and all(map(operator.is_, _list_tensors(self._states), self._held))
+        )
+
+    def _still_fits(self, weights: list[Tensor]) -> bool:
+        """Whether tensors that moved are still where and what they must be."""
+        steps, means, squares = (self._get_local(self._held[i::3]) for i in range(3))
+        every = zip(weights, steps, means, squares, self._sizes, strict=True)
+        kinds = {i: family.kinds for family in self._families for i in family.numbers}
+        return all(
+            _is_whole(weight, self.device, kinds[i].weight, size)
+            and _is_whole(step, self.device, torch.float32, 1)
+            and _is_whole(mean, self.device, kinds[i].moment, size)
+            and _is_whole(square, self.device, kinds[i].moment, size)
+            for i, (weight, step, mean, square, size) in enumerate(every)
+        )
+
+    def _write_addresses(self, weights: list[Tensor]) -> None:
+        held = (self._get_local(self._held[i::3]) for i in range(3))
+        steps, *moments = ([tensor.data_ptr() for tensor in tensors] for tensors in held)
+        rows = list(zip([w.data_ptr() for w in weights], *moments, self._sizes, strict=True))
         for family in self._families:
             family.rows.write([number for i in family.numbers for number in rows[i]])
             family.steps.write([steps[i] for i in family.numbers])
-        self._addresses = addresses
 
     def _get_local(self, tensors: Sequence[Any]) -> list[Tensor]:
-        return list(map(get_local, tensors) if self._is_sharded else tensors)
-
-    def _still_fits(
-        self,
-        weights: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> bool:
-        """Whether tensors that moved have kept their size, dtype and device."""
-        kinds = self._weight_kinds, self._moment_kinds, self._moment_kinds
-        return all(step.device == self.device for step in steps) and all(
-            [tensor.numel() for tensor in tensors] == self._sizes
-            and [tensor.dtype for tensor in tensors] == own
-            and all(tensor.device == self.device for tensor in tensors)
-            and all(map(Tensor.is_contiguous, tensors))
-            for tensors, own in zip((weights, means, squares), kinds, strict=True)
-        )
+        return list(map(get_local, tensors) if self.is_sharded else tensors)
 
     @torch.no_grad()
     def run(
@@ -210,15 +213,15 @@ class Launch:
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
         """The device's part of a step, which can be recorded."""
-        local = self._get_local(
-            [p.grad for p in self.parameters] if gradients is None else gradients
-        )
+        if gradients is None:
+            gradients = [gradient for p in self.parameters if (gradient := p.grad) is not None]
+        addresses = list(map(Tensor.data_ptr, self._get_local(gradients)))
         divisor = self._no_divisor if divisor is None else divisor
         flag = self._no_flag if flag is None else flag
         with self._on_device():
             for family in self._families:
-                addresses = [local[i].data_ptr() for i in family.numbers]
-                self._run_family(family, family.gradients.write(addresses), divisor, flag)
+                own = [addresses[i] for i in family.numbers]
+                self._run_family(family, family.gradients.write(own), divisor, flag)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         # Triton launches on the current device, whatever tensors it is given.
@@ -240,3 +243,22 @@ class Launch:
             self._source.rounds_randomly and kinds.moment == torch.bfloat16, CHUNK, BLOCK,
             num_warps=WARPS,
         )  # fmt: skip
+
+
+def _list_tensors(states: Sequence[dict[str, Tensor]]) -> Iterable[Tensor]:
+    """The step and the two moments of each parameter."""
+    return itertools.chain.from_iterable(map(_READ, states))
+
+
+def _number_groups(source: Source) -> list[int]:
+    """The number of each parameter's group."""
+    return [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
+
+
+def _count_parameters(source: Source) -> list[int]:
+    return [len(group["params"]) for group in source.param_groups]
+
+
+def _is_whole(tensor: Tensor, device: torch.device, dtype: Dtype, size: int) -> bool:
+    is_alike = tensor.device == device and tensor.dtype == dtype and tensor.numel() == size
+    return is_alike and tensor.is_contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,16 @@ from torch import Tensor
 
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
+    TYPES,
+    are_plain,
     build_chunks,
     has_triton,
     is_recording,
     send,
+    works,
 )
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CHUNK, _BLOCK, _WARPS = 32768, 4096, 8
+_CHUNK, _BLOCK, _WARPS = 32768, 2048, 4
 _SUM_BLOCK, _SUM_WARPS = 4096, 8
 _MOST_TABLES = 16
 
@@ -41,25 +44,24 @@ _recorded: dict[Key, list[_Part]] = {}
 """Those that a CUDA graph reads: they stay."""
 
 
-def can_sum_squares(tensors: Sequence[Tensor]) -> bool:
-    """Whether ``sum_squares`` can be called for these tensors."""
-    device = tensors[0].device
-    return (
-        has_triton(device)
-        and all(map(Tensor.is_contiguous, tensors))
-        and all(t.dtype in TYPES and t.device == device for t in tensors)
-        and not (is_recording(device) and _get_key(tensors) not in _tables)
-    )
+def sum_squares(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The sum of the squares of all elements, in fp64; None if the kernels cannot compute it.
+
+    Squares are added up in fp32 by chunks, and the chunks in fp64, always in the same order.
+    """
+    if not has_triton(tensors[0].device) or not are_plain(tensors):
+        return None
+    parts = _find_parts(tensors)
+    return None if parts is None else _add_up(tensors, parts)
 
 
-def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, in fp64; squares are added up in fp32 by chunks."""
+def _add_up(tensors: Sequence[Tensor], parts: list[_Part]) -> Tensor:
     from rapidformer.optim.multi_tensor import kernel
 
     device = tensors[0].device
-    parts = _find_parts(tensors)
     counts = [len(part.chunks) for part in parts]
     partial = torch.empty(max(sum(counts), 1), dtype=torch.float32, device=device)
+    total = torch.empty((), dtype=torch.float64, device=device)
     start = 0
     for part, count in zip(parts, counts, strict=True):
         addresses = part.addresses.write([tensors[i].data_ptr() for i in part.numbers])
@@ -68,25 +70,24 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
             _CHUNK, _BLOCK, num_warps=_WARPS,
         )  # fmt: skip
         start += count
-    total = torch.empty((), dtype=torch.float64, device=device)
     kernel.add_up[(1,)](partial, total, start, _SUM_BLOCK, num_warps=_SUM_WARPS)
     return total
 
 
-def _get_key(tensors: Sequence[Tensor]) -> Key:
-    sizes = tuple(map(Tensor.numel, tensors))
-    return tensors[0].device, tuple(tensor.dtype for tensor in tensors), sizes
-
-
-def _find_parts(tensors: Sequence[Tensor]) -> list[_Part]:
-    key = _get_key(tensors)
-    if key not in _tables:
+def _find_parts(tensors: Sequence[Tensor]) -> list[_Part] | None:
+    device = tensors[0].device
+    dtypes, sizes = tuple(t.dtype for t in tensors), tuple(map(Tensor.numel, tensors))
+    key = device, dtypes, sizes
+    parts = _tables.get(key)
+    if parts is None:
+        if is_recording(device) or not all(_works(device, dtype) for dtype in set(dtypes)):
+            return None
         if len(_tables) == _MOST_TABLES:
             del _tables[next(iter(_tables))]
-        _tables[key] = _build_parts(*key)
-    if is_recording(key[0]):
-        _recorded[key] = _tables[key]
-    return _tables[key]
+        parts = _tables[key] = _build_parts(*key)
+    if is_recording(device):
+        _recorded[key] = parts
+    return parts
 
 
 def _build_parts(
@@ -108,3 +109,14 @@ def _build_parts(
             )
         )
     return parts
+
+
+@functools.cache
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    def trial() -> None:
+        total = float(_add_up([ones], _build_parts(device, (dtype,), (19,))))
+        if total != 19:
+            raise RuntimeError(f"19 squares of 1 gave {total:g}")
+
+    ones = torch.ones(19, dtype=dtype, device=device)
+    return dtype in TYPES and works("the gradient's norm", trial)

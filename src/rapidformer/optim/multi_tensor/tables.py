@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rapidformer.log import warn_once
+
+TYPES = {torch.float32, torch.bfloat16, torch.float16}
+"""What the kernels can read and write."""
 SETTINGS = 8
 """Numbers that describe a parameter group: ``launch.describe_group``."""
 NUMBERS = 10
 """Numbers of a tensor that ``kernel.advance`` computes for ``kernel.update``."""
+
+# Others may have no memory of their own, or wait for a collective.
+_ORDINARY = {Tensor, nn.Parameter}
 
 
 def has_triton(device: torch.device) -> bool:
@@ -24,6 +31,25 @@ def has_triton(device: torch.device) -> bool:
 def _has_triton(device: torch.device) -> bool:
     is_capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
     return is_capable and importlib.util.find_spec("triton") is not None
+
+
+def works(what: str, trial: Callable[[], None]) -> bool:
+    """Whether a trial of kernels succeeds; a warning says why not."""
+    try:
+        trial()
+    except Exception as error:  # whatever Triton, its compiler or the driver may raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        warn_once(
+            f"the Triton kernel of {what} cannot be used here ({reason}): torch's own runs "
+            "instead, which is slower."
+        )
+        return False
+    return True
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are ordinary tensors, whose elements are one after the other in memory."""
+    return _ORDINARY.issuperset(map(type, tensors)) and all(map(Tensor.is_contiguous, tensors))
 
 
 def is_recording(device: torch.device) -> bool:
