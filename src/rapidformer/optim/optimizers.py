@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
+from rapidformer.compat.triton import has_triton
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
-from rapidformer.optim.multi_tensor.tables import has_triton
 
 # Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
 _MUON_MATCHES_ADAMW = "match_rms_adamw"
@@ -73,7 +73,8 @@ def _build_adamw(
 
 
 def _have_triton(groups: Iterable[dict[str, Any]]) -> bool:
-    return all(has_triton(p.device) for group in groups for p in group["params"])
+    devices = {p.device for group in groups for p in group["params"]}
+    return bool(devices) and all(map(has_triton, devices))
 
 
 def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:

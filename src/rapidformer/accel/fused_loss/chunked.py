@@ -9,8 +9,6 @@ them.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.split import VocabularySlice
+from rapidformer.compat.triton import has_triton
 
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
@@ -204,13 +203,7 @@ def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple
 
 def _overwrites(logits: Tensor, recipe: Recipe) -> bool:
     """Whether the gradient of these logits replaces them: the Triton kernel's does."""
-    return recipe.words is None and logits.is_cuda and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    is_capable = torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 0)
-    return is_capable and importlib.util.find_spec("triton") is not None
+    return recipe.words is None and has_triton(logits.device)
 
 
 def differentiate(

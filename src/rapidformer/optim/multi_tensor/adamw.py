@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
+from rapidformer.compat.triton import has_triton
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, has_triton, is_recording, works
+from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording, works
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
@@ -43,6 +44,10 @@ class MultiTensorAdamW(AdamW):
         if not self._launch_step():
             self.step_on_host()
         return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._launch = None  # it would keep the earlier moments in memory
 
     def step_on_host(self) -> None:
         """The step without our kernels."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rapidformer.compat.triton import has_triton
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
     TYPES,
     are_plain,
     build_chunks,
-    has_triton,
     is_recording,
     send,
     works,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,17 +18,6 @@ NUMBERS = 10
 
 # Others may have no memory of their own, or wait for a collective.
 _ORDINARY = {Tensor, nn.Parameter}
-
-
-def has_triton(device: torch.device) -> bool:
-    """Whether Triton can run kernels on this device."""
-    return device.type == "cuda" and _has_triton(device)
-
-
-@functools.cache
-def _has_triton(device: torch.device) -> bool:
-    is_capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
-    return is_capable and importlib.util.find_spec("triton") is not None
 
 
 def works(what: str, trial: Callable[[], None]) -> bool:
@@ -84,12 +71,10 @@ class Mirror:
     def write(self, values: list[int] | list[float]) -> None:
         if values == self._values:
             return
-        given = torch.tensor(values, dtype=self._dtype)
-        if len(values) == len(self._values):
-            # In place, since a recorded graph reads from here.
-            self.tensor.copy_(
-                given.pin_memory() if self._device.type == "cuda" else given, non_blocking=True
-            )
-        else:
-            self.tensor = send(given, self._device)
+        is_pinned = self._device.type == "cuda"  # so that the host does not wait
+        given = torch.tensor(values, dtype=self._dtype, pin_memory=is_pinned)
+        if len(values) != len(self._values):
+            self.tensor = torch.empty_like(given, device=self._device)
+        # In place, since a recorded graph reads from here.
+        self.tensor.copy_(given, non_blocking=True)
         self._values = values
