@@ -96,27 +96,29 @@ def test_gradients_have_the_shapes_of_what_they_are_for(
         assert (each.grad.shape, each.grad.dtype) == (each.shape, each.dtype)
 
 
-def test_a_compiled_block_keeps_one_graph() -> None:
-    names: list[str] = []
+def test_a_compiled_block_keeps_one_graph_for_all_lengths() -> None:
+    graphs: list[list[str]] = []
 
     def keep(graph: Any, _: Any) -> Any:
-        names.extend(str(node.target) for node in graph.graph.nodes)
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
     attend, module = interface.build_attention(plain), Causal()
 
     def block(projected: Tensor, bias: Tensor) -> Tensor:
-        query, key, value = projected.chunk(3, -1)
-        attended: Tensor = attend(module, query, key, value, None, position_bias=bias, dropout=0.1)[
-            0
-        ]
+        query, key, value = projected.unbind()
+        options = {"position_bias": bias, "dropout": 0.1}
+        attended: Tensor = attend(module, query, key, value, None, **options)[0]
         return attended * 2
 
-    projected = torch.empty(BATCH, HEADS, TOKENS, 3 * SIZE, dtype=torch.bfloat16)
-    bias = torch.empty(1, HEADS, TOKENS, TOKENS, requires_grad=True)
-    torch.compile(block, backend=keep, fullgraph=True)(projected, bias).sum().backward()
-    assert bias.grad is not None
-    assert "rapidformer.attend_with_bias.default" in names
+    compiled = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)
+    for tokens in (10, 12):
+        projected = torch.empty(3, BATCH, HEADS, tokens, SIZE, dtype=torch.bfloat16)
+        bias = torch.empty(1, HEADS, tokens, tokens, requires_grad=True)
+        compiled(projected, bias).sum().backward()
+        assert bias.grad is not None
+    assert len(graphs) == 1
+    assert "rapidformer.attend_with_bias.default" in graphs[0]
 
 
 def test_transformers_gets_its_attention_back() -> None:

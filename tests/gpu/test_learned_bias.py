@@ -145,6 +145,20 @@ def test_rows_without_a_visible_key_stay_finite(lowest: float) -> None:
         assert max(get_errors(found, compute_exactly(leaves, gradient))) < 1e-2
 
 
+@pytest.mark.parametrize("queries", [1, 130])
+def test_hidden_keys_give_the_bias_no_gradient(queries: int) -> None:
+    leaves, gradient = make(130, 200, 64, torch.bfloat16)
+    seen = torch.rand(BATCH, 1, queries, 200, device="cuda") > 0.3
+    seen[0, :, -1] = False  # not one visible key
+    output = operator.attend(*leaves, seen, dropout=0.0, scale=1.0, is_causal=False)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    query, key, value, bias = wide
+    hidden = torch.where(seen, bias, torch.finfo(torch.bfloat16).min)
+    exact = (query @ key.mT + hidden).softmax(-1) @ value
+    expected = differentiate(exact, wide, gradient)
+    assert max(get_errors(differentiate(output, leaves, gradient), expected)) < 1e-2
+
+
 def build_t5(dropout: float) -> nn.Module:
     torch.manual_seed(0)
     config = T5Config(

@@ -104,14 +104,14 @@ def _attend_backward(  # type: ignore[no-untyped-def]
     hides: tl.constexpr, drops: tl.constexpr, is_causal: tl.constexpr, read_q: tl.constexpr,
     size: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    # Tiles are [keys, queries]: weights and gradients go from one product to the next unturned.
+    # Tiles are [keys, queries], so that weights and gradients go from one product into the next
+    # without a transpose.
     program = tl.program_id(0)
     tiles = tl.cdiv(keys, block_k)
     row = ((program // tiles) % batch).to(tl.int64)
     head = (program // tiles // batch).to(tl.int64)
     first = (row * heads + head) * queries
     places = (program % tiles) * block_k + tl.arange(0, block_k)
-    bytes = get_byte(places)
     sizes = tl.arange(0, size)
     is_key = places < keys
     query += row * query_batch + head * query_head
@@ -168,10 +168,11 @@ def _attend_backward(  # type: ignore[no-untyped-def]
         of_weights = tl.dot(v_tile, tl.trans(gradient_tile))
         used = weights
         if drops:
-            bits = tl.load(
-                kept + (rows[None, :] * kept_row + bytes[:, None]), mask=is_row[None, :], other=0
-            )
-            is_kept = (bits.to(tl.int32) >> get_bit(places)[:, None]) & 1
+            kept_tile = tl.load(
+                kept + (rows[None, :] * kept_row + get_byte(places)[:, None]),
+                mask=is_row[None, :], other=0,
+            )  # fmt: skip
+            is_kept = (kept_tile.to(tl.int32) >> get_bit(places)[:, None]) & 1
             factor = tl.where(is_kept != 0, kept_scale, 0.0)
             used = weights * factor
             of_weights *= factor

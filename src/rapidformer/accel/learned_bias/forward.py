@@ -126,9 +126,11 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * correction + tl.sum(weights, 1)
         largest = above
         if drops:
-            bytes = get_byte(places)[None, :]
-            bits = tl.load(kept + (rows[:, None] * kept_row + bytes), mask=is_row[:, None], other=0)
-            is_kept = (bits.to(tl.int32) >> get_bit(places)[None, :]) & 1
+            kept_tile = tl.load(
+                kept + (rows[:, None] * kept_row + get_byte(places)[None, :]),
+                mask=is_row[:, None], other=0,
+            )  # fmt: skip
+            is_kept = (kept_tile.to(tl.int32) >> get_bit(places)[None, :]) & 1
             weights = tl.where(is_kept != 0, weights, 0.0)
         v_tile = tl.load(
             value + (places[:, None] * value_row + sizes[None, :]), mask=is_key[:, None], other=0.0

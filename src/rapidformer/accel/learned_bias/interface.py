@@ -103,7 +103,8 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
         and bias.shape[0] in (1, batch)
         and bias.shape[1] in (1, heads)
         and bias.shape[2:] == (queries, keys)
-        and max(queries, keys) * max(queries, keys, heads * size) < _LARGEST
+        and queries * keys < _LARGEST
+        and (queries + keys) * heads * size < _LARGEST
     )
 
 

@@ -31,9 +31,10 @@ def attend(
     """
     kept = None
     if dropout:
+        batch, heads, queries, _ = query.shape
         # From the device's generator: graphs, recomputed blocks and resumed runs draw as always.
         seed = torch.randint(2**31 - 1, (1,), device=query.device)
-        kept = _draw(seed, query.shape[:3].numel(), key.shape[2], dropout)
+        kept = _draw(seed, batch * heads * queries, key.shape[2], dropout)
     output: Tensor = _attend(query, key, value, bias, seen, kept, dropout, scale, is_causal)[0]
     return output
 
