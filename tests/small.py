@@ -53,8 +53,19 @@ def make_model_folder(folder: Path, *, dropout: float = 0.1) -> Path:
     return folder
 
 
-def make_pair_data(folder: Path, *, train: int = 90, validation: int = 21, test: int = 11) -> Path:
-    """Pairs whose label says whether the first sentence has more words of the first half."""
+def make_pair_data(
+    folder: Path,
+    *,
+    train: int = 90,
+    validation: int = 21,
+    test: int = 11,
+    words: int | None = None,
+) -> Path:
+    """Pairs whose label says whether the first sentence has more words of the first half.
+
+    A sentence has 3 to 12 words, or exactly ``words``.
+    """
+    fewest, most = (3, 12) if words is None else (words, words)
     folder.mkdir(parents=True, exist_ok=True)
     dice = random.Random(0)
     for split, count in (("train", train), ("validation", validation), ("test", test)):
@@ -62,8 +73,8 @@ def make_pair_data(folder: Path, *, train: int = 90, validation: int = 21, test:
             for i in range(count):
                 label = dice.randint(0, 1)
                 pool = WORDS[:20] if label else WORDS[20:]
-                first = " ".join(dice.choice(pool) for _ in range(dice.randint(3, 12)))
-                second = " ".join(dice.choice(WORDS) for _ in range(dice.randint(3, 12)))
+                first = " ".join(dice.choice(pool) for _ in range(dice.randint(fewest, most)))
+                second = " ".join(dice.choice(WORDS) for _ in range(dice.randint(fewest, most)))
                 row = {"sentence1": first, "sentence2": second, "label": label, "idx": i}
                 file.write(json.dumps(row) + "\n")
     return folder

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -111,34 +112,38 @@ def launch(start: Start, tmp_path: Path) -> Callable[..., Command]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-    def begin(code: str, *flags: object, **variables: str) -> Command:
+    def begin(code: str, *flags: object, **options: Any) -> Command:
         script = tmp_path / "script.py"
         script.write_text("import os, sys, time\nrank = os.environ['RANK']\n" + code)
         return start(
             "launch", "--hostfile", tmp_path / "hosts", "--ssh-command", ssh,
-            "--master-port", port, "--device", "cpu", *flags, script, **variables,
+            "--master-port", port, "--device", "cpu", *flags, script, **options,
         )  # fmt: skip
 
     return begin
 
 
-def test_run_over_hosts_with_unequal_slots(launch: Callable[..., Command]) -> None:
+def test_run_over_hosts_with_unequal_slots(launch: Callable[..., Command], python: Path) -> None:
     code = "print(rank, os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'], os.environ['HF_TOKEN'])"
-    command = launch(code, HF_TOKEN="secret")
+    command = launch(code, python=python, HF_TOKEN="secret")
     assert command.wait() == 0, command.err
     assert sorted(command.out.splitlines()) == ["0 0 3 secret", "1 0 3 secret", "2 1 3 secret"]
 
 
-def test_first_failure_of_any_host_is_shown_once(launch: Callable[..., Command]) -> None:
-    command = launch("if rank == '2': raise ValueError('here')\ntime.sleep(600)")
+def test_first_failure_of_any_host_is_shown_once(
+    launch: Callable[..., Command], python: Path
+) -> None:
+    command = launch("if rank == '2': raise ValueError('here')\ntime.sleep(600)", python=python)
     assert command.wait() == 1
     assert command.err.count("ValueError: here") == 1, command.err
     assert f"rank 2 (node 1, {socket.gethostname()}) failed" in command.err
 
 
-def test_rank_that_was_killed_is_not_taken_for_a_lost_host(launch: Callable[..., Command]) -> None:
+def test_rank_that_was_killed_is_not_taken_for_a_lost_host(
+    launch: Callable[..., Command], python: Path
+) -> None:
     """Both have status 137; only a lost host is worth a word of its own, or another start."""
-    command = launch("if rank == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)")
+    command = launch("if rank == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)", python=python)
     assert command.wait() == 137
     assert command.err.startswith(f"error: rank 2 (node 1, {socket.gethostname()}) was ended by ")
     assert command.err.count("\n") == 1, command.err
@@ -189,10 +194,10 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_host_that_ssh_cannot_reach_is_named(
-    launch: Callable[..., Command], tmp_path: Path
+    launch: Callable[..., Command], python: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("127.0.0.2 slots=1\nunreachable slots=1\n")
-    command = launch("")
+    command = launch("", python=python)
     assert command.wait() == 255
     assert "error: node 1 (unreachable) cannot be used over ssh: try `" in command.err
     assert "It must work without a password" in command.err
