@@ -91,12 +91,13 @@ class MultiTensorAdamW(AdamW):
     def _build_launch(
         self, parameters: Sequence[nn.Parameter], gradient_kinds: Sequence[Dtype | None]
     ) -> Launch | None:
-        own = [(p, kind) for p, kind in zip(parameters, gradient_kinds, strict=True) if kind]
-        if not own or not has_triton(own[0][0].device):
+        every = zip(parameters, gradient_kinds, strict=True)
+        found = [(p, kind) for p, kind in every if kind is not None]
+        device = found[0][0].device if found else torch.device("cpu")
+        if not has_triton(device):
             return None
-        device = own[0][0].device
         kinds = set()
-        for parameter, gradient_kind in own:
+        for parameter, gradient_kind in found:
             state = self.get_state(parameter)
             # In checkpoints of optimizers that are not fused, it is on the host.
             state["step"] = state["step"].to(device, torch.float32)

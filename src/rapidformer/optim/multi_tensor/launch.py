@@ -237,6 +237,8 @@ class Launch:
             family.steps.tensor, family.groups, self._settings.tensor, family.values, flag, count,
             _TENSORS_AT_ONCE,
         )  # fmt: skip
+        if not len(family.chunks):
+            return  # all of this rank's shards are empty
         kernel.update[(len(family.chunks),)](
             family.chunks, family.rows.tensor, gradients, family.values, divisor, flag,
             kernel.TYPES[kinds.weight], kernel.TYPES[kinds.gradient], kernel.TYPES[kinds.moment],
