@@ -76,7 +76,7 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
     output_batch, output_head, output_row, batch, heads, queries,
     size: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    # The weighted mean of a row's gradients of weights, which the softmax subtracts.
+    # The mean gradient of a row's weights, which the gradient of a softmax subtracts.
     program = tl.program_id(0)
     tiles = tl.cdiv(queries, block)
     row = ((program // tiles) % batch).to(tl.int64)
@@ -135,7 +135,7 @@ def _attend_backward(  # type: ignore[no-untyped-def]
     )
     key_sums = tl.zeros((block_k, size), tl.float32)
     value_sums = tl.zeros((block_k, size), tl.float32)
-    # Queries before the first key are left out, up to the tile in which they are read again.
+    # Queries before the first key do not see the tile; begin where _multiply_scores reads it.
     begin = 0
     if is_causal:
         begin = (program % tiles) * block_k // read_q * read_q
@@ -198,6 +198,7 @@ def _multiply_scores(  # type: ignore[no-untyped-def]
     of_query_batch, of_query_head, of_query_row, batch, heads, queries, keys, scale,
     is_causal: tl.constexpr, size: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
+    # The gradient of the queries: that of the scores times the keys.
     program = tl.program_id(0)
     tiles = tl.cdiv(queries, block_q)
     row = ((program // tiles) % batch).to(tl.int64)
@@ -236,8 +237,8 @@ def sum_score_gradients(
 ) -> None:
     """Fill the gradient of the bias: the sum over the rows and heads that share it.
 
-    A hidden pair gives none, also in a row whose keys are all hidden. Under ``is_causal``, what is
-    right of the diagonal has not been written.
+    Hidden keys contribute nothing, not even in a row without a visible key. Under ``is_causal``,
+    what is right of the diagonal was never written.
     """
     batch, heads, queries, keys = of_scores.shape
     block_q, block_k = 16, 128

@@ -31,10 +31,10 @@ def get_row_bytes(keys: int) -> int:
 
 
 def draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
-    """Which weights dropout keeps, one bit for each: [rows, groups * 64] bytes.
+    """Which weights dropout keeps, one bit for each: [rows, bytes].
 
-    Bit ``i`` of byte ``j`` in a group of 512 keys is key ``64 i + j``. So the bits of a tile of 64
-    keys are in 64 adjacent bytes, and no thread has to unpack a byte for others.
+    Bit ``i`` of byte ``j`` in a group of 512 keys belongs to key ``64 i + j``. So a tile of 64 keys
+    reads 64 adjacent bytes and tests the same bit of each.
     """
     kept = torch.empty(rows, get_row_bytes(keys), dtype=torch.uint8, device=seed.device)
     words = kept.view(torch.int32)
@@ -47,7 +47,8 @@ def draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(seed, words, count, limit, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Compare 32 random numbers of 16 bits with one limit at a time: a word has one bit of each.
+    # Each word has one bit of 32 random 16-bit numbers, so 32 numbers at a time are compared with
+    # the limit, from their lowest bit to their highest.
     places = tl.program_id(0) * block + tl.arange(0, block)
     start = tl.load(seed)
     is_below = tl.zeros((block,), tl.int32)

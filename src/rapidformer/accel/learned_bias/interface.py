@@ -1,8 +1,8 @@
 """Which calls of transformers' ``sdpa`` attention go to the kernel for a learned bias.
 
 Those of a training step on a GPU in 16 bits whose position bias needs a gradient. torch's fast
-kernels do not give that gradient, and its memory-efficient one does not use what newer GPUs have.
-Every other call goes where it would go without us.
+kernels cannot compute that gradient; its memory-efficient kernel can, but was written for Ampere.
+Every other call is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from rapidformer.accel.learned_bias.operator import attend
 
 _DEVICE = "cuda"
+"""Tests without a GPU replace it."""
 SIZES = (16, 32, 64, 128)
 """Head sizes that the kernel takes."""
 _LARGEST = 2**31
-"""Places within a head are counted in 32 bits."""
+"""The kernel computes offsets within a head in 32 bits."""
 
 
 def can_run(capability: tuple[int, int]) -> bool:
-    """Whether a GPU has the shared memory of Hopper, for which the kernel's tiles are chosen."""
+    """Whether a GPU has as much shared memory as Hopper: the kernel's tiles need it."""
     return capability[0] in (9, 10) and find_spec("triton") is not None
 
 
 @contextmanager
 def use_kernel() -> Iterator[None]:
-    """In here, ``sdpa`` attention of every model in the process uses the kernel if it suits."""
+    """Let ``sdpa`` attention, of every model in this process, use the kernel for calls it suits."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,7 +46,7 @@ def use_kernel() -> Iterator[None]:
 
 
 def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function for transformers' interface; ``plain`` gets what does not suit."""
+    """An attention function for transformers' interface; ``plain`` gets the calls left over."""
 
     @functools.wraps(plain)
     def attend_with_bias(
@@ -114,7 +115,7 @@ def _is_causal(module: nn.Module, asked: bool | None) -> bool:
 
 
 def _is_plain_mask(mask: Tensor, keys: int) -> bool:
-    """Whether the kernel can take a mask next to the bias, so that no sum of both is stored."""
+    """Whether the kernel can take the mask as it is; otherwise it is merged into the bias."""
     is_wide = mask.dim() == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
     return is_wide and mask.dtype == torch.bool
 

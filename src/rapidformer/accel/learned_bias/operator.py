@@ -1,8 +1,7 @@
 """Attention with a learned bias as operators of torch, forward and backward.
 
-torch.compile does not look inside, so a block keeps one graph, and its backward pass does not
-compute the operator again. Dropout is an argument (one bit for each weight), so the backward pass
-uses the same bits.
+torch.compile does not look inside, so a block keeps one graph and does not recompute attention in
+its backward pass. Dropout is an argument, one bit for each weight, that both passes read.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def attend(
     kept = None
     if dropout:
         batch, heads, queries, _ = query.shape
-        # From the device's generator: graphs, recomputed blocks and resumed runs draw as always.
+        # From the device's generator, as CUDA graphs, recomputation and resuming expect.
         seed = torch.randint(2**31 - 1, (1,), device=query.device)
         kept = _draw(seed, batch * heads * queries, key.shape[2], dropout)
     output: Tensor = _attend(query, key, value, bias, seen, kept, dropout, scale, is_causal)[0]
