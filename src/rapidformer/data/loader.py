@@ -12,7 +12,6 @@ lengths need. The position then moves on with each whole update.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -23,18 +22,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
 from rapidformer.data.digest import compute_digest
+from rapidformer.data.fetching import Collate, Dealt, Fetched, Fetcher
 from rapidformer.data.lengths import GroupedOrder, measure_sample
-from rapidformer.data.parcel import Parcel, pack
+from rapidformer.data.parcel import Parcel
 from rapidformer.data.prefetch import read_ahead
+from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
-Collate = Callable[[list[Any]], Any]
-_Dealt = tuple[int, list[Any], bool, bool]
-"""A micro-batch's number and samples, whether it is a filler, and whether it is the last one."""
-_Fetched = tuple[Any, tuple[int, ...], int, bool, bool]
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
@@ -321,8 +318,8 @@ class DistributedLoader:
         """
         rounds_left = self._count_rounds_after(self._consumed)
         num_workers = min(self._num_workers, rounds_left)
-        fetcher = _Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
-        loader: DataLoader[_Fetched] = DataLoader(
+        fetcher = Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
+        loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._build_keys(),  # type: ignore[arg-type]
@@ -341,7 +338,7 @@ class DistributedLoader:
                 batch = batch.unpack()
             yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
-    def _build_keys(self) -> Iterator[_Dealt]:
+    def _build_keys(self) -> Iterator[Dealt]:
         order = self._get_order(self.epoch)
         self._known_order = self.epoch, order
         if self._token_budget is not None:
@@ -370,7 +367,7 @@ class DistributedLoader:
 
     def _deal_by_tokens(
         self, start: int, samples: list[Any], lengths: Sequence[int]
-    ) -> Iterator[_Dealt]:
+    ) -> Iterator[Dealt]:
         """This rank's micro-batches of one update, which begins with sample ``start``."""
         assert self._token_budget is not None
         parts = split_by_tokens(lengths, self._token_budget, self._num_replicas)
@@ -388,7 +385,7 @@ class DistributedLoader:
 
     def _get_order(self, epoch: int) -> Sequence[int] | np.ndarray[Any, Any]:
         if self._order is not None:
-            with _random_numbers_from((self._seed, epoch)):
+            with random_numbers_from((self._seed, epoch)):
                 return self._order()
         if not self._shuffle:
             return range(len(self.dataset))
@@ -397,13 +394,13 @@ class DistributedLoader:
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
         for number, mine, is_filler, is_last in self._deal_stream():
-            with _random_numbers_from((self._seed, self.epoch, 0, number)):
+            with random_numbers_from((self._seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine)
             info = describe_batch(batch)
             info = info.as_filler() if is_filler else info
             yield MicroBatch(batch, info, is_filler, is_last, self.epoch, number)
 
-    def _deal_stream(self) -> Iterator[_Dealt]:
+    def _deal_stream(self) -> Iterator[Dealt]:
         if self._token_budget is not None:
             for start, samples in self._read_stream():
                 lengths = [measure_sample(sample) for sample in samples]
@@ -425,7 +422,7 @@ class DistributedLoader:
         """
         # Not the process's own numbers: all must read the same samples. And one sequence of numbers
         # for the whole pass: where rounds begin must not change what is read.
-        numbers = _random_numbers_from((self._seed, self.epoch), is_continued=True)
+        numbers = random_numbers_from((self._seed, self.epoch), is_continued=True)
         with numbers:
             rows = iter(self.dataset)
         left = self._consumed
@@ -478,74 +475,6 @@ class DistributedLoader:
                 f"{needed}, and the last, smaller batch is dropped: use a smaller "
                 "--global-batch-size, or --keep-last."
             )
-
-
-class _Fetcher:
-    """Turns a round's key into a collated batch, under random numbers of its own.
-
-    Whatever a data set or a collate function draws depends on the seed, the epoch and the
-    micro-batch's place in the global order alone: not on the number of processes or workers, on
-    reading ahead, or on where a run resumed.
-    """
-
-    def __init__(self, dataset: Any, collate: Collate, seed: tuple[int, int, int]) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._seed = seed
-
-    def __getitem__(self, key: _Dealt) -> _Fetched:
-        number, indices, is_filler, is_last = key
-        try:
-            with _random_numbers_from((*self._seed, number)):
-                fetch_many = getattr(self._dataset, "__getitems__", None)
-                rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
-                batch = self._collate(rows)
-        except RapidformerError as error:
-            # Handed over as it is: raised in a worker, it would come with the worker's traceback.
-            return error, (), number, is_filler, is_last
-        info = describe_batch(batch)
-        counts = tuple(info.as_filler() if is_filler else info)
-        return pack(batch), counts, number, is_filler, is_last
-
-
-class _random_numbers_from:  # noqa: N801 - reads as a statement
-    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards.
-
-    If it ``is_continued``, the next use continues the sequence instead of restarting it.
-    """
-
-    def __init__(self, seed: tuple[int, ...], *, is_continued: bool = False) -> None:
-        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._is_continued = is_continued
-        self._reached: _RandomStates | None = None
-
-    def __enter__(self) -> None:
-        self._before = _get_random_states()
-        if self._reached is not None:
-            _set_random_states(self._reached)
-            return
-        torch.default_generator.manual_seed(self._seed)
-        np.random.seed(self._seed)
-        random.seed(self._seed)
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_continued:
-            self._reached = _get_random_states()
-        _set_random_states(self._before)
-
-
-_RandomStates = tuple[torch.Tensor, Any, Any]
-
-
-def _get_random_states() -> _RandomStates:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_random_states(states: _RandomStates) -> None:
-    torch_state, numpy_state, python_state = states
-    torch.set_rng_state(torch_state)
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)
 
 
 def _pass_on(batch: Any) -> Any:

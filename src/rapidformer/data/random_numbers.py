@@ -1,0 +1,48 @@
+"""Random numbers for reading data: a run's model and its data never draw from the same sequence."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+_RandomStates = tuple[torch.Tensor, Any, Any]
+
+
+class random_numbers_from:  # noqa: N801 - reads as a statement
+    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards.
+
+    If it ``is_continued``, the next use continues the sequence instead of restarting it.
+    """
+
+    def __init__(self, seed: tuple[int, ...], *, is_continued: bool = False) -> None:
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._is_continued = is_continued
+        self._reached: _RandomStates | None = None
+
+    def __enter__(self) -> None:
+        self._before = _get_random_states()
+        if self._reached is not None:
+            _set_random_states(self._reached)
+            return
+        torch.default_generator.manual_seed(self._seed)
+        np.random.seed(self._seed)
+        random.seed(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_continued:
+            self._reached = _get_random_states()
+        _set_random_states(self._before)
+
+
+def _get_random_states() -> _RandomStates:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _set_random_states(states: _RandomStates) -> None:
+    torch_state, numpy_state, python_state = states
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
