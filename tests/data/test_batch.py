@@ -99,3 +99,10 @@ def test_moving_keeps_the_type(batch: Any) -> None:
     assert len(tensors) == len(list(iterate_tensors(batch)))
     assert all(tensor.device == meta for tensor in tensors)
     assert move_to_device(batch, torch.device("cpu")) is batch
+
+
+def test_moving_an_encoding_keeps_what_it_knows_and_leaves_the_old_one_alone() -> None:
+    batch = BatchEncoding({"input_ids": IDS}, n_sequences=2)
+    moved = move_to_device(batch, torch.device("meta"))
+    assert moved.n_sequences == 2 and moved.input_ids.device.type == "meta"
+    assert batch["input_ids"] is IDS

@@ -6,6 +6,8 @@ know the weight of a loss.
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -63,6 +65,10 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     """The batch on the device, of the same type; pinned memory is copied without waiting."""
     if device.type == "cpu":
         return batch
+    if isinstance(batch, UserDict):  # a BatchEncoding knows more than its entries: word_ids(), ...
+        moved = copy.copy(batch)
+        moved.data = move_to_device(batch.data, device)
+        return moved
     return map_tensors(batch, lambda _, tensor: _move(tensor, device))
 
 

@@ -5,7 +5,6 @@ Like ``torch.utils._pytree``, which is private, for the containers that models a
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,18 +30,12 @@ def map_tensors(nested: Any, change: Callable[[str, Tensor], Any], path: str = "
         return change(path, nested)
     if isinstance(nested, Mapping):
         made = {key: map_tensors(each, change, join(path, key)) for key, each in nested.items()}
-        return _replace_data(nested, made) if isinstance(nested, UserDict) else made
+        # Hugging Face's BatchEncoding and similar allow batch.input_ids.
+        return type(nested)(made) if isinstance(nested, UserDict) else made
     if isinstance(nested, (list, tuple)):
         items = [map_tensors(each, change, join(path, i)) for i, each in enumerate(nested)]
         return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
     return nested
-
-
-def _replace_data(nested: UserDict[Any, Any], made: dict[Any, Any]) -> UserDict[Any, Any]:
-    """Of Hugging Face's BatchEncoding and similar, which know more than their entries."""
-    copied = copy.copy(nested)
-    copied.data = made
-    return copied
 
 
 def join(path: str, key: object) -> str:

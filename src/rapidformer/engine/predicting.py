@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import sort_in_groups
-from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch
 from rapidformer.dist.collectives import gather_objects
 from rapidformer.dist.heartbeat import in_phase

@@ -33,8 +33,9 @@ from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
+from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
-from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.run_tokenizer import load_tokenizer
 from rapidformer.dist.collectives import (
     gather_from_all,

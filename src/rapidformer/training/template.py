@@ -17,7 +17,8 @@ from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
-from rapidformer.data.loader import Collate, DistributedLoader
+from rapidformer.data.fetching import Collate
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError

@@ -6,7 +6,7 @@ There must be few keys, so a batch whose padding is removed is first padded to o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from rapidformer.accel.unpad.fixed import FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.switch import read_fixed_rows
 from rapidformer.data.batch import IGNORED_LABEL, find_host_copy, fits_numpy, get_host_copy
+from rapidformer.data.nested import join, map_tensors
 from rapidformer.errors import RapidformerError
 
 _WIDTHS = 64
@@ -95,7 +96,7 @@ def _read_values(
             others[name] = _pad(tensor, columns, fills.get(name))
         return tensor
 
-    _rebuild(batch, read)
+    map_tensors(batch, read)
     return arrays, others
 
 
@@ -146,7 +147,7 @@ class StaticInputs:
         self._packed = PackedTensors(inputs.list_arrays(), device)
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
-        self._batch = _rebuild(inputs.batch, lambda name, tensor: tensors[name])
+        self._batch = map_tensors(inputs.batch, lambda name, tensor: tensors[name])
         rows = inputs.rows
         self._rows = rows.fix(*self._packed.tensors[-3:]) if rows is not None else None
         if inputs.fixed is not None:
@@ -155,7 +156,7 @@ class StaticInputs:
     @property
     def batch(self) -> Any:
         """For one forward step, which may add and remove entries."""
-        return _rebuild(self._batch, lambda name, tensor: tensor)
+        return map_tensors(self._batch, lambda name, tensor: tensor)
 
     def fill(self, inputs: Inputs) -> None:
         """Copy a batch with the same key."""
@@ -164,20 +165,6 @@ class StaticInputs:
             self._others[name].copy_(tensor, non_blocking=True)
         if self._rows is not None:
             self._rows.forget_packed()
-
-
-def _rebuild(batch: Any, place: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """The same nested batch with other tensors; ``place`` gets each one's path."""
-    if isinstance(batch, Tensor):
-        return place(path, batch)
-    if isinstance(batch, Mapping):
-        made = {key: _rebuild(value, place, _join(path, key)) for key, value in batch.items()}
-        # Hugging Face's BatchEncoding and similar allow batch.input_ids.
-        return made if isinstance(batch, dict) else type(batch)(made)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        items = [_rebuild(value, place, _join(path, i)) for i, value in enumerate(batch)]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch
 
 
 def _describe(batch: Any, path: str, fills: Mapping[str, int], columns: int | None) -> Hashable:
@@ -189,15 +176,11 @@ def _describe(batch: Any, path: str, fills: Mapping[str, int], columns: int | No
         return shape, batch.dtype
     if isinstance(batch, Mapping):
         items = batch.items()
-        return tuple((key, _describe(v, _join(path, key), fills, columns)) for key, v in items)
+        return tuple((key, _describe(v, join(path, key), fills, columns)) for key, v in items)
     if isinstance(batch, (list, tuple)):
         return tuple(
-            _describe(value, _join(path, i), fills, columns) for i, value in enumerate(batch)
+            _describe(value, join(path, i), fills, columns) for i, value in enumerate(batch)
         )
     if isinstance(batch, _PLAIN):
         return batch
     raise NotRepeatableError(f"its batches hold {type(batch).__name__} objects")
-
-
-def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
