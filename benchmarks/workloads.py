@@ -155,14 +155,14 @@ def list_workloads(size: str) -> dict[str, Workload]:
             make_rows=make_pair_rows,
             batch=16,
             goal="10 x HF",
-            repeats=1 if is_tiny else 4,
+            repeats=1 if is_tiny else 8,
         ),
         "bert-64": Workload(
             build=build_bert,
             make_rows=make_pair_rows,
             batch=64,
             goal="6 x HF",
-            repeats=1 if is_tiny else 4,
+            repeats=1 if is_tiny else 8,
         ),
         "gpt2": Workload(
             build=lambda: _build_gpt2(size),

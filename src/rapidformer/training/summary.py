@@ -64,8 +64,8 @@ def describe_run(
 def _describe_optimizer(engine: RapidformerEngine) -> str:
     name = type(engine.optimizer).__name__
     if name in _PRECISIONS:
-        return f"{name} (moments in {_PRECISIONS[name]}: a choice of precision)"
-    return name
+        return f"AdamW (moments in {_PRECISIONS[name]}: a choice of precision)"
+    return name.removeprefix("MultiTensor")
 
 
 def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str:
