@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from rapidformer.engine import graphs
+from rapidformer.optim import optimizers
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from tests.training import test_cuda_graph as stand_in
 from tests.training.test_cuda_graph import (
     Spoiler,
@@ -54,16 +56,30 @@ def count(run: Run) -> int:
     return run.engine.graphs.count
 
 
+@pytest.fixture(params=["torch", "ours"], autouse=True)
+def optimizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With torch's AdamW, which runs after a graph, and with ours, which is part of it."""
+
+    def build(groups: Any, settings: Any, lr: float) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if request.param == "torch" else MultiTensorAdamW
+        return kind(groups, lr=lr, fused=True)
+
+    monkeypatch.setattr(optimizers, "_build_adamw", build)
+    return str(request.param)
+
+
 @pytest.mark.parametrize(
     "more",
     [{}, {"global_batch_size": 8}, {"mixed_precision": None}, {"eval_interval": 3}],
     ids=["plain", "accumulated", "fp32", "evaluated"],
 )
-def test_fixed_shapes(more: dict[str, Any]) -> None:
+def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
     off = Run(make_gpt2(), make_texts(48), **more, cuda_graph="off").run_and_list()
     on = Run(make_gpt2(), make_texts(48), **more)
     assert on.run_and_list() == off
     assert count(on) == 1
+    assert on.engine.graphs is not None
+    assert on.engine.graphs.updates == (optimizer == "ours")
 
 
 def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.accel import processor
 from rapidformer.accel.unpad.switch import prove_filling
 from rapidformer.engine import graphs
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ConfigurationError
+from rapidformer.optim.update import take_gradients
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 T = TypeVar("T")
@@ -71,7 +73,7 @@ class Stale(Again):
 
 
 def _list(outcome: Outcome) -> list[torch.Tensor]:
-    gradients = [gradient for gradient in outcome.gradients if gradient is not None]
+    gradients = [gradient for gradient in outcome.gradients or () if gradient is not None]
     return [outcome.norm, *(result.loss for result in outcome.results), *gradients]
 
 
@@ -86,7 +88,37 @@ class Values(Callback):
             self.lines.append({key: line[key] for key in ("step", "loss", "grad_norm", "lr")})
 
 
+class Recordable(torch.optim.AdamW):
+    """An optimizer whose update can be part of a graph."""
+
+    launches = 0
+
+    def find_launch(self) -> Any:
+        return Launch(self)
+
+
+class Launch:
+    def __init__(self, optimizer: Recordable) -> None:
+        self._optimizer = optimizer
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in given if p.grad is not None]
+
+    def prepare(self) -> bool:
+        return True
+
+    def run(self, divisor: Any = None, flag: Any = None, gradients: Any = None) -> None:
+        if flag == 1.0:
+            return
+        self._optimizer.launches += 1
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient if divisor is None else gradient / divisor
+        torch.optim.AdamW.step(self._optimizer)
+        take_gradients(self.parameters)
+
+
 class Run(Finetuner):
+    optimizer: torch.optim.Optimizer | None = None
+
     def __init__(self, model: Any, rows: Rows, capture: Any, **settings: Any) -> None:
         base: dict[str, Any] = {
             "micro_batch_size": 4, "epochs": 1, "lr": 1e-2, "lr_warmup_iters": 3, "log_interval": 1,
@@ -101,7 +133,7 @@ class Run(Finetuner):
         return self._rows, self._rows[:4], None, None
 
     def model_optimizer_lr_scheduler_provider(self) -> Any:
-        return self._model, None, None
+        return self._model, self.optimizer, None
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
         return model(**batch).loss
@@ -171,6 +203,44 @@ def test_fixed_shapes_give_the_same_bits(more: dict[str, Any]) -> None:
         assert torch.equal(mine, theirs)
 
 
+class Looking(Callback):
+    """Counts the steps in which it sees gradients."""
+
+    seen = 0
+
+    def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
+        self.seen += loop.engine.parameters[0].grad is not None
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.1])
+def test_the_optimizer_in_the_graph(clip_grad: float) -> None:
+    """The same bits; clipping multiplies on a CPU and divides in a graph, which may round apart."""
+    runs = []
+    for capture in (None, Again()):
+        run = Run(make_gpt2(), make_texts(40), capture, global_batch_size=8, clip_grad=clip_grad)
+        run.optimizer = Recordable(run._model.parameters(), lr=1e-2)
+        run.train()
+        runs.append(run)
+    off, on = runs
+    assert isinstance(on.optimizer, Recordable)
+    assert on.optimizer.launches > 2
+    limit = 1e-5 if clip_grad else 0.0
+    for mine, theirs in zip(on.values.lines, off.values.lines, strict=True):
+        assert mine == pytest.approx(theirs, rel=limit, abs=0.0)
+    for mine, theirs in zip(on.engine.parameters, off.engine.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=limit, atol=limit)
+
+
+def test_gradients_are_there_if_somebody_looks() -> None:
+    run = Run(make_gpt2(), make_texts(32), Again())
+    run.optimizer = Recordable(run._model.parameters(), lr=1e-2)
+    looking = Looking()
+    run.callbacks = [looking]
+    run.train()
+    assert run.optimizer.launches == 0
+    assert looking.seen == 8
+
+
 def test_rows_of_different_lengths(tmp_path: Path) -> None:
     """Few graphs for many lengths, and the results of a run that never replays, with dropout."""
     capture = Again()
@@ -178,7 +248,7 @@ def test_rows_of_different_lengths(tmp_path: Path) -> None:
     on.train()
     assert on.engine.graphs is not None
     assert on.engine.graphs.problem is None
-    assert 1 < on.engine.graphs.count <= 4
+    assert 1 < on.engine.graphs.count <= 6
     assert capture.replayed > capture.recorded
     plain = Run(make_bert(0.0), make_rows(24), None)
     plain.train()
@@ -322,6 +392,9 @@ def test_batches_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run.values.lines) == 2
 
 
-def test_only_a_gpu_has_graphs() -> None:
-    with pytest.raises(ConfigurationError, match="--cuda-graph on: there is no CUDA device"):
-        Run(make_gpt2(), make_texts(8), None, cuda_graph="on").train()
+def test_only_a_gpu_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that needs another device is reported at once."""
+    monkeypatch.setattr(processor, "is_emulation_wanted", lambda: False)
+    text = r"2 problems:\n  - --fp8 needs an NVIDIA GPU .*\n  - --cuda-graph on: there is no CUDA"
+    with pytest.raises(ConfigurationError, match=text):
+        Run(make_gpt2(), make_texts(8), None, cuda_graph="on", fp8=True)

@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 PRIVATE_NAMES = {
     "torch.optim.AdamW._step_supports_amp_scaling": "skipping a bad update without a host wait",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "users' hooks that look at gradients",
     "torch.optim.Optimizer._global_optimizer_pre_hooks": "the same, for all optimizers",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "users' hooks that look at updates",
+    "torch.optim.Optimizer._global_optimizer_post_hooks": "the same, for all optimizers",
 }
 _BUFFER = "momentum_buffer"
 
@@ -47,6 +49,12 @@ def step_divided(divisor: Tensor, optimizer: Any, step: Callable[[], object]) ->
         step()
     finally:
         del optimizer.grad_scale
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something looks at each update, before or after it."""
+    after = _global_optimizer_post_hooks or optimizer._optimizer_step_post_hooks
+    return bool(after) or has_step_hooks(optimizer)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -460,7 +460,7 @@ class AccelerationArguments:
     compile: bool = False
     """compile each transformer block with torch.compile"""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """replay the forward and backward passes of a step as one CUDA graph, which saves launching
+    """replay a step (forward, backward, clipping, AdamW) as one CUDA graph, which saves launching
     each kernel: auto = on one GPU, if launches matter and a replay gives the same result. Padded
     batches are rounded to a few sizes, so dropout draws other masks for them than with off"""
     onnx_runtime_training: bool = False

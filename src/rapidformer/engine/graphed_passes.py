@@ -1,8 +1,9 @@
-"""The forward and backward passes of an update over inputs at fixed places in memory."""
+"""The passes of an update over inputs at fixed places in memory, and the update itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, StaticInputs
 from rapidformer.compat.torch_tensors import copy_all, multiply_all
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
+from rapidformer.engine.graphed_update import GraphedUpdate, Launch
 from rapidformer.optim.update import get_norm, scale_loss, take_gradients
 
 RunForward = Callable[[MicroBatch], MicroBatchResult]
@@ -21,8 +23,8 @@ class Outcome:
     """The results of an update's passes."""
 
     results: list[MicroBatchResult]
-    gradients: list[Tensor | None]
-    """Of all parameters: the mean over the update, not clipped yet."""
+    gradients: list[Tensor | None] | None
+    """Of all parameters: the mean over the update, not clipped yet; None: they were used."""
     norm: Tensor
 
     def copy(self, weights: Sequence[float]) -> Outcome:
@@ -57,7 +59,10 @@ class Passes:
         update: Update,
         weights: Sequence[float],
         device: torch.device,
+        graphed_update: GraphedUpdate | None = None,
     ) -> None:
+        self._graphed_update = graphed_update
+        self._launch: Launch | None = None
         self._run_forward = run_forward
         self._parameters = parameters
         self._inputs = [StaticInputs(each, device) for each in inputs]
@@ -82,7 +87,50 @@ class Passes:
         pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
         self._weights.copy_(pinned, non_blocking=True)
 
+    @property
+    def updated(self) -> Sequence[nn.Parameter]:
+        """The parameters that ``run`` updates; none if the optimizer runs afterwards."""
+        return () if self._launch is None else self._launch.parameters
+
+    def prepare(self) -> bool:
+        """Call before every replay; False if it must be recorded again."""
+        return self._launch is None or self._launch.prepare()
+
+    def rehearse(self) -> Outcome:
+        """Everything that ``run`` does on the device, once; no weight changes."""
+        outcome = self.run_passes()
+        graphed = self._graphed_update
+        if graphed is not None:
+            assert outcome.gradients is not None
+            self._launch = graphed.find_launch(self._parameters, outcome.gradients)
+            with graphed.without_effect():
+                self._finish(outcome)
+        return outcome
+
     def run(self) -> Outcome:
+        """What a graph records: the passes, and the update if it can be recorded."""
+        return self._finish(self.run_passes())
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        assert outcome.gradients is not None
+        if self._launch is None:
+            return replace(outcome, gradients=self._leave(outcome.gradients))
+        assert self._graphed_update is not None
+        gradients = {
+            id(parameter): gradient
+            for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True)
+            if gradient is not None
+        }
+        self._graphed_update.run(self._launch, gradients, outcome.norm)
+        return replace(outcome, gradients=None)
+
+    @contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """Inside, a replay changes no weight."""
+        with self._graphed_update.without_effect() if self._graphed_update else nullcontext():
+            yield
+
+    def run_passes(self) -> Outcome:
         """Forward and backward; leaves no gradient in the parameters."""
         results = []
         for number, (static, micro_batch) in enumerate(
@@ -99,7 +147,7 @@ class Passes:
         divisor = self._get_factor(results)
         if isinstance(divisor, Tensor) or divisor != 1.0:
             multiply_all(held, divisor)
-        return Outcome(results, self._leave(gradients), get_norm(held))
+        return Outcome(results, gradients, get_norm(held))
 
     def _get_fraction(
         self, number: int, result: MicroBatchResult, first: MicroBatchResult

@@ -1,9 +1,10 @@
-"""Replay the forward and backward passes of an update as one CUDA graph.
+"""Replay an update as one CUDA graph: forward and backward passes, clipping, optimizer.
 
 A small model spends most of a step launching kernels. A graph launches all of them at once, but
 repeats only what the device did: not the Python code around it. So the passes over each kind of
 batch first run as usual, are recorded, and must then give the same losses and gradients when they
-are replayed. Optimizer, schedule, logging and callbacks stay outside.
+are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer unless it is
+one that can be recorded (``graphed_update.py``).
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
@@ -30,11 +32,16 @@ from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import count_changes, has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
+from rapidformer.engine.graphed_update import GraphedUpdate
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.update import take_gradients
 
 MOST_GRAPHS = 8
+_MOST_AT_ONCE = 6
+"""How many graphs of rounded sizes are recorded before these sizes have been seen twice."""
+_LARGER_SIZES = 3
+"""How many sizes above the current one are recorded with the second graph of rounded sizes."""
 _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
 _CHECKED_BATCHES = 2
@@ -48,6 +55,23 @@ class _Graph:
     passes: Passes
     outcome: Outcome
     replay: Callable[[], None]
+
+    def run(self) -> None:
+        """Replay a step. torch cannot see that weights have changed, so it is told."""
+        self.replay()
+        if self.passes.updated:
+            increment_version(self.passes.updated)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """An update that is to be run."""
+
+    update: Update
+    weights: list[float]
+    describe: Callable[[list[Inputs]], Hashable]
+    """The key of its graph, if these are its inputs."""
+    build: Callable[[list[Inputs]], Passes]
 
 
 class GraphedPasses:
@@ -94,12 +118,22 @@ class GraphedPasses:
         """Graphs in use: recorded, and found to give the right results."""
         return len(self._graphs) if self._checked >= _CHECKED_BATCHES else 0
 
+    @property
+    def updates(self) -> bool:
+        """Whether the graphs update the weights, too."""
+        return any(graph.passes.updated for graph in self._graphs.values())
+
     def run(
-        self, run_forward: RunForward, update: Update, steps: Sequence[Callable[..., Any]]
+        self,
+        run_forward: RunForward,
+        update: Update,
+        steps: Sequence[Callable[..., Any]],
+        graphed_update: GraphedUpdate | None = None,
     ) -> Outcome | None:
         """Run the passes of an update; None if they must run without a graph.
 
-        ``steps`` is the user's code that ``run_forward`` calls.
+        ``steps`` is the user's code that ``run_forward`` calls. If a ``graphed_update`` is given,
+        a graph may update the weights as well.
         """
         if self.problem is not None:
             return None
@@ -122,38 +156,61 @@ class GraphedPasses:
         if len(known) < len(inputs) or steps != self._steps:
             return None  # the loss must be seen on a padded batch first; or it is another loss
         self._drop_moved()
-        key = (tuple(each.key for each in known), self._describe_model(), self._code.read_values())
-        return self._run(run_forward, update, known, key, weights)
+        about_model = self._describe_model(), self._code.read_values()
 
-    def _run(
-        self,
-        run_forward: RunForward,
-        update: Update,
-        inputs: list[Inputs],
-        key: Hashable,
-        weights: list[float],
-    ) -> Outcome | None:
+        def describe(inputs: list[Inputs]) -> Hashable:
+            batches = tuple(each.key for each in inputs)
+            return batches, about_model, graphed_update is not None
+
+        def build(inputs: list[Inputs]) -> Passes:
+            return Passes(
+                run_forward, self._parameters, inputs, update, weights, self._device, graphed_update
+            )
+
+        return self._run(_Request(update, weights, describe, build), known)
+
+    def _run(self, request: _Request, inputs: list[Inputs]) -> Outcome | None:
+        key, weights = request.describe(inputs), request.weights
         graph = self._graphs.get(key)
+        if graph is not None and not graph.passes.prepare():
+            del self._graphs[key]
+            graph = None
         if graph is not None:
             graph.passes.fill(inputs, weights)
             if not self.count:
                 return self._try(lambda before: self._compare(graph, weights, before))
-            graph.replay()
+            graph.run()
             return graph.outcome.copy(weights)
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
         is_new, is_first = hash(key) not in self._seen, not self._is_warm
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
-        is_common = len(self._graphs) < MOST_GRAPHS // 2 and all(each.is_rounded for each in inputs)
+        is_common = len(self._graphs) < _MOST_AT_ONCE and all(each.is_rounded for each in inputs)
         waits = is_full or (is_new and not is_first and not is_common)
         if waits and not any(each.is_rounded for each in inputs):
             return None  # nothing was rounded, so the usual passes give the same
 
         def work(before: _State) -> Outcome:
-            passes = Passes(run_forward, self._parameters, inputs, update, weights, self._device)
-            return passes.run() if waits else self._record(passes, key, weights, before)
+            if waits:
+                return request.build(inputs).run_passes()
+            if self.count == 1 and is_common and len(request.update) == 1:
+                self._record_larger(request, key, before)
+            return self._record(request.build(inputs), key, weights, before)
 
         return self._try(work)
+
+    def _record_larger(self, request: _Request, own: Hashable, before: _State) -> None:
+        """Record the next larger sizes as well: they will come, so better now than in mid-run.
+
+        Smaller ones cannot be made from this batch.
+        """
+        for sizes_up in range(1, _LARGER_SIZES + 1):
+            inputs = read_inputs(self._model, request.update[0].batch, sizes_up=sizes_up)
+            key = request.describe([inputs]) if inputs is not None else own
+            if inputs is None or key == own or key in self._graphs:
+                continue
+            self._record(request.build([inputs]), key, request.weights, before, is_used=False)
+            before.restore()
 
     def _try(self, work: Callable[[_State], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
@@ -170,43 +227,58 @@ class GraphedPasses:
         return None
 
     def _record(
-        self, passes: Passes, key: Hashable, weights: Sequence[float], before: _State
+        self,
+        passes: Passes,
+        key: Hashable,
+        weights: Sequence[float],
+        before: _State,
+        *,
+        is_used: bool = True,
     ) -> Outcome:
         if not self._is_warm:
             # The very first one may still set things up, such as compiled blocks.
-            outcome = self._capture.warm_up(passes.run, forbids_reads=False)
+            outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
             before.check_host_numbers()
             self._is_warm = True
             return outcome
         # Compiling a block for another size waits for the device as well.
-        expected = self._capture.warm_up(passes.run, forbids_reads=not self._compiles).read()
+        expected = self._capture.warm_up(passes.rehearse, forbids_reads=not self._compiles).read()
         before.restore()
-        earlier = next(iter(self._graphs.values()), None)
         # All graphs leave their gradients in the same memory.
-        passes.gradients = earlier.outcome.gradients if earlier is not None else None
-        graph = _Graph(passes, *self._capture.record(passes.run))
-        self._replay(graph, expected)
+        left = (graph.outcome.gradients for graph in self._graphs.values())
+        passes.gradients = next((each for each in left if each is not None), None)
+        with passes.without_effect():
+            graph = _Graph(passes, *self._capture.record(passes.run))
+        self._replay(graph, expected, before, is_used=is_used)
         self._graphs[key] = graph
         return graph.outcome.copy(weights)
 
     def _compare(self, graph: _Graph, weights: Sequence[float], before: _State) -> Outcome:
-        gradients, graph.passes.gradients = graph.passes.gradients, None
-        expected = self._capture.warm_up(graph.passes.run, forbids_reads=False).read()
-        graph.passes.gradients = gradients
+        expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False).read()
         before.restore()
-        self._replay(graph, expected)
+        self._replay(graph, expected, before)
         return graph.outcome.copy(weights)
 
-    def _replay(self, graph: _Graph, expected: list[float]) -> None:
+    def _replay(
+        self, graph: _Graph, expected: list[float], before: _State, *, is_used: bool = True
+    ) -> None:
         """Replay a graph and compare its results with the expected ones."""
-        graph.replay()
-        for mine, theirs in zip(graph.outcome.read(), expected, strict=True):
+        with graph.passes.without_effect():
+            graph.replay()
+            self._check_results(graph.outcome, expected)
+        self._checked += 1
+        if graph.passes.updated and is_used:
+            before.restore()
+            graph.passes.prepare()
+            graph.run()  # this time, it updates the weights
+
+    def _check_results(self, outcome: Outcome, expected: list[float]) -> None:
+        for mine, theirs in zip(outcome.read(), expected, strict=True):
             is_same = math.isclose(mine, theirs, rel_tol=self._limit, abs_tol=1e-7)
             if not is_same and not (math.isnan(mine) and math.isnan(theirs)):
                 raise NotRepeatableError(
                     f"replaying a step gave {mine:.6g} where running it gave {theirs:.6g}"
                 )
-        self._checked += 1
 
     def _check(self, update: Update) -> None:
         """Refuse what is known beforehand not to be replayable, or not worth it."""

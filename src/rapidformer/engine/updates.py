@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,15 +22,17 @@ from rapidformer.accel.cuda_graph.switch import MayCapture
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
+from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.composing import ComposedRun
+from rapidformer.engine.graphed_update import GraphedUpdate, RecordableOptimizer
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
-from rapidformer.optim.observer import get_observer
+from rapidformer.optim.observer import RunObserver, get_observer
 from rapidformer.optim.update import (
     MeasureNorm,
     add_gradients,
@@ -175,6 +177,8 @@ class UpdatingRun(ComposedRun):
         forward: Callable[[Any], Any],
         update: Update,
         after_micro_batch: Callable[[], None] | None = None,
+        *,
+        steps_at_once: bool = False,
     ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; ``step`` comes next.
 
@@ -182,11 +186,12 @@ class UpdatingRun(ComposedRun):
         trains this way, and it is the only way to train a model that is split into stages
         (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
         the last; those of a pipeline or a CUDA graph are all under way at once, so there it is
-        called after them all.
+        called after them all. ``steps_at_once`` says that nothing looks at the gradients before
+        ``step``: a CUDA graph may then update the weights, too.
         """
         pipeline = self.parallelized.pipeline
         if pipeline is None:
-            results = self._run_graphed(forward, update)
+            results = self._run_graphed(forward, update, steps_at_once=steps_at_once)
             if results is None:
                 return self._run_in_turn(forward, update, after_micro_batch)
         else:
@@ -241,15 +246,38 @@ class UpdatingRun(ComposedRun):
             work=self.work,
         )
 
+    @functools.cached_property
+    def _graphed_update(self) -> GraphedUpdate | None:
+        """How the optimizer works inside a graph; None if it cannot."""
+        if not hasattr(self.optimizer, "find_launch"):
+            return None
+        return GraphedUpdate(
+            cast(RecordableOptimizer, self.optimizer), self.args.clip_grad, self.device
+        )
+
+    def _can_update_in_graph(self) -> bool:
+        """Whether nothing but the optimizer's own step happens to a finished gradient."""
+        clock, optimizer = self.clock, self.optimizer
+        assert optimizer is not None
+        is_plain = clock.guard is None and clock.keeper is None and self.scaler is None
+        is_watched = has_hooks(optimizer) or type(get_observer()) is not RunObserver
+        return is_plain and not is_watched and "step" not in vars(optimizer)
+
     def _run_graphed(
-        self, forward: Callable[[Any], Any], update: Update
+        self, forward: Callable[[Any], Any], update: Update, *, steps_at_once: bool
     ) -> list[MicroBatchResult] | None:
         """Replay the passes; None if they must run one by one."""
         if self.graphs is None:
             return None
         beat("forward", self.clock.updates + 1)
         steps = getattr(forward, "steps", (forward,))
-        outcome = self.graphs.run(functools.partial(self.run_forward, forward), update, steps)
+        updates = steps_at_once and self._can_update_in_graph()
+        outcome = self.graphs.run(
+            functools.partial(self.run_forward, forward),
+            update,
+            steps,
+            self._graphed_update if updates else None,
+        )
         if outcome is None:
             return None
         get_observer().see_phase("forward")
@@ -257,12 +285,15 @@ class UpdatingRun(ComposedRun):
             with self.accumulate(is_last=micro_batch is update[-1]):
                 _, fraction = self._count_micro_batch(result, micro_batch, ends_update=False)
             self.clock.add_loss(result.loss, fraction)
-        for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
         get_observer().see_phase("backward")
         beat("update")
-        held = [gradient for gradient in outcome.gradients if gradient is not None]
-        self.clock.take_finished(held, outcome.norm)
+        if outcome.gradients is None:
+            self.clock.take_applied(outcome.norm)
+        else:
+            for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True):
+                parameter.grad = gradient
+            held = [gradient for gradient in outcome.gradients if gradient is not None]
+            self.clock.take_finished(held, outcome.norm)
         self._notice_unfrozen()
         return outcome.results
 

@@ -83,6 +83,7 @@ class UpdateClock:
         self._weight: float | torch.Tensor = 0.0
         self._unit = 1.0
         self._is_clipped = False
+        self._is_applied = False
         self._gradients: list[torch.Tensor] = []
 
     @property
@@ -185,6 +186,11 @@ class UpdateClock:
         self._is_complete = True
         get_observer().see_gradients()
 
+    def take_applied(self, norm: torch.Tensor) -> None:
+        """Take an update that a CUDA graph has already applied to the weights."""
+        self.take_finished([], norm)
+        self._is_applied = True
+
     def take_finished(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
         """Take a gradient that is a mean already, and its norm; one rank only."""
         self._gradients = list(gradients)
@@ -212,9 +218,7 @@ class UpdateClock:
         """Clip and update in one pass over the gradients."""
         assert self.grad_norm is not None
         max_norm = get_observer().choose_clip(max_norm, self.grad_norm)
-        # The inverse of `clip`'s factor, so the result is the same up to the last bit.
-        divisor = (self.grad_norm + 1e-6) / max_norm if max_norm > 0 else self.grad_norm * 0
-        step_divided(divisor.clamp(min=1.0))
+        step_divided(get_divisor(self.grad_norm, max_norm))
 
     def use_gradients(
         self,
@@ -245,12 +249,8 @@ class UpdateClock:
                 f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
                 "the loss, or lower --lr."
             )
-        if step_divided is not None and not self._is_clipped and self.guard is None:
-            self._clip_in_step(clip_grad, step_divided)
-        else:
-            if not self._is_clipped:
-                self.clip(clip_grad)
-            self.guard.run_step(step) if self.guard is not None else step()
+        if not self._is_applied:
+            self._run_step(step, clip_grad, step_divided)
         # Dropped now: the next backward pass must find the memory of these gradients free.
         self._gradients = []
         if scaler is not None:
@@ -261,6 +261,16 @@ class UpdateClock:
             self._move_schedule(self._pending_schedule)
             self._pending_schedule = None
         get_observer().see_update()
+
+    def _run_step(
+        self, step: Callable[[], object], clip_grad: float, step_divided: StepDivided | None
+    ) -> None:
+        if step_divided is not None and not self._is_clipped and self.guard is None:
+            self._clip_in_step(clip_grad, step_divided)
+            return
+        if not self._is_clipped:
+            self.clip(clip_grad)
+        self.guard.run_step(step) if self.guard is not None else step()
 
     def _is_refused(self, guard: LossGuard, scaler: LossScaler | None) -> bool:
         """Judge the update; False if it is good, or if the verdict is read later."""
@@ -325,9 +335,15 @@ class UpdateClock:
         self._rounds = 0
         self._is_complete = False
         self._outcome = None
-        self._is_clipped = False
+        self._is_clipped = self._is_applied = False
         self._weight = 0.0
         self._gradients = []
+
+
+def get_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What clipping divides a gradient by: the inverse of ``clip``'s factor up to the last bit."""
+    divisor = (norm + 1e-6) / max_norm if max_norm > 0 else norm * 0
+    return divisor.clamp(min=1.0)
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:

@@ -70,6 +70,11 @@ class Control:
 class Callback:
     """Does nothing at any hook point; a subclass overrides those it needs."""
 
+    def hears(self, hook: str) -> bool:
+        """Whether anything happens at this hook point."""
+        method = getattr(self, hook)
+        return getattr(method, "__func__", method) is not getattr(Callback, hook)
+
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
         """Before the first step of this process, resumed or not."""
 

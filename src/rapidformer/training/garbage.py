@@ -16,7 +16,7 @@ from typing import Any
 class GarbageCollection:
     """Collects between the steps inside ``with``; afterwards everything is as it was before."""
 
-    def __init__(self, freezes_after: int = 100) -> None:
+    def __init__(self, freezes_after: int = 40) -> None:
         """Skip what exists after ``held_back`` was used this often; a short run gains nothing."""
         self._freezes_after = freezes_after
         self._count = 0

@@ -7,7 +7,10 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 
 class GraphReport(Callback):
-    """Says ``graphs    steps are replayed as CUDA graphs from step 4 on``, or why they are not."""
+    """Says ``graphs    steps are replayed as CUDA graphs from step 4 on``, or why they are not.
+
+    The number of graphs is in every line of ``metrics.jsonl``, and in the log at the end.
+    """
 
     def __init__(self, graphs: GraphedPasses) -> None:
         self._graphs = graphs
@@ -19,7 +22,8 @@ class GraphReport(Callback):
             loop.say(f"graphs    steps are not replayed as CUDA graphs: {graphs.problem}")
             self._is_dropped = True
         elif graphs.count and not self._is_reported:
-            loop.say(f"graphs    steps are replayed as CUDA graphs from step {loop.step + 1} on")
+            what = "steps, optimizer included," if graphs.updates else "steps"
+            loop.say(f"graphs    {what} are replayed as CUDA graphs from step {loop.step + 1} on")
             self._is_reported = True
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:

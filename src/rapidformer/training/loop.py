@@ -222,8 +222,16 @@ class TrainingLoop:
         self._act()
 
     def _run_passes(self, update: Update) -> list[MicroBatchResult]:
+        is_watched = any(
+            callback.hears(hook)
+            for callback in self._callbacks
+            for hook in ("on_substep_end", "on_pre_optimizer_step")
+        )
         return self.engine.run_update(
-            self.forward, update, after_micro_batch=lambda: self._notify("on_substep_end")
+            self.forward,
+            update,
+            after_micro_batch=lambda: self._notify("on_substep_end"),
+            steps_at_once=not is_watched,
         )
 
     def _run_update(self, update: Update) -> None:
@@ -402,6 +410,8 @@ class TrainingLoop:
             line["mfu"] = utilization
         if self.engine.device.type == "cuda":
             line["memory_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / 2**30
+        if self.engine.graphs is not None:
+            line["cuda_graphs"] = self.engine.graphs.count
         if self.engine.scaler is not None:
             line["loss_scale"] = self.engine.scaler.scale
             line["skipped_updates"] = self.engine.clock.skipped

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T")
+_MOST_RESERVED = 0.5
+"""Fraction of the device's memory above which a recording might not find enough."""
 
 
 class Capture(Protocol):
@@ -50,15 +52,30 @@ class CudaCapture:
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Only this thread is watched: the loader's threads may allocate pinned memory.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with self._recording(graph):
                 result = function()
         except BaseException:
             self._recover()
             raise
         return result, graph.replay
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """As ``torch.cuda.graph`` does, but memory is given back only if it may be needed.
+
+        Otherwise the steps that follow would have to allocate it again.
+        """
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        if torch.cuda.memory_reserved(self._device) > _MOST_RESERVED * total:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            # Only this thread is watched: the loader's threads may allocate pinned memory.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def _recover(self) -> None:
         """Clean up after a failed capture: no random number can be drawn until one succeeds."""

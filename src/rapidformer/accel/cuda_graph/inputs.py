@@ -56,8 +56,11 @@ class Inputs:
         return [*self.arrays.values(), *rows]
 
 
-def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
-    """Prepare a batch, from host memory only; None if it must run unchanged (``reading.py``)."""
+def read_inputs(model: nn.Module, batch: Any, *, sizes_up: int = 0) -> Inputs | None:
+    """Prepare a batch, from host memory only; None if it must run unchanged (``reading.py``).
+
+    ``sizes_up`` rounds the number of tokens up even further.
+    """
     columns, fills, fixed = None, dict[str, int](), None
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -67,7 +70,7 @@ def read_inputs(model: nn.Module, batch: Any) -> Inputs | None:
         columns, fills = _choose_columns(model, batch, mask)
         if columns is not None:
             wide = _pad(targets, columns, IGNORED_LABEL) if "labels" in fills else targets
-            fixed = read_fixed_rows(model, _widen(is_real, columns, 0), wide)
+            fixed = read_fixed_rows(model, _widen(is_real, columns, 0), wide, sizes_up)
             if fixed is None:
                 return None
         if fixed is None or fixed.rows is None:

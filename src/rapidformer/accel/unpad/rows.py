@@ -68,14 +68,17 @@ class Rows:
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
-    def read_filled(real: Mask) -> Rows:
+    def read_filled(real: Mask, sizes_up: int = 0) -> Rows:
         """The rows of a mask in host memory, filled up with padding to one of a few sizes.
 
         Unlike zeros, padding has its own places in the batch: there are as many places as tokens,
-        and no size depends on how many of them are real.
+        and no size depends on how many of them are real. ``sizes_up`` asks for a larger size.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
-        padding = padding[: min(round_up(len(places), least=128), real.size) - len(places)]
+        size = round_up(len(places), least=128)
+        for _ in range(sizes_up):
+            size = round_up(size + 1, least=128)
+        padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
         starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
         places = np.concatenate([places, padding])

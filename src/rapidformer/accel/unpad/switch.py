@@ -327,7 +327,9 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     return None if rounds_up and not rows.is_contiguous else rows
 
 
-def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor) -> FixedRows | None:
+def read_fixed_rows(
+    model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0
+) -> FixedRows | None:
     """What ``find_rows`` must return on every replay of a batch, from its values in host memory.
 
     None if the loss must be seen on a padded batch first.
@@ -336,7 +338,7 @@ def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor) -> FixedRows | No
     is_known = reader is not None and filling is not None and filling.is_exact
     if reader is not None and is_known and _is_removable(model, is_real, labels):
         if labels.shape != is_real.shape or reader.ignores_padding:
-            rows = Rows.read_filled(is_real)
+            rows = Rows.read_filled(is_real, sizes_up)
             if rows.is_contiguous:
                 return FixedRows(rows)
         elif not reader.is_decided:

@@ -39,6 +39,9 @@ class LoopEvents(Callback):
         self._trainer = trainer
         self._heard: set[str] = set()
 
+    def hears(self, hook: str) -> bool:
+        return hook in self._heard
+
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
         trainer, args = self._trainer, self._trainer.args
         state = trainer.state
