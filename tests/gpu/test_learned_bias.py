@@ -65,27 +65,40 @@ def get_errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", interface.SIZES)
+# Every case compiles its own kernels, which takes seconds.
 @pytest.mark.parametrize(
-    ("queries", "keys", "rows", "is_causal"),
-    [(256, 256, 1, False), (256, 256, 1, True), (77, 203, 1, False), (77, 77, 2, True)],
+    ("dtype", "size", "is_causal"),
+    [(torch.bfloat16, 128, False), (torch.bfloat16, 64, True), (torch.float16, 16, False)],
 )
 def test_values_are_as_close_to_fp64_as_those_of_torch(
-    dtype: torch.dtype, size: int, queries: int, keys: int, rows: int, is_causal: bool
+    dtype: torch.dtype, size: int, is_causal: bool
 ) -> None:
-    leaves, gradient = make(queries, keys, size, dtype, rows)
+    leaves, gradient = make(256, 256, size, dtype)
     output = operator.attend(*leaves, dropout=0.0, scale=1.0, is_causal=is_causal)
     bias = leaves[3].expand(BATCH, -1, -1, -1)
     if is_causal:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril()
+        seen = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril()
         bias = torch.where(seen, bias, torch.finfo(dtype).min)
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         theirs = functional.scaled_dot_product_attention(*leaves[:3], attn_mask=bias, scale=1.0)
     exact = compute_exactly(leaves, gradient, is_causal=is_causal)
     mine = get_errors(differentiate(output, leaves, gradient), exact)
     errors = get_errors(differentiate(theirs, leaves, gradient), exact)
     assert all(a <= 1.1 * b for a, b in zip(mine, errors, strict=True)), (mine, errors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "queries", "keys", "rows", "is_causal"),
+    [(torch.bfloat16, 64, 77, 203, 1, False), (torch.float16, 32, 77, 77, BATCH, True)],
+)
+def test_lengths_that_do_not_fill_a_tile(
+    dtype: torch.dtype, size: int, queries: int, keys: int, rows: int, is_causal: bool
+) -> None:
+    leaves, gradient = make(queries, keys, size, dtype, rows)
+    output = operator.attend(*leaves, dropout=0.0, scale=1.0, is_causal=is_causal)
+    exact = compute_exactly(leaves, gradient, is_causal=is_causal)
+    errors = get_errors(differentiate(output, leaves, gradient), exact)
+    assert max(errors) < torch.finfo(dtype).eps / 2, errors
 
 
 def unpack(kept: Tensor, shape: torch.Size) -> Tensor:
@@ -183,14 +196,15 @@ def train(model: Any, *, is_padded: bool, is_compiled: bool = False) -> dict[str
         for block in (*model.encoder.block, *model.decoder.block):
             block.compile(fullgraph=True)
     model.zero_grad()
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", torch.float16):  # rounds less than bf16
         loss = model(**batch, use_cache=False).loss
     loss.backward()
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("is_padded", "is_compiled"), [(False, False), (True, False), (True, True)]
+)
 def test_t5_has_the_same_gradients(
     is_padded: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
