@@ -53,13 +53,6 @@ class Again:
         return first, replay
 
 
-class Never(Again):
-    """Nothing can be recorded: all updates run through the same inputs as they are."""
-
-    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
-        raise AssertionError("recorded")
-
-
 class Stale(Again):
     """A replay that does not see its inputs."""
 
@@ -231,14 +224,20 @@ def test_the_optimizer_in_the_graph(clip_grad: float) -> None:
         torch.testing.assert_close(mine, theirs, rtol=limit, atol=limit)
 
 
-def test_gradients_are_there_if_somebody_looks() -> None:
-    run = Run(make_gpt2(), make_texts(32), Again())
-    run.optimizer = Recordable(run._model.parameters(), lr=1e-2)
-    looking = Looking()
-    run.callbacks = [looking]
+@pytest.mark.parametrize("who", ["callback", "hook"])
+def test_gradients_are_there_if_somebody_looks(who: str) -> None:
+    run = Run(make_gpt2(), make_texts(20), Again())
+    optimizer = run.optimizer = Recordable(run._model.parameters(), lr=1e-2)
+    looking, steps = Looking(), []
+    if who == "callback":
+        run.callbacks = [looking]
+    else:
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
     run.train()
-    assert run.optimizer.launches == 0
-    assert looking.seen == 8
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.count == 1
+    assert optimizer.launches == 0
+    assert looking.seen + len(steps) == 5
 
 
 def test_rows_of_different_lengths(tmp_path: Path) -> None:

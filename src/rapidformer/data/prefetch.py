@@ -23,8 +23,7 @@ def read_ahead(
 ) -> Iterator[MicroBatch]:
     """The same rounds with their batches on the device, one copied ahead of need.
 
-    While ``stays_on_host`` says so, batches stay in (pinned) host memory: whoever gets them copies
-    them to another place.
+    While ``stays_on_host()`` is true, batches stay in pinned host memory for the caller to move.
     """
     if device.type != "cuda":
         for each in rounds:

@@ -57,7 +57,7 @@ class _Graph:
     replay: Callable[[], None]
 
     def run(self) -> None:
-        """Replay a step. torch cannot see that weights have changed, so it is told."""
+        """Replay a step, and mark the weights that it updates as changed, as torch itself would."""
         self.replay()
         if self.passes.updated:
             increment_version(self.passes.updated)
