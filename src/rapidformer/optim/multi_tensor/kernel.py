@@ -106,7 +106,7 @@ def update(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     end = tl.minimum(start + chunk, size)
     # Only accesses of 16 bytes reach the device's full bandwidth.
-    if ((weight | gradient | mean | square | size) & 15) == 0:
+    if ((weight | gradient | mean | square | end) & 15) == 0:
         end = _align(end)
         for offset in range(0, chunk, block):
             places = start + offset + tl.arange(0, block)
@@ -205,7 +205,7 @@ def square_chunk(  # type: ignore[no-untyped-def]
     size = tl.load(sizes + tensor)
     end = tl.minimum(start + chunk, size)
     total = tl.zeros((block,), tl.float32)
-    if ((address | size) & 15) == 0:
+    if ((address | end) & 15) == 0:
         end = _align(end)
         for offset in range(0, chunk, block):
             places = start + offset + tl.arange(0, block)
