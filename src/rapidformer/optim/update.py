@@ -390,25 +390,25 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     One reduction per axis. What several ranks hold whole is counted by each of them in part, so
     that the sum counts it once.
     """
-    parts: dict[DeviceMesh | None, dict[int, list[torch.Tensor]]] = {}
-    for gradient in gradients:
-        mesh, copies = None, 1
+    plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    sums = [_square_norm(plain)] if plain else []
+    parts: dict[DeviceMesh, dict[int, list[torch.Tensor]]] = {}
+    for gradient in gradients if len(plain) < len(gradients) else ():
         if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
+            mesh, copies = gradient.device_mesh, 1
             for axis, placement in enumerate(gradient.placements):
                 copies *= mesh.size(axis) if placement.is_replicate() else 1
-        squares = parts.setdefault(mesh, defaultdict(list))
-        squares[copies].append(_get_local(gradient))
-    sums = [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
+            squares = parts.setdefault(mesh, defaultdict(list))
+            squares[copies].append(_get_local(gradient))
+    sums += [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
     return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 
 
-def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh | None) -> torch.Tensor:
-    """Over all ranks of the mesh these are split on; plain tensors are equal on all."""
+def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh) -> torch.Tensor:
+    """Over all ranks of the mesh that these are split on."""
     sums = {copies: _square_norm(some) for copies, some in squares.items()}
     total = _add([each / copies if copies > 1 else each for copies, each in sums.items()])
-    for axis in range(mesh.ndim if mesh is not None else 0):
-        assert mesh is not None
+    for axis in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(axis))
     return total
 
