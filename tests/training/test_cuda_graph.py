@@ -27,6 +27,8 @@ Rows = list[dict[str, Any]]
 class Again:
     """Runs the function again, and writes what it returns where the first result is."""
 
+    has_room = True
+
     def __init__(self, *changed: torch.Tensor) -> None:
         self.recorded = self.replayed = 0
         self._changed = changed

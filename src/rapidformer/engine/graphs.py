@@ -209,6 +209,8 @@ class GraphedPasses:
             key = request.describe([inputs]) if inputs is not None else own
             if inputs is None or key == own or key in self._graphs:
                 continue
+            if not self._capture.has_room:
+                return
             self._record(request.build([inputs]), key, request.weights, before, is_used=False)
             before.restore()
 

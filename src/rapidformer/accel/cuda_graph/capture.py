@@ -16,6 +16,10 @@ _MOST_RESERVED = 0.5
 class Capture(Protocol):
     """How passes are recorded; tests have one without a GPU."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is plenty of memory for more recordings."""
+
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         """Run the function as it will run while it is recorded.
 
@@ -33,6 +37,11 @@ class CudaCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def has_room(self) -> bool:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * total
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         """On the stream that records later: libraries set up their memory for each stream."""
@@ -65,8 +74,7 @@ class CudaCapture:
 
         Otherwise the steps that follow would have to allocate it again.
         """
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        if torch.cuda.memory_reserved(self._device) > _MOST_RESERVED * total:
+        if not self.has_room:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
