@@ -58,16 +58,16 @@ def campaign_layouts(options: argparse.Namespace) -> int:
         import_deepspeed(torch.device("cpu"), "error")
         importlib.import_module("torch._inductor.compile_fx")
     campaigns = [Campaign(options.folder / kind, 0.1 * i) for i, kind in enumerate(worst)]
-    runs = zip(*(each.run(layouts, options.starts or layouts) for each in campaigns), strict=True)
+    starts = options.starts or layouts
+    total = min(options.runs, 2 * len(starts) * (len(layouts) + len(layouts) ** 2))
+    runs = zip(*(each.run(layouts, starts) for each in campaigns), strict=True)
     for routes in islice(runs, options.runs // 2):
         for kind, route in zip(worst, routes, strict=True):
             counts["routes", kind] += 1
             counts["failed", kind] += bool(route.problems)
             worst[kind] = max(worst[kind], route.error)
             words = f"{', '.join(route.layouts)} {kind}"
-            report(
-                sum(counts["routes", kind] for kind in worst), options.runs, words, route.problems
-            )
+            report(sum(counts["routes", kind] for kind in worst), total, words, route.problems)
     print(f"differences from uninterrupted runs: up to {worst}")
     return show(counts, "layouts", ["routes", "failed"])
 
