@@ -7,7 +7,7 @@ state; what a callback asks for (stop, log, evaluate, save) is the first process
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -15,7 +15,7 @@ from transformers.trainer_callback import ExportableState
 from rapidformer.log import warn_once
 from rapidformer.training.trainer.interface import TrainerInterface
 
-Callback = TrainerCallback | type[TrainerCallback]
+Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 
 
 class CallbackList:
