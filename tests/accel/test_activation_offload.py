@@ -26,7 +26,6 @@ from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.plan import find_plan
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import Training, run_cases
-from tests.parity.models import SAMPLES
 from tests.processes import run_in_processes
 
 from .models import FAMILIES, get_gradients, get_loss, make, make_batch
@@ -177,7 +176,7 @@ def test_sharded_and_split_weights_train_alike(flags: list[str]) -> None:
 
 def train_in_stages(settings: dict[str, Any]) -> list[Trace]:
     with mock.patch.object(activation_offload, "has_own_memory", return_value=True):
-        return run_cases([(Training("gpt2", layers=4, rows=SAMPLES), settings)])
+        return run_cases([(Training("gpt2", layers=4, rows=20), settings)])
 
 
 def test_stages_of_a_pipeline_train_alike() -> None:

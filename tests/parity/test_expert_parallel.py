@@ -135,7 +135,7 @@ def test_experts_without_rows_do_not_hold_up_the_others(name: str) -> None:
 
 def test_runs_continue_from_one_layout_of_experts_to_another(tmp_path: Path) -> None:
     """Exports are whole."""
-    training = Training("gpt-moe", rows=3 * ROWS, global_batch_size=ROWS)
+    training = Training("gpt-moe", rows=ROWS, global_batch_size=ROWS)
     route = [(2, EXPERTS), (4, {**EXPERTS, "zero_3_memory_optimization": True}), (1, {})]
     base = {"micro_batch_size": 1, "train_iters": 90}
     # Mixtures of different sizes have no equivalent in transformers.
