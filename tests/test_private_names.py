@@ -117,15 +117,16 @@ def find_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, repr(name)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parent != COMPAT],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)  # fmt: skip
-def test_private_names_are_used_in_compat_only(path: Path) -> None:
-    uses = [f"line {line}: {name}" for line, name in find_uses(parse(path))]
+def test_private_names_are_used_in_compat_only() -> None:
+    uses = [
+        f"{path.relative_to(ROOT)}, line {line}: {name}"
+        for path in FILES
+        if path.parent != COMPAT
+        for line, name in find_uses(parse(path))
+    ]
     assert not uses, (
-        f"{path.relative_to(ROOT)} uses private names of other libraries: {uses}. Give each a thin "
-        "function in compat/, named for what it does, and a line in PRIVATE_NAMES there."
+        "private names of other libraries are used. Give each a thin function in compat/, named "
+        "for what it does, and a line in PRIVATE_NAMES there:\n" + "\n".join(uses)
     )
 
 
