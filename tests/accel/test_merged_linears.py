@@ -158,3 +158,34 @@ def test_frozen_and_16_bit_weights_stay() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compiled(ROWS)
     assert [product.outputs for product in products] == [(8,)]
+
+
+def test_a_layer_without_gradients_takes_none_from_others() -> None:
+    model = Block()
+
+    def call(rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = model.gate(rows).softmax(-1)
+        return rows + model.down(model.up(rows) * gate)
+
+    compiled, products = compile_merged(call)
+    exact = differentiate(model, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = differentiate(model, compiled)
+    assert [product.outputs for product in products] == [(24,), (24,), (8,)]
+    assert max(measure_errors(found, exact)) < 0.02
+
+
+def test_layers_that_share_a_bias() -> None:
+    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    second.bias = third.bias = first.bias
+    layers = nn.ModuleList([first, second, third])
+
+    def call(rows: Tensor) -> Tensor:
+        return first(rows).tanh() + second(rows) * third(rows)
+
+    compiled, _ = compile_merged(call)
+    exact = differentiate(layers, call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = differentiate(layers, compiled)
+    assert max(measure_errors(found, exact)) < 0.02

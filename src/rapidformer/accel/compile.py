@@ -21,7 +21,8 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import put_fact
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_SMALL_SHARE = 0.01
+_LARGEST_FRACTION = 0.01
+"""Of the GPU's memory, for 16-bit copies of the weights."""
 
 
 def apply(assembly: Assembly) -> str:
@@ -70,7 +71,7 @@ def _has_room_for_copies(model: nn.Module, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     copies = sum(2 * parameter.numel() for parameter in model.parameters())
-    return copies < _SMALL_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory
 
 
 def _check_backend(backend: Backend) -> None:

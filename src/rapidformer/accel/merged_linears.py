@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-from rapidformer.compat.torch_compile import get_example, is_autocast_change
+from rapidformer.compat.torch_compile import get_example, is_autocast_change, is_gradient_change
 from rapidformer.compat.torch_tensors import copy_all
 
 _ALIGNMENT = 64
@@ -67,7 +67,7 @@ def merge_linears(module: GraphModule) -> None:
     device = get_example(layers[0].weight).device
     if not torch.is_autocast_enabled(device.type):
         return
-    groups = _group(layers, may_merge=not any(map(_is_in_place, graph.nodes)))
+    groups = _group(layers, may_merge=not any(map(_stands_between, graph.nodes)))
     dtype = torch.get_autocast_dtype(device.type)
     starts, size = _lay_out(groups)
     with graph.inserting_before(layers[0].node):
@@ -121,13 +121,18 @@ def _is_plain_weight(node: Any, dimensions: int) -> TypeGuard[Node]:
     )
 
 
-def _is_in_place(node: Node) -> bool:
-    """Whether a call may change one of its inputs."""
+def _stands_between(node: Node) -> bool:
+    """Whether layers before and after a call must not be merged.
+
+    It may change their input, or turn gradients off for one of them.
+    """
     if node.op not in ("call_method", "call_function"):
         return False
+    if is_gradient_change(node):
+        return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    if is_named_so or name in ("setitem", "iadd", "isub", "imul", "itruediv"):
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if is_in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv"):
         return True
     if getattr(node.target, "__module__", None) != functional.__name__:
         return False
@@ -138,10 +143,11 @@ def _is_in_place(node: Node) -> bool:
 def _group(layers: Sequence[_Layer], *, may_merge: bool) -> list[list[_Layer]]:
     """Layers with the same input; others on their own."""
     groups: dict[Any, list[_Layer]] = {}
-    seen: set[Node] = set()
+    seen: set[Node | None] = set()
     for layer in layers:
-        is_shared = layer.weight in seen
-        seen.add(layer.weight)
+        parameters = {layer.weight, layer.bias} - {None}
+        is_shared = not seen.isdisjoint(parameters)
+        seen |= parameters
         stands_alone = layer.is_transposed or is_shared or not may_merge
         key = layer.node if stands_alone else (layer.input, layer.bias is None)
         groups.setdefault(key, []).append(layer)

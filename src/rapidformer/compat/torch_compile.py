@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
+import torch
+
 PRIVATE_NAMES = {
     "torch._dynamo.utils.counters": "counting compiled graphs",
     "torch._dynamo.utils.calculate_time_spent": "the time spent on compiling",
@@ -21,6 +23,8 @@ PRIVATE_NAMES = {
     "torch._dynamo.lookup_backend": "the same",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
     "torch.amp.autocast_mode._exit_autocast": "the same",
+    "torch._C._set_grad_enabled": "regions of a graph without gradients",
+    "torch.autograd.grad_mode._enter_inference_mode": "the same",
 }
 
 Backend = str | Callable[..., Any]
@@ -81,6 +85,13 @@ def is_autocast_change(node: Any) -> int:
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
     return int(node.target is _enter_autocast) - int(node.target is _exit_autocast)
+
+
+def is_gradient_change(node: Any) -> bool:
+    """Whether gradients are turned on or off there, as by ``torch.no_grad()``."""
+    from torch.autograd.grad_mode import _enter_inference_mode
+
+    return node.target in (torch._C._set_grad_enabled, _enter_inference_mode)
 
 
 def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
