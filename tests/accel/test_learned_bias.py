@@ -68,11 +68,11 @@ def test_a_call_that_suits_gets_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_calls_go_where_they_went(change: str) -> None:
+def test_other_calls_use_the_plain_attention(change: str) -> None:
     assert call(**CHANGES[change]) == "plain"
 
 
-def test_without_gradients_calls_go_where_they_went() -> None:
+def test_without_gradients_calls_use_the_plain_attention() -> None:
     with torch.no_grad():
         assert call() == "plain"
 

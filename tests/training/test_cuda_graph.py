@@ -227,7 +227,7 @@ def test_the_optimizer_in_the_graph(clip_grad: float) -> None:
 
 
 @pytest.mark.parametrize("who", ["callback", "hook"])
-def test_gradients_are_there_if_somebody_looks(who: str) -> None:
+def test_gradients_stay_visible_to_callbacks_and_hooks(who: str) -> None:
     run = Run(make_gpt2(), make_texts(20), Again())
     optimizer = run.optimizer = Recordable(run._model.parameters(), lr=1e-2)
     looking, steps = Looking(), []

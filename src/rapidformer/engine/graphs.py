@@ -65,7 +65,7 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Request:
-    """An update that is to be run."""
+    """An update to run."""
 
     update: Update
     weights: list[float]

@@ -1,6 +1,6 @@
 """Attention within each row of an unpadded batch, through Hugging Face's attention interface.
 
-Two functions are registered under a name of ours. The one for masks gives a ``RowMask`` while a
+Two functions are registered under our own name. The one for masks gives a ``RowMask`` while a
 model runs unpadded; the one for attention attends row by row if it gets one. In every other case
 they do what ``sdpa`` does.
 """

@@ -64,7 +64,7 @@ class EvaluationMethods(RunRecords):
         output = self.evaluation_loop(
             loader,
             "Evaluation",
-            # Without metrics there is nobody to look at predictions.
+            # Without metrics, nothing reads the predictions.
             prediction_loss_only=True if self.compute_metrics is None else None,
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
