@@ -62,7 +62,7 @@ def list_parameters(optimizer: AdamW) -> list[nn.Parameter]:
     ("dtype", "tolerance"),
     [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
 )
-def test_steps_are_torchs(dtype: torch.dtype, tolerance: float) -> None:
+def test_steps_match_torch(dtype: torch.dtype, tolerance: float) -> None:
     """With a divisor and a skipped step, from the first step on."""
     tensors = build_tensors(dtype)
     mine, ours = build(MultiTensorAdamW, [tensor.clone() for tensor in tensors])

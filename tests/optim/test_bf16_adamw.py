@@ -13,6 +13,7 @@ from rapidformer.config import parse_arguments, resolve
 from rapidformer.errors import ConfigurationError
 from rapidformer.optim.bf16_adamw import Bf16AdamW, round_randomly
 from rapidformer.verification.settings import Job, change_settings, list_left_out
+from tests.training.test_no_waiting import Refusing
 
 STEPS, SIZE = 600, 1000
 
@@ -57,6 +58,17 @@ def test_shards_are_rounded_like_the_whole() -> None:
     for parameter in (whole, shard):
         train(Bf16AdamW([parameter], lr=1e-2), parameter, last=20)
     assert torch.equal(whole[: SIZE // 2], shard)
+
+
+def test_a_step_without_the_kernel_reads_nothing_parameter_by_parameter() -> None:
+    """On a GPU, the host would wait for each of them."""
+    parameters = [nn.Parameter(torch.ones(SIZE)) for _ in range(2)]
+    optimizer = Bf16AdamW(parameters, lr=1e-2)
+    for parameter in parameters:
+        parameter.grad = torch.ones(SIZE)
+    with Refusing():
+        optimizer.step()
+    assert [float(optimizer.state[each]["step"]) for each in parameters] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("before", "after"), [(AdamW, Bf16AdamW), (Bf16AdamW, AdamW)])

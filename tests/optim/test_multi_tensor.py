@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 import rapidformer.optim.multi_tensor as package
 from rapidformer.log import warn_once
-from rapidformer.optim.multi_tensor import adamw, tables
+from rapidformer.optim.multi_tensor import adamw, norm, tables
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.multi_tensor.launch import describe_group
 
@@ -157,6 +157,10 @@ def test_tables_follow_tensors_that_move(kernel: Any) -> None:
     weight.data, weight.grad = weight.data.clone(), torch.ones(7)
     optimizer.step()
     expect()
+    for moved in (optimizer.state[weight][name] for name in adamw.MOMENTS):
+        moved.data = moved.clone()
+        optimizer.step()
+        expect()
     assert optimizer.find_launch() is launch
     optimizer.state[weight]["exp_avg"] = torch.zeros(7)
     optimizer.step()
@@ -200,6 +204,14 @@ def test_other_precisions_and_missing_gradients_get_another_launch(kernel: Any) 
     assert not launch.prepare()
     optimizer.step()
     assert optimizer.find_launch() is not launch
+
+
+def test_the_norm_of_tensors_on_two_devices_is_left_to_torch(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm, "has_triton", lambda _: True)
+    monkeypatch.setattr(norm, "_works", lambda *_: True)
+    assert norm.sum_squares([torch.ones(3), torch.ones(3, device="meta")]) is None
 
 
 def test_chunks_of_tensors() -> None:

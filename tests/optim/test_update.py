@@ -15,7 +15,7 @@ from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
-from rapidformer.optim.update import UpdateClock, get_norm
+from rapidformer.optim.update import UpdateClock, get_divisor, get_norm
 
 from .rig import Rig
 
@@ -257,6 +257,7 @@ def test_clip_of_zero_means_off_and_still_tells_the_norm() -> None:
     assert norm is not None
     assert norm > 0
     assert equal(rig.gradients, before)  # type: ignore[arg-type]
+    assert get_divisor(torch.tensor(torch.inf), 0.0) == 1.0
 
 
 def test_nothing_is_clipped_while_accumulating() -> None:

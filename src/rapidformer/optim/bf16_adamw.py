@@ -54,26 +54,32 @@ class Bf16AdamW(MultiTensorAdamW):
         flag, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if flag is not None and bool(flag):
             return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.get_state(parameter)
-                state["step"] += 1
-                gradient = get_local(parameter.grad).float()
-                _update(
-                    get_local(parameter),
-                    gradient if divisor is None else gradient / divisor,
-                    get_local(state["exp_avg"]),
-                    get_local(state["exp_avg_sq"]),
-                    _compute_numbers(int(state["step"]), group),
-                )
+        groups = [(p, group) for group in self.param_groups for p in group["params"]]
+        found = [(p, self.get_state(p), group) for p, group in groups if p.grad is not None]
+        steps = _advance([state["step"] for _, state, _ in found])
+        for (parameter, state, group), step in zip(found, steps, strict=True):
+            gradient = get_local(parameter.grad).float()
+            _update(
+                get_local(parameter),
+                gradient if divisor is None else gradient / divisor,
+                get_local(state["exp_avg"]),
+                get_local(state["exp_avg_sq"]),
+                _compute_numbers(step, group),
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for state in self.state.values():
             # torch has cast them to the parameter's dtype, which loses nothing.
             state.update({name: state[name].bfloat16() for name in MOMENTS})
+
+
+def _advance(steps: list[Tensor]) -> list[int]:
+    """Count a step of every parameter; the host waits for the device only once."""
+    if not steps:
+        return []
+    device = steps[0].device
+    return list(map(int, torch.stack([step.add_(1).to(device) for step in steps]).tolist()))
 
 
 def _compute_numbers(step: int, group: dict[str, Any]) -> list[float]:
@@ -91,7 +97,8 @@ def _update(
     exact_square = square.float() * beta2 + gradient * gradient * new2
     change = rate * exact_mean / (exact_square.sqrt() / correction + epsilon)
     parameter.copy_(parameter.float() * shrink - change)
-    salt = torch.tensor(step).to(mean.device, torch.int32) * _GOLDEN
+    # Not torch.tensor: a copy from the host would wait for the device.
+    salt = torch.full((), step, dtype=torch.int32, device=mean.device) * _GOLDEN
     mean.copy_(round_randomly(exact_mean, salt))
     square.copy_(round_randomly(exact_square, salt + 1))
 

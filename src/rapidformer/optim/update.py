@@ -23,6 +23,7 @@ from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.guard import BadUpdate, LossGuard
+from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.multi_tensor.norm import sum_squares
 from rapidformer.optim.observer import get_observer
 
@@ -112,7 +113,7 @@ class UpdateClock:
         """Add a gradient that was set aside to the one that has been finished since."""
         add_gradients(parameters, earlier)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self._gradients = [_get_local(g) for g in gradients]
+        self._gradients = [get_local(g) for g in gradients]
         self.grad_norm = get_norm(gradients)
 
     def start_micro_batch(self, *, ends_update: bool) -> bool:
@@ -175,7 +176,7 @@ class UpdateClock:
             self._is_complete = True
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self._gradients = [_get_local(g) for g in gradients]
+        self._gradients = [get_local(g) for g in gradients]
         device = gradients[0].device if gradients else None
         total = self._total = _sum_weights(self._weight, device, self._topology)
         self.total_weight = total * self._unit
@@ -342,8 +343,9 @@ class UpdateClock:
 
 def get_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """What clipping divides a gradient by: the inverse of ``clip``'s factor up to the last bit."""
-    divisor = (norm + 1e-6) / max_norm if max_norm > 0 else norm * 0
-    return divisor.clamp(min=1.0)
+    if max_norm <= 0:
+        return torch.ones_like(norm)
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
@@ -380,10 +382,6 @@ def _is_positive_number(weight: float | torch.Tensor) -> bool:
     return not isinstance(weight, torch.Tensor) and weight > 0
 
 
-def _get_local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over gradients that may be split along some axes and whole along others.
 
@@ -399,7 +397,7 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
             for axis, placement in enumerate(gradient.placements):
                 copies *= mesh.size(axis) if placement.is_replicate() else 1
             squares = parts.setdefault(mesh, defaultdict(list))
-            squares[copies].append(_get_local(gradient))
+            squares[copies].append(get_local(gradient))
     sums += [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
     return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 

@@ -18,7 +18,7 @@ from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.compat.triton import has_triton
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording, works
+from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording, on_device, works
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
@@ -159,6 +159,7 @@ def _try(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> None:
     launch.prepare()
     launch.run(gradients=[gradient])
     # A CUDA graph cannot compile this while it records.
-    record_addresses([gradient.data_ptr()], device)
+    with on_device(device):
+        record_addresses([gradient.data_ptr()], device)
     if not 0.49 < float(weight[18]) < 0.51:
         raise RuntimeError(f"a weight became {float(weight[18]):g} instead of 0.5")

@@ -19,7 +19,7 @@ class Addresses:
         self._mirror = Mirror(torch.int64, device)
 
     def write(self, addresses: list[int]) -> Tensor:
-        """A table of the addresses; a recorded graph gets one of its own, filled by the graph."""
+        """A table of the addresses. A recorded graph fills its own table."""
         if not is_recording(self._device):
             self._mirror.write(addresses)
             return self._mirror.tensor

@@ -12,7 +12,6 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from rapidformer.optim.multi_tensor.addresses import Addresses
-from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, send
+from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, on_device, send
 
 CHUNK, BLOCK, WARPS = 4096, 1024, 4
 _TENSORS_AT_ONCE = 128
@@ -157,13 +156,12 @@ class Launch:
         """
         if not self._has_same_state() or _count_parameters(self._source) != self._layout:
             return False
-        weights = self._get_local(self.parameters)
-        # Code that moves moments in place moves all of them.
-        addresses = list(map(Tensor.data_ptr, [*weights, *self._get_local(self._held[:3])]))
+        weights, held = self._get_local(self.parameters), self._get_local(self._held)
+        addresses = list(map(Tensor.data_ptr, [*weights, *held]))
         if addresses != self._addresses:
-            if not self._still_fits(weights):
+            if not self._still_fits(weights, held):
                 return False
-            self._write_addresses(weights)
+            self._write_addresses(addresses)
             self._addresses = addresses
         groups = self._source.param_groups
         self._settings.write([number for group in groups for number in describe_group(group)])
@@ -181,10 +179,9 @@ class Launch:
             and all(map(operator.is_, _list_tensors(self._states), self._held))
         )
 
-    def _still_fits(self, weights: list[Tensor]) -> bool:
+    def _still_fits(self, weights: list[Tensor], held: list[Tensor]) -> bool:
         """Whether tensors that moved are still where and what they must be."""
-        steps, means, squares = (self._get_local(self._held[i::3]) for i in range(3))
-        every = zip(weights, steps, means, squares, self._sizes, strict=True)
+        every = zip(weights, held[::3], held[1::3], held[2::3], self._sizes, strict=True)
         kinds = {i: family.kinds for family in self._families for i in family.numbers}
         return all(
             _is_whole(weight, self.device, kinds[i].weight, size)
@@ -194,10 +191,11 @@ class Launch:
             for i, (weight, step, mean, square, size) in enumerate(every)
         )
 
-    def _write_addresses(self, weights: list[Tensor]) -> None:
-        held = (self._get_local(self._held[i::3]) for i in range(3))
-        steps, *moments = ([tensor.data_ptr() for tensor in tensors] for tensors in held)
-        rows = list(zip([w.data_ptr() for w in weights], *moments, self._sizes, strict=True))
+    def _write_addresses(self, addresses: list[int]) -> None:
+        count = len(self.parameters)
+        weights, held = addresses[:count], addresses[count:]
+        steps, means, squares = held[::3], held[1::3], held[2::3]
+        rows = list(zip(weights, means, squares, self._sizes, strict=True))
         for family in self._families:
             family.rows.write([number for i in family.numbers for number in rows[i]])
             family.steps.write([steps[i] for i in family.numbers])
@@ -218,14 +216,10 @@ class Launch:
         addresses = list(map(Tensor.data_ptr, self._get_local(gradients)))
         divisor = self._no_divisor if divisor is None else divisor
         flag = self._no_flag if flag is None else flag
-        with self._on_device():
+        with on_device(self.device):
             for family in self._families:
                 own = [addresses[i] for i in family.numbers]
                 self._run_family(family, family.gradients.write(own), divisor, flag)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        # Triton launches on the current device, whatever tensors it is given.
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _run_family(
         self, family: _Family, gradients: Tensor, divisor: Tensor, flag: Tensor

@@ -16,6 +16,7 @@ from rapidformer.optim.multi_tensor.tables import (
     are_plain,
     build_chunks,
     is_recording,
+    on_device,
     send,
     works,
 )
@@ -49,10 +50,14 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor | None:
 
     Squares are added up in fp32 by chunks, and the chunks in fp64, always in the same order.
     """
-    if not has_triton(tensors[0].device) or not are_plain(tensors):
+    device = tensors[0].device
+    if not has_triton(device) or not are_plain(tensors):
         return None
-    parts = _find_parts(tensors)
-    return None if parts is None else _add_up(tensors, parts)
+    if any(tensor.device != device for tensor in tensors):
+        return None
+    with on_device(device):
+        parts = _find_parts(tensors)
+        return None if parts is None else _add_up(tensors, parts)
 
 
 def _add_up(tensors: Sequence[Tensor], parts: list[_Part]) -> Tensor:
