@@ -17,6 +17,7 @@ from rapidformer.engine import graphs
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ConfigurationError
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.update import take_gradients
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
@@ -67,6 +68,18 @@ class Stale(Again):
         return first, replay
 
 
+class Full(Again):
+    """There is no memory for the second recording."""
+
+    fails = True
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        if self.recorded == 1 and self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().record(function)
+
+
 def _list(outcome: Outcome) -> list[torch.Tensor]:
     gradients = [gradient for gradient in outcome.gradients or () if gradient is not None]
     return [outcome.norm, *(result.loss for result in outcome.results), *gradients]
@@ -83,7 +96,7 @@ class Values(Callback):
             self.lines.append({key: line[key] for key in ("step", "loss", "grad_norm", "lr")})
 
 
-class Recordable(torch.optim.AdamW):
+class Recordable(MultiTensorAdamW):
     """An optimizer whose update can be part of a graph."""
 
     launches = 0
@@ -251,6 +264,15 @@ def test_rows_of_different_lengths(tmp_path: Path) -> None:
     assert on.engine.graphs.problem is None
     assert 1 < on.engine.graphs.count <= 6
     assert capture.replayed > capture.recorded
+    # A larger size that cannot be recorded ahead does not cost the other graphs.
+    full = Full()
+    short = Run(make_bert(0.1), make_rows(64), full)
+    short.train()
+    assert not full.fails
+    assert short.engine.graphs is not None
+    assert short.engine.graphs.problem is None
+    assert short.engine.graphs.count > 1
+    assert short.values.lines == on.values.lines
     plain = Run(make_bert(0.0), make_rows(24), None)
     plain.train()
     filled = Run(make_bert(0.0), make_rows(24), Again())

@@ -8,42 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
+from rapidformer.optim.multi_tensor.launch import Launch
 from rapidformer.optim.update import get_divisor, take_gradients
-
-
-class Launch(Protocol):
-    """An update whose work on the device can be recorded."""
-
-    parameters: list[nn.Parameter]
-
-    def prepare(self) -> bool:
-        """The host's part, before every run or replay; False if it no longer fits."""
-
-    def run(
-        self,
-        divisor: Tensor | None = None,
-        flag: Tensor | None = None,
-        gradients: Sequence[Tensor] | None = None,
-    ) -> None:
-        """The device's part: divides the gradients; does nothing if the flag is 1.0."""
-
-
-class RecordableOptimizer(Protocol):
-    def find_launch(self) -> Launch | None:
-        """The update of the parameters that have a gradient; None if it cannot be recorded."""
 
 
 class GraphedUpdate:
     """How the optimizer uses a finished gradient inside a graph."""
 
-    def __init__(
-        self, optimizer: RecordableOptimizer, max_norm: float, device: torch.device
-    ) -> None:
+    def __init__(self, optimizer: MultiTensorAdamW, max_norm: float, device: torch.device) -> None:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._flag = torch.zeros((), device=device)

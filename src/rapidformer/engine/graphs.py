@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
@@ -55,12 +54,6 @@ class _Graph:
     passes: Passes
     outcome: Outcome
     replay: Callable[[], None]
-
-    def run(self) -> None:
-        """Replay a step, and mark the weights that it updates as changed, as torch itself would."""
-        self.replay()
-        if self.passes.updated:
-            increment_version(self.passes.updated)
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ class GraphedPasses:
             graph.passes.fill(inputs, weights)
             if not self.count:
                 return self._try(lambda before: self._compare(graph, weights, before))
-            graph.run()
+            graph.replay()
             return graph.outcome.copy(weights)
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
         is_new, is_first = hash(key) not in self._seen, not self._is_warm
@@ -211,8 +204,14 @@ class GraphedPasses:
                 continue
             if not self._capture.has_room:
                 return
-            self._record(request.build([inputs]), key, request.weights, before, is_used=False)
-            before.restore()
+            try:
+                self._record(request.build([inputs]), key, request.weights, before, is_used=False)
+            except Exception:
+                # Such a batch may never come; if it does, recording is tried again.
+                take_gradients(self._parameters)
+                return
+            finally:
+                before.restore()
 
     def _try(self, work: Callable[[_State], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
@@ -272,7 +271,7 @@ class GraphedPasses:
         if graph.passes.updated and is_used:
             before.restore()
             graph.passes.prepare()
-            graph.run()  # this time, it updates the weights
+            graph.replay()  # this time, it updates the weights
 
     def _check_results(self, outcome: Outcome, expected: list[float]) -> None:
         for mine, theirs in zip(outcome.read(), expected, strict=True):

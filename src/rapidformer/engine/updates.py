@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,10 +28,11 @@ from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.composing import ComposedRun
-from rapidformer.engine.graphed_update import GraphedUpdate, RecordableOptimizer
+from rapidformer.engine.graphed_update import GraphedUpdate
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import RunObserver, get_observer
 from rapidformer.optim.update import (
     MeasureNorm,
@@ -249,11 +250,9 @@ class UpdatingRun(ComposedRun):
     @functools.cached_property
     def _graphed_update(self) -> GraphedUpdate | None:
         """How the optimizer works inside a graph; None if it cannot."""
-        if not hasattr(self.optimizer, "find_launch"):
+        if not isinstance(self.optimizer, MultiTensorAdamW):
             return None
-        return GraphedUpdate(
-            cast(RecordableOptimizer, self.optimizer), self.args.clip_grad, self.device
-        )
+        return GraphedUpdate(self.optimizer, self.args.clip_grad, self.device)
 
     def _can_update_in_graph(self) -> bool:
         """Whether nothing but the optimizer's own step happens to a finished gradient."""

@@ -152,6 +152,7 @@ class Launch:
     def prepare(self) -> bool:
         """The host's part of a step: call it before every ``run`` or replay.
 
+        It also counts the weights' next version, as torch does for every change in place.
         False if the optimizer has other groups or other state now; nothing has happened then.
         """
         if not self._has_same_state() or _count_parameters(self._source) != self._layout:
