@@ -36,6 +36,8 @@ def test_a_missing_package_and_split_moments_are_refused(monkeypatch: pytest.Mon
 
 
 class TestWithTorchao:
+    """CI does not install torchao; last run by hand with torchao 0.18.0 and torch 2.13."""
+
     @pytest.fixture(autouse=True)
     def _compile_nothing(self) -> Iterator[None]:
         if importlib.util.find_spec("torchao") is None:

@@ -1,4 +1,4 @@
-"""Runs that go on from one layout to another."""
+"""Runs that continue from one layout to another."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ def check_route(
     *,
     is_exported: bool = True,
 ) -> None:
-    """From layout to layout: weights come back bit for bit, moments too (the losses go on alike).
+    """Train from layout to layout: each loads the weights that the last one saved, bit for bit.
 
-    At every stop, one process that starts from the same checkpoint must go on alike. Unless the
-    checkpoint cannot be exported under the names that it has, its export has the same weights.
+    At every stop that changes settings, one process starts from the same checkpoint and must get
+    the same losses and updated weights. Moments are compared by their effect on the updated
+    weights, which differ if the moments were not loaded. ``is_exported``: whether the checkpoint
+    can be exported under the names that it has; its export must have the same weights.
     """
     base, load, before = base or {}, None, None
     for number, (world_size, settings) in enumerate(route):

@@ -159,8 +159,12 @@ def test_sixteen_bits_pass_between_stages() -> None:
 # ---- checkpoints and exports ---------------------------------------------------------------------
 
 
-def test_any_layout_continues_from_any_other(tmp_path: Path) -> None:
-    """Exports are whole. GPT-2's fused weight is held in pieces, which torch cannot save itself."""
+def test_a_run_continues_from_layout_to_layout(tmp_path: Path) -> None:
+    """Exports are whole. GPT-2's fused weight is held in pieces, which torch cannot save itself.
+
+    This is one route. ``python benchmarks/fault_campaign.py layouts`` runs all pairs and triples of
+    eight layouts, two updates in each, and compares the optimizer's state too.
+    """
     route = [
         (1, {}),
         (4, _stage("1f1b", **{TENSOR: 2})),
