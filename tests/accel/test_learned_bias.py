@@ -5,6 +5,7 @@ Tensors are on the meta device: the kernel itself needs a GPU (``tests/gpu/test_
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rapidformer.accel import learned_bias
 from rapidformer.accel.learned_bias import interface
+from rapidformer.compat import triton
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 10, 16
 CHANGES: dict[str, dict[str, Any]] = {
@@ -135,5 +138,19 @@ def test_transformers_gets_its_attention_back() -> None:
 def test_gpus_that_can_run_the_kernel(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_triton: bool, can: bool
 ) -> None:
-    monkeypatch.setattr(interface, "find_spec", lambda _: object() if has_triton else None)
-    assert interface.can_run(capability) == can
+    monkeypatch.setattr(interface, "has_triton", lambda _: has_triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert interface.fits(torch.device("cuda")) == can
+
+
+def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(triton, "warn_once", warnings.append)
+    monkeypatch.setattr(interface, "fits", lambda _: True)
+    monkeypatch.setitem(sys.modules, f"{learned_bias.__name__}.forward", None)
+    monkeypatch.delattr(learned_bias, "forward", raising=False)
+    interface.can_run.cache_clear()
+    assert [interface.can_run(torch.device("cpu")) for _ in range(2)] == [False, False]
+    interface.can_run.cache_clear()
+    assert len(warnings) == 1
+    assert "the Triton kernel of attention with a learned bias cannot be used here" in warnings[0]

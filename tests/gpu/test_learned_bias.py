@@ -19,7 +19,7 @@ from rapidformer.accel.learned_bias import interface, operator
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not interface.can_run(torch.cuda.get_device_capability()),
+        not torch.cuda.is_available() or not interface.fits(torch.device("cuda")),
         reason="needs a CUDA GPU like Hopper, and Triton",
     ),
 ]
@@ -63,6 +63,13 @@ def get_errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
         float((mine.double() - exact).norm() / exact.norm())
         for mine, exact in zip(found, expected, strict=True)
     ]
+
+
+def test_the_trial_succeeds_and_draws_no_random_number() -> None:
+    before = torch.cuda.get_rng_state()
+    interface.can_run.cache_clear()
+    assert interface.can_run(torch.device("cuda"))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 # Every case compiles its own kernels, which takes seconds.

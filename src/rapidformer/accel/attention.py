@@ -78,7 +78,7 @@ def apply(assembly: Assembly) -> str | None:
         return None
     _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
     extra = _activate_flash(model) if asked == "flash" else ""
-    if asked == "auto" and _find_biased(model) and interface.can_run(device.capability):
+    if asked == "auto" and _find_biased(model) and interface.can_run(assembly.device):
         _order.enter_context(interface.use_kernel())
         extra = ", and our own kernel for the learned bias"
     return f"{chosen} first, if it can take the mask{extra}"

@@ -1,11 +1,14 @@
-"""Whether Triton is there: torch's CPU builds come without it."""
+"""Whether Triton is there and its kernels run: torch's CPU builds come without it."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
+
+from rapidformer.log import warn_once
 
 PRIVATE_NAMES: dict[str, str] = {}
 
@@ -19,3 +22,17 @@ def has_triton(device: torch.device) -> bool:
 def _has_triton(device: torch.device) -> bool:
     is_capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
     return is_capable and importlib.util.find_spec("triton") is not None
+
+
+def works(what: str, trial: Callable[[], None]) -> bool:
+    """Whether a trial of kernels succeeds; a warning says why not."""
+    try:
+        trial()
+    except Exception as error:  # whatever Triton, its compiler or the driver may raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        warn_once(
+            f"the Triton kernel of {what} cannot be used here ({reason}): torch's own runs "
+            "instead, which is slower."
+        )
+        return False
+    return True

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.learned_bias.operator import attend
+from rapidformer.compat.triton import has_triton, works
 
 _DEVICE = "cuda"
 """Tests without a GPU replace it."""
@@ -26,9 +26,33 @@ _LARGEST = 2**31
 """The kernel computes offsets within a head in 32 bits."""
 
 
-def can_run(capability: tuple[int, int]) -> bool:
+def fits(device: torch.device) -> bool:
     """Whether a GPU has as much shared memory as Hopper: the kernel's tiles need it."""
-    return capability[0] in (9, 10) and find_spec("triton") is not None
+    return has_triton(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def can_run(device: torch.device) -> bool:
+    """Whether the kernel runs on a device: it is tried once, and a warning says why not."""
+    trial = functools.partial(_try, device)
+    return fits(device) and works("attention with a learned bias", trial)
+
+
+@torch.enable_grad()  # type: ignore[untyped-decorator]
+def _try(device: torch.device) -> None:
+    """Run both passes where all scores are equal, without dropout: no random number is drawn."""
+    query, key, value = (
+        torch.ones(2, 64, 2, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        for _ in range(3)
+    )
+    bias = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+    leaves = [each.requires_grad_() for each in (query, key, value, bias)]
+    output = attend(*leaves, dropout=0.0, scale=1.0, is_causal=False)
+    gradients = torch.autograd.grad(output.sum(), leaves)
+    for found, expected in zip((output.detach(), *gradients), (1, 0, 0, 1, 0), strict=True):
+        error = float((found - expected).abs().max())
+        if not error < 0.01:
+            raise RuntimeError(f"a result is off by {error:g}")
 
 
 @contextmanager

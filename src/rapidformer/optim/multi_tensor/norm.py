@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rapidformer.compat.triton import has_triton
+from rapidformer.compat.triton import has_triton, works
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
     TYPES,
@@ -18,7 +18,6 @@ from rapidformer.optim.multi_tensor.tables import (
     is_recording,
     on_device,
     send,
-    works,
 )
 
 _CHUNK, _BLOCK, _WARPS = 32768, 2048, 4

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from rapidformer.log import warn_once
 
 TYPES = {torch.float32, torch.bfloat16, torch.float16}
 """What the kernels can read and write."""
@@ -20,20 +18,6 @@ NUMBERS = 10
 
 # Others may have no memory of their own, or wait for a collective.
 _ORDINARY = {Tensor, nn.Parameter}
-
-
-def works(what: str, trial: Callable[[], None]) -> bool:
-    """Whether a trial of kernels succeeds; a warning says why not."""
-    try:
-        trial()
-    except Exception as error:  # whatever Triton, its compiler or the driver may raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        warn_once(
-            f"the Triton kernel of {what} cannot be used here ({reason}): torch's own runs "
-            "instead, which is slower."
-        )
-        return False
-    return True
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
