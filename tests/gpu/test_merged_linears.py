@@ -13,7 +13,10 @@ from tests.accel.test_merged_linears import (
     measure_errors,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
