@@ -34,7 +34,7 @@ def apply(assembly: Assembly) -> str:
         assembly.model,
         plan,
         backend=args.compile_backend,
-        merges_linears=_has_room_for_copies(assembly.model, assembly.device),
+        merges_linears=_pays_to_merge(assembly.model, assembly.device),
     )
     what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
     why = (
@@ -50,7 +50,7 @@ def apply_compile(
     plan: ModelPlan,
     *,
     backend: Backend = "inductor",
-    merges_linears: bool = True,
+    merges_linears: bool = False,
 ) -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
     _check_backend(backend)
@@ -66,10 +66,10 @@ def apply_compile(
     return model
 
 
-def _has_room_for_copies(model: nn.Module, device: torch.device) -> bool:
-    """Whether 16-bit copies of all weights take little of the GPU's memory."""
+def _pays_to_merge(model: nn.Module, device: torch.device) -> bool:
+    """Whether merged layers are faster, and 16-bit copies of all weights take little memory."""
     if device.type != "cuda":
-        return True
+        return False  # a CPU multiplies to fp32 slowly
     copies = sum(2 * parameter.numel() for parameter in model.parameters())
     return copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory
 

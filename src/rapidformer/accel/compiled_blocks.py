@@ -46,7 +46,7 @@ class _Compiled:
 class CompiledBlocks:
     """The compiled functions of a model, and a count of what was compiled."""
 
-    def __init__(self, backend: Backend, *, merges_linears: bool = True) -> None:
+    def __init__(self, backend: Backend, *, merges_linears: bool = False) -> None:
         self.graphs = 0
         self.recompilations = 0
         self._backend = backend
