@@ -134,9 +134,10 @@ def _stands_between(node: Node) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
     if is_in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv"):
         return True
-    if getattr(node.target, "__module__", None) != functional.__name__:
+    module = getattr(node.target, "__module__", None)
+    if not callable(node.target) or module != functional.__name__:
         return False
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     return bool(given.arguments.get("inplace"))
 
 
