@@ -105,24 +105,38 @@ def update(  # type: ignore[no-untyped-def]
         tl.load(own + 9),
     )  # fmt: skip
     end = tl.minimum(start + chunk, size)
+    pointers = (
+        weight.to(tl.pointer_type(weight_type)), gradient.to(tl.pointer_type(gradient_type)),
+        mean.to(tl.pointer_type(moment_type)), square.to(tl.pointer_type(moment_type)),
+    )  # fmt: skip
     # Only accesses of 16 bytes reach the device's full bandwidth.
     if ((weight | gradient | mean | square | end) & 15) == 0:
-        end = _align(end)
-        for offset in range(0, chunk, block):
-            places = start + offset + tl.arange(0, block)
-            weights = _point(weight, weight_type, places, True)
-            sources = _point(gradient, gradient_type, places, True)
-            means = _point(mean, moment_type, places, True)
-            squares = _point(square, moment_type, places, True)
-            _update_block(weights, sources, means, squares, places < end, values, rounds_randomly)
+        _update_chunk(pointers, start, end, values, rounds_randomly, chunk, block, True)
     else:
-        for offset in range(0, chunk, block):
-            places = start + offset + tl.arange(0, block)
-            weights = _point(weight, weight_type, places, False)
-            sources = _point(gradient, gradient_type, places, False)
-            means = _point(mean, moment_type, places, False)
-            squares = _point(square, moment_type, places, False)
-            _update_block(weights, sources, means, squares, places < end, values, rounds_randomly)
+        _update_chunk(pointers, start, end, values, rounds_randomly, chunk, block, False)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_chunk(  # type: ignore[no-untyped-def]
+    pointers,
+    start,
+    end,
+    values,
+    rounds_randomly: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+    is_aligned: tl.constexpr,
+):
+    weight, gradient, mean, square = pointers
+    if is_aligned:
+        end = _align(end)
+    for offset in range(0, chunk, block):
+        places = start + offset + tl.arange(0, block)
+        weights = _shift(weight, places, is_aligned)
+        gradients = _shift(gradient, places, is_aligned)
+        means = _shift(mean, places, is_aligned)
+        squares = _shift(square, places, is_aligned)
+        _update_block(weights, gradients, means, squares, places < end, values, rounds_randomly)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -158,10 +172,11 @@ def _update_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _point(address, kind: tl.constexpr, places, is_aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+def _shift(pointer, places, is_aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to these elements of a tensor; the compiler sees whether they are aligned."""
     if is_aligned:
-        return tl.multiple_of(_align(address).to(tl.pointer_type(kind)), 16) + places
-    return address.to(tl.pointer_type(kind)) + places
+        pointer = tl.multiple_of(_align(pointer.to(tl.int64)).to(pointer.dtype), 16)
+    return pointer + places
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -204,21 +219,32 @@ def square_chunk(  # type: ignore[no-untyped-def]
     address = tl.load(addresses + tensor)
     size = tl.load(sizes + tensor)
     end = tl.minimum(start + chunk, size)
-    total = tl.zeros((block,), tl.float32)
+    pointer = address.to(tl.pointer_type(kind))
     if ((address | end) & 15) == 0:
-        end = _align(end)
-        for offset in range(0, chunk, block):
-            places = start + offset + tl.arange(0, block)
-            pointers = _point(address, kind, places, True)
-            values = tl.load(pointers, mask=places < end, other=0.0).to(tl.float32)
-            total += values * values
+        total = _square_chunk(pointer, start, end, chunk, block, True)
     else:
-        for offset in range(0, chunk, block):
-            places = start + offset + tl.arange(0, block)
-            pointers = _point(address, kind, places, False)
-            values = tl.load(pointers, mask=places < end, other=0.0).to(tl.float32)
-            total += values * values
+        total = _square_chunk(pointer, start, end, chunk, block, False)
     tl.store(partial + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _square_chunk(  # type: ignore[no-untyped-def]
+    pointer,
+    start,
+    end,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+    is_aligned: tl.constexpr,
+):
+    if is_aligned:
+        end = _align(end)
+    sums = tl.zeros((block,), tl.float32)
+    for offset in range(0, chunk, block):
+        places = start + offset + tl.arange(0, block)
+        pointers = _shift(pointer, places, is_aligned)
+        values = tl.load(pointers, mask=places < end, other=0.0).to(tl.float32)
+        sums += values * values
+    return sums
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
