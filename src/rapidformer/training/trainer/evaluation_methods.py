@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, speed_m
 from rapidformer.training.loop import evaluate_model
 from rapidformer.training.regularization import regularize
 from rapidformer.training.trainer.evaluating import choose_outputs, run_evaluation
-from rapidformer.training.trainer.interface import TrainerInterface
 from rapidformer.training.trainer.loss import call_with_count, count_labels
 from rapidformer.training.trainer.records import RunRecords
 
@@ -25,26 +24,6 @@ Metrics = dict[str, Any]
 
 class EvaluationMethods(RunRecords):
     """The part of ``Trainer`` that evaluates and predicts."""
-
-    eval_dataset: Any
-    label_names: list[str]
-    compute_metrics: Callable[..., Any] | None
-    _ignore_keys: list[str] | None
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        raise NotImplementedError
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        raise NotImplementedError
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        raise NotImplementedError
 
     def evaluate(
         self,
@@ -117,7 +96,7 @@ class EvaluationMethods(RunRecords):
         def run() -> dict[str, float]:
             outputs.append(
                 run_evaluation(
-                    cast(TrainerInterface, self),
+                    self,
                     loader,
                     loss_only=loss_only,
                     ignore_keys=ignore_keys,

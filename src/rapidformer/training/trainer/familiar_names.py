@@ -6,22 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
-from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.training.trainer.interface import TrainerInterface
 
 
-class FamiliarNames:
+class FamiliarNames(TrainerInterface):
     """What these names mean here; none of them needs to be overridden."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    _is_training: bool
-
-    @property
-    def engine(self) -> RapidformerEngine:
-        raise NotImplementedError
 
     label_smoother = None
     """The loop smooths labels itself (``label_smoothing_factor``)."""

@@ -1,7 +1,12 @@
-"""What the parts of a trainer may ask of it: the class itself imports them, so not the reverse."""
+"""What the parts of a trainer may ask of it: the class itself imports them, so not the reverse.
+
+``Trainer``'s base classes inherit ``TrainerInterface``, so a ``Trainer`` without one of its methods
+cannot be created.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +19,7 @@ from rapidformer.training.trainer.arguments import TrainingArguments
 
 
 class TrainerInterface(Protocol):
-    """A trainer as its loop, its callbacks and its evaluation see it."""
+    """A trainer as its base classes, its loop, its callbacks and its evaluation see it."""
 
     args: TrainingArguments
     model: nn.Module
@@ -28,24 +33,50 @@ class TrainerInterface(Protocol):
     state: TrainerState
     control: TrainerControl
     callbacks: Any
+    label_names: list[str]
     compute_metrics: Callable[..., Any] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None
+    _is_training: bool
+    _ignore_keys: list[str] | None
 
     @property
+    @abstractmethod
     def engine(self) -> RapidformerEngine: ...
 
+    @abstractmethod
     def get_train_dataloader(self) -> Any: ...
 
+    @abstractmethod
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...
+
+    @abstractmethod
+    def get_test_dataloader(self, test_dataset: Any) -> Any: ...
+
+    @abstractmethod
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any: ...
+
+    @abstractmethod
     def choose_optimizer(self) -> tuple[Any, Any, Callable[..., Any] | None]: ...
 
+    @abstractmethod
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor: ...
 
+    @abstractmethod
     def log(self, logs: dict[str, float]) -> None: ...
 
+    @abstractmethod
     def save_state(self) -> None: ...
 
+    @abstractmethod
     def evaluate_in_training(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def prediction_step(
         self,
         model: nn.Module,

@@ -10,32 +10,18 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.dist.collectives import wait_for_all
 from rapidformer.log import get_logger
 from rapidformer.strict_json import format_json
+from rapidformer.training.trainer.interface import TrainerInterface
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import TrainerState
-
-    from rapidformer.engine import RapidformerEngine
-    from rapidformer.training.trainer.arguments import TrainingArguments
     from rapidformer.training.trainer.callbacks import Callback, CallbackList
 
 STATE_FILE = "trainer_state.json"
 
 
-class RunRecords:
+class RunRecords(TrainerInterface):
     """The part of ``Trainer`` that writes."""
 
-    args: TrainingArguments
-    state: TrainerState
     callbacks: CallbackList
-    model: nn.Module
-    processing_class: Any
-    train_dataset: Any
-    _is_training: bool
-
-    @property
-    def engine(self) -> RapidformerEngine:
-        raise NotImplementedError
 
     # ---- callbacks and logs --------------------------------------------------------------------
 
