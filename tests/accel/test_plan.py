@@ -103,6 +103,8 @@ def test_longest_list_of_equal_blocks_wins() -> None:
             self.short = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
             self.unequal = nn.ModuleList(nn.Linear(4, 4 + i) for i in range(9))
             self.activations = nn.ModuleList(nn.ReLU() for _ in range(9))
+            # Funnel's: the outer list's members are never called.
+            self.nested = nn.ModuleList(nn.ModuleList([nn.Linear(5, 5)]) for _ in range(9))
             self.long = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
 
     assert list(find_plan(Towers()).blocks) == [f"long.{i}" for i in range(4)]
@@ -153,6 +155,8 @@ def test_a_multimodal_decoder_shifts_labels() -> None:
 def test_which_models_shift_labels(family: str, is_shifted: bool) -> None:
     model = make(family)
     assert shifts_labels(model) is is_shifted
+    model.__class__ = type("XLMWithLMHeadModel", (type(model),), {})
+    assert not shifts_labels(model), "transformers' XLM compares each position with its own label"
     if family in ("gpt2", "llama"):
         ids = torch.arange(1, 7)[None]
         first_ignored = ids.clone()

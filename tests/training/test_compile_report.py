@@ -22,3 +22,11 @@ def test_the_line_appears_when_a_step_has_compiled_nothing() -> None:
     assert counts == [0, 0, 1, 1, 1, 2]
     assert said[0].startswith("compiled  2 graphs in ")
     assert said[1].endswith(" s, 0 recompilations")
+
+
+def test_a_first_step_that_compiles_nothing_is_reported_once() -> None:
+    said: list[str] = []
+    report = CompileReport(CompiledBlocks("eager"))
+    for _ in range(3):
+        report.on_step_end(SimpleNamespace(say=said.append), Control())  # type: ignore[arg-type]
+    assert len(said) == 1 and said[0].startswith("compiled  nothing: torch found nothing")

@@ -14,7 +14,7 @@ from torch import nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.compat.torch_compile import Backend
+from rapidformer.compat.torch_compile import Backend, quieten_tracing
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -30,13 +30,16 @@ def apply(assembly: Assembly) -> str:
     args, plan = assembly.args, assembly.plan
     if args.compile_backend == "inductor":
         keep_compiled_code()
+    if not os.environ.get("TORCH_LOGS"):
+        quieten_tracing()
     apply_compile(
         assembly.model,
         plan,
         backend=args.compile_backend,
         merges_linears=_pays_to_merge(assembly.model, assembly.device),
     )
-    what = f"{len(plan.blocks)} blocks" if plan.blocks else "the whole model"
+    count = len(plan.blocks)
+    what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
     why = (
         " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
         if args.onnx_runtime_training

@@ -33,6 +33,9 @@ from rapidformer.compat.torch_compile import (
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
 
+_WITH_CACHE = "the model passes a key/value cache to its blocks, also in training"
+_NOT_CALLED = "torch found nothing to compile in the blocks, or the model runs them its own way"
+
 
 @dataclass
 class _Compiled:
@@ -49,6 +52,7 @@ class CompiledBlocks:
     def __init__(self, backend: Backend, *, merges_linears: bool = False) -> None:
         self.graphs = 0
         self.recompilations = 0
+        self._skips_calls = False
         self._backend = backend
         self._merges_linears = merges_linears
         self._lean_backend = recompute_cheap_activations(backend)
@@ -72,7 +76,9 @@ class CompiledBlocks:
         set_compiled_call(block, functools.partial(self._call, block, kind))
 
     def describe(self) -> str:
-        """What was compiled so far."""
+        """What was compiled so far, or why nothing was."""
+        if not self.graphs:
+            return f"nothing: {_WITH_CACHE if self._skips_calls else _NOT_CALLED}"
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
         return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s, {again}"
@@ -81,6 +87,7 @@ class CompiledBlocks:
         form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
         sizes: list[torch.Size] = []
         if not _describe((*args, *kwargs.values()), form, sizes):
+            self._skips_calls = True
             return call_plainly(block, *args, **kwargs)
         compiled = self._choose((*form, *kwargs), tuple(sizes))
         if id(block) in compiled.seen:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
@@ -14,6 +15,7 @@ import torch
 
 PRIVATE_NAMES = {
     "torch._dynamo.utils.counters": "counting compiled graphs",
+    "torch._dynamo.variables": "the name of a logger",
     "torch._dynamo.utils.calculate_time_spent": "the time spent on compiling",
     "torch._dynamo.utils.get_compilation_metrics": "why a block was compiled again",
     "torch.fx.experimental._config.use_duck_shape": "graphs for all sizes",
@@ -61,6 +63,12 @@ def tell_sizes_apart() -> AbstractContextManager[Any]:
     from torch.fx.experimental import _config
 
     return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def quieten_tracing() -> None:
+    """No warnings about single operations: a break in DeBERTa's graph alone prints 30 lines."""
+    for name in ("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def rewrite_graphs(backend: Backend, rewrite: Callable[[Any], None]) -> Callable[..., Any]:

@@ -113,6 +113,7 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
     tied = _find_tied(model)
     for source, names in (
         ("blocks marked by transformers", _find_marked_blocks(model)),
+        ("the block that all layers share", _find_shared_block(model)),
         ("the longest list of equal blocks", _find_longest_list(model)),
     ):
         if names:
@@ -192,6 +193,14 @@ def _find_marked_blocks(model: nn.Module) -> list[str]:
     return found
 
 
+def _find_shared_block(model: nn.Module) -> list[str]:
+    """ALBERT's block, which runs once per layer. With several groups, none is the last to run."""
+    config = getattr(model, "config", None)
+    if getattr(config, "num_hidden_groups", 0) != 1:
+        return []
+    return [name for name, _ in model.named_modules() if name.endswith("albert_layer_groups.0")]
+
+
 def _find_longest_list(model: nn.Module) -> list[str]:
     best: list[str] = []
     for name, module in model.named_modules():
@@ -200,6 +209,8 @@ def _find_longest_list(model: nn.Module) -> list[str]:
         children = list(module)
         shapes = {tuple(p.shape for p in child.parameters()) for child in children}
         is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
+        if isinstance(children[0], (nn.ModuleList, nn.ModuleDict)):
+            continue  # a list of lists: nobody calls its members
         if is_equal and shapes != {()} and len(children) > len(best):
             best = [f"{name}.{i}" if name else str(i) for i in range(len(children))]
     return best
@@ -210,6 +221,16 @@ def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+_UNSHIFTED = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian",
+        "Mvp", "PLBart", "Pegasus", "ProphetNet", "TrOCR",
+    )
+) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}  # fmt: skip
+"""Named like causal language models, but each position is compared with its own label."""
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -228,4 +249,5 @@ def shifts_labels(model: nn.Module) -> bool:
     # multimodal decoder.
     names = [cls.__name__ for cls in type(model).__mro__]
     marks = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-    return any(mark in name for name in names for mark in marks)
+    is_causal = any(mark in name for name in names for mark in marks)
+    return is_causal and _UNSHIFTED.isdisjoint(names)

@@ -7,12 +7,15 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 
 class CompileReport(Callback):
-    """Says ``compiled  2 graphs in 11.3 s, 0 recompilations``, again if more were needed later."""
+    """Says ``compiled  2 graphs in 11.3 s, 0 recompilations``, again if more were needed later.
+
+    After a first step that compiled nothing, it says so.
+    """
 
     def __init__(self, blocks: CompiledBlocks) -> None:
         self._blocks = blocks
         self._graphs_before = 0
-        self._graphs_reported = 0
+        self._graphs_reported: int | None = None
 
     def on_step_end(self, loop: RunningLoop, control: Control) -> None:
         graphs = self._blocks.graphs

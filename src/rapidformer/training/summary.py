@@ -43,7 +43,7 @@ def describe_run(
         f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
         f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
         + (f", {_count(trained)} trained" if trained != total else "")
-        + f"; {len(plan.blocks)} blocks ({plan.source})",
+        + f"; {len(plan.blocks)} block{'s' * (len(plan.blocks) != 1)} ({plan.source})",
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} steps"
