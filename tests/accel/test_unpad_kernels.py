@@ -24,7 +24,7 @@ MASKS = {
 
 def make_mask(kind: str, lengths: tuple[int, ...] = (5, 1, 7, 3)) -> RowMask:
     real = torch.arange(8) < torch.tensor(lengths)[:, None]
-    return make_row_mask(Rows.read(real), MASKS[kind])
+    return make_row_mask(Rows.read(real.numpy()), MASKS[kind])
 
 
 def make_inputs(tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -66,7 +66,7 @@ def test_no_window_fits_every_mask() -> None:
     assert make_row_mask(make_mask("full").rows, chunks).window is None
     holes = torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]]).bool()
     sliding = MASKS["window"]
-    assert make_row_mask(Rows.read(holes), sliding).window is None, "columns tell, not neighbours"
+    assert make_row_mask(Rows.read(holes.numpy()), sliding).window is None, "columns tell, not neighbours"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

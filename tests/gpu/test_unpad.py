@@ -114,7 +114,7 @@ def test_flash_attention_from_rows_to_an_encoders(dropout: float) -> None:
     mine, theirs = (
         torch.arange(64) < torch.tensor(each)[:, None] for each in ([5, 64, 1], [50, 7, 9])
     )
-    rows, keys = (Rows.read(each, torch.device("cuda")) for each in (mine, theirs))
+    rows, keys = (Rows.read(each.numpy(), torch.device("cuda")) for each in (mine, theirs))
     mask = make_row_mask(rows, bidirectional_mask_function, keys)
     query, key, value = (
         torch.randn(1, 4, tokens, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -155,7 +155,7 @@ def test_dropout_keeps_as_much_as_it_should() -> None:
     """With values of 1, attention sums the kept probabilities: 1 on average."""
     rows, p = 400, 0.3
     real = torch.ones(rows, 8, dtype=torch.bool)
-    mask = make_row_mask(Rows.read(real, torch.device("cuda")), bidirectional_mask_function)
+    mask = make_row_mask(Rows.read(real.numpy(), torch.device("cuda")), bidirectional_mask_function)
     query, key = (torch.randn(1, 4, 8 * rows, 32, device="cuda").half() for _ in range(2))
     value = torch.ones_like(query)
     torch.manual_seed(3)
@@ -173,7 +173,7 @@ def test_dropout_keeps_as_much_as_it_should() -> None:
 def test_a_mask_that_is_read_off_the_gpu_has_no_window() -> None:
     allowed = torch.ones(2, 4, dtype=torch.bool, device="cuda")
     real = torch.ones(2, 4, dtype=torch.bool)
-    rows = Rows.read(real, torch.device("cuda"))
+    rows = Rows.read(real.numpy(), torch.device("cuda"))
     assert make_row_mask(rows, lambda row, head, query, key: allowed[row, key]).window is None
 
 

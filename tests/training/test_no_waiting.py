@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    masking_utils,
+)
 
+from rapidformer.accel import host_masks
+from rapidformer.accel.cache import skip_cache_in_training
+from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
+from tests.accel.test_unpad import PAIR, SMALL
 from tests.training.test_templates import LineFinetuner, make_engine
 
+MODELS = {
+    "bert": AutoModelForMaskedLM,
+    "modernbert": AutoModelForMaskedLM,
+    "gpt2": AutoModelForCausalLM,
+    "llama": AutoModelForCausalLM,
+    "mistral": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "bart": AutoModelForSeq2SeqLM,
+}
+MASKS = {
+    "ones": torch.ones(3, 8, dtype=torch.long),
+    "padding": (torch.arange(8) < torch.tensor([8, 3, 5])[:, None]).long(),
+}
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default}
 
 
@@ -48,9 +73,32 @@ class ReadingFinetuner(LineFinetuner):
         return loss
 
 
-def train(finetuner: type[LineFinetuner]) -> int:
+class TextFinetuner(LineFinetuner):
+    """Trains a small language model on padded batches, then on full ones."""
+
+    kind = "llama"
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        lengths = [8, 3, 5, 6] * 4 + [8] * 16
+        rows = [list(range(5, 5 + length)) for length in lengths]
+        return [{"input_ids": row, "labels": row} for row in rows], None, None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        return build(self.kind), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+
+def build(kind: str) -> Any:
+    more = PAIR if MODELS[kind] is AutoModelForSeq2SeqLM else {}
+    config = AutoConfig.for_model(kind, **{**SMALL, **more})
+    return MODELS[kind].from_config(config)
+
+
+def train(finetuner: type[LineFinetuner], **settings: Any) -> int:
     engine = make_engine(
-        global_batch_size=8, clip_grad=0.1, optimizer="adam", epochs=1, log_interval=100
+        global_batch_size=8, clip_grad=0.1, optimizer="adam", epochs=1, log_interval=100, **settings
     )
     watch = Watch()
     try:
@@ -71,3 +119,63 @@ def test_accumulating_clipping_and_updating_read_nothing() -> None:
 def test_a_read_in_the_forward_step_is_noticed() -> None:
     with pytest.raises(AssertionError, match=r"_local_scalar_dense.* in a step"):
         train(ReadingFinetuner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamic_shape"),
+    [("llama", "auto"), ("llama", "off"), ("bert", "auto"), ("t5", "on"), ("t5", "off")],
+)
+def test_training_on_padded_and_full_batches_reads_nothing(kind: str, dynamic_shape: str) -> None:
+    finetuner = type("Finetuner", (TextFinetuner,), {"kind": kind})
+    assert train(finetuner, dynamic_shape=dynamic_shape, dataloader_type="single") == 3
+
+
+@pytest.mark.parametrize("mask", [*MASKS, None])
+@pytest.mark.parametrize("kind", MODELS)
+def test_attention_masks_are_made_without_reading(
+    kind: str, mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(kind).eval()  # in training, BART draws in host memory which layers to drop
+    make_masks_from_host(model)
+    skip_cache_in_training(model)
+    ids = torch.arange(24).view(3, 8) + 5
+    batch = {"input_ids": ids, "labels": ids, **({"attention_mask": MASKS[mask]} if mask else {})}
+    # As on a device: the host knows the tensors of the batch, but not those made from them.
+    known = {id(value): value for value in batch.values()}
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
+    with Refusing():
+        model(**batch).loss.backward()
+
+
+def test_a_mask_that_only_the_device_knows_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    make_masks_from_host(model)
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda _: None)
+    ids = torch.arange(24).view(3, 8) + 5
+    with Refusing(), pytest.raises(AssertionError, match="in a step"):
+        model(ids, attention_mask=MASKS["ones"])
+    # Positions that were given may start again anywhere.
+    positions = torch.arange(8).expand(3, 8)
+    with Refusing(), pytest.raises(AssertionError, match="in a step"):
+        model(ids, position_ids=positions, use_cache=False)
+
+
+def test_the_host_answers_as_the_device_would() -> None:
+    make_masks_from_host(build("llama"))
+    causal, both, packed = (
+        getattr(masking_utils, name)
+        for name in (
+            "_ignore_causal_mask_sdpa",
+            "_ignore_bidirectional_mask_sdpa",
+            "find_packed_sequence_indices",
+        )
+    )
+    for mask, window in itertools.product((*MASKS.values(), None), (None, 8, 9)):
+        real = None if mask is None else mask.bool()
+        for length in (8, 3):
+            given = (real, length, 8, 8 - length, 0, window)
+            assert causal(*given) == causal.__wrapped__(*given)
+        assert both(real, 8, window) == both.__wrapped__(real, 8, window)
+    restarting = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]])
+    assert torch.equal(packed(restarting), packed.__wrapped__(restarting))
+    assert packed(restarting[1:]) is None

@@ -15,7 +15,7 @@ PRIVATE_NAMES = {
     "torch._assert_async": "refusing bad ids without waiting for the device",
     "torch.Tensor._backward_hooks": "users' hooks on parameters, which a CUDA graph would not run",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
-    "torch.Tensor._base": "asking logits without values whether they are a view, as FSDP does",
+    "torch.Tensor._base": "views: logits without values, as FSDP asks; positions of one row",
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
@@ -33,6 +33,11 @@ FACTS = {
     ),
 }  # fmt: skip
 """What can be asked of a tensor that has no values yet."""
+
+
+def get_base(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -21,6 +21,7 @@ from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
 from rapidformer.accel.dropout import seed_dropout
+from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
@@ -138,6 +139,7 @@ class ComposedRun(Run):
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
         if self.skips_cache:
             skip_cache_in_training(model)
+        make_masks_from_host(model)
         names = {id(p): name for name, p in model.named_parameters()}
         before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)

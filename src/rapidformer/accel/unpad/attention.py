@@ -20,7 +20,6 @@ from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows
 
 _CURRENT: ContextVar[tuple[Rows, Rows | None] | None] = ContextVar("rows", default=None)
-_IS_FULL: ContextVar[bool] = ContextVar("is_full", default=False)
 
 
 @contextmanager
@@ -31,16 +30,6 @@ def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
-
-
-@contextmanager
-def without_padding() -> Iterator[None]:
-    """Masks made in here need not look for padding: there is none."""
-    token = _IS_FULL.set(True)
-    try:
-        yield
-    finally:
-        _IS_FULL.reset(token)
 
 
 @functools.cache
@@ -61,8 +50,6 @@ def register() -> str:
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _is_about(rows, keys or rows, given):
             return make_row_mask(rows, may_attend, keys)
-        if _IS_FULL.get() and _is_needless(given):
-            return None
         return make_plain_mask(**given)
 
     def attend(
@@ -94,17 +81,6 @@ def _is_about(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
     offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
     is_whole = size == rows.shape and given["kv_length"] == keys.shape[1]
     return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
-
-
-def _is_needless(given: dict[str, Any]) -> bool:
-    """Whether attention without padding needs no mask; transformers asks the device instead."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    may_attend, is_square = given["mask_function"], given["q_length"] == given["kv_length"]
-    if may_attend is causal_mask_function:
-        return is_square and bool(given.get("allow_is_causal_skip", True))
-    is_all = may_attend is bidirectional_mask_function
-    return is_all and bool(given.get("allow_is_bidirectional_skip", False))
 
 
 def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowMask:

@@ -38,18 +38,16 @@ class Rows:
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
-    def read(mask: Tensor, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
-        """The rows of a mask [batch, tokens] that marks real tokens.
-
-        The mask should be in host memory: reading it waits for the device it is on. With
-        ``rounds_up``, the number of tokens is one of a few.
-        """
-        size = mask.shape[1]
-        places = mask.flatten().nonzero().squeeze(1)
-        starts = int((mask[:, 1:] & ~mask[:, :-1]).sum() + mask[:, 0].sum())
-        lengths: list[int] = mask.sum(1).tolist()
-        is_contiguous = starts == sum(length > 0 for length in lengths)
-        rows = Rows((mask.shape[0], size), places, lengths, places % size, is_contiguous)
+    def read(real: Mask, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
+        """The rows of a mask. With ``rounds_up``, the number of tokens is one of a few."""
+        places = torch.from_numpy(np.flatnonzero(real))
+        rows = Rows(
+            shape=(real.shape[0], real.shape[1]),
+            places=places,
+            lengths=real.sum(1).tolist(),
+            columns=places % real.shape[1],
+            is_contiguous=_is_contiguous(real),
+        )
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
@@ -80,14 +78,13 @@ class Rows:
             size = round_up(size + 1, least=128)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
-        starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
         places = np.concatenate([places, padding])
         return Rows(
             shape=(real.shape[0], real.shape[1]),
             places=torch.from_numpy(places),
             lengths=lengths + _cut(len(padding), max(*lengths, 1)),
             columns=torch.from_numpy(places % real.shape[1]),
-            is_contiguous=bool(starts == sum(length > 0 for length in lengths)),
+            is_contiguous=_is_contiguous(real),
             is_rounded=True,
         )
 
@@ -199,6 +196,12 @@ class Rows:
             whole = value.expand(self.shape[0], *value.shape[1:])
             self._packed[id(value)] = value, self.pack(whole)
         return self._packed[id(value)][1]
+
+
+def _is_contiguous(real: Mask) -> bool:
+    """Whether no row has padding between its real tokens."""
+    starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
+    return bool(starts == np.count_nonzero(real.any(1)))
 
 
 def round_up(tokens: int, *, least: int = 64) -> int:

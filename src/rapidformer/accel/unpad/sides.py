@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.attention import use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend, remove
 
@@ -56,21 +56,25 @@ def read_sides(given: dict[str, Any], least_padding: float = 0.0) -> Sides | Non
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (mask, labels)):
         return None
     assert isinstance(mask, Tensor) and isinstance(labels, Tensor)
-    is_real, is_label = get_host_copy(mask).bool(), get_host_copy(labels) != -100
-    is_needed = is_label.flip(1).cumsum(1).flip(1) > 0
+    is_real, is_label = _read_bools(mask), (get_host_copy(labels) != -100).numpy()
+    is_needed = is_label[:, ::-1].cumsum(1)[:, ::-1] > 0
     is_needed[:, 0] = True  # every row has a token
     if decoder_mask is not None:
         # With a mask of its own, a token is real if the mask says so.
-        is_decoded = get_host_copy(decoder_mask).bool()
-        if is_decoded.shape != is_label.shape or bool((is_needed & ~is_decoded).any()):
+        is_decoded = _read_bools(decoder_mask)
+        if is_decoded.shape != is_label.shape or (is_needed & ~is_decoded).any():
             return None
         is_needed = is_decoded
-    real, padded = is_real.sum() + is_needed.sum(), is_real.numel() + is_needed.numel()
-    if not bool(is_real.any(1).all()) or real > (1 - least_padding) * padded:
+    real, padded = is_real.sum() + is_needed.sum(), is_real.size + is_needed.size
+    if not is_real.any(1).all() or real > (1 - least_padding) * padded:
         return None
     encoder, decoder = Rows.read(is_real, mask.device), Rows.read(is_needed, labels.device)
     # A relative bias counts columns; in a row with gaps, neighbours are further apart.
     return Sides(encoder, decoder) if encoder.is_contiguous and decoder.is_contiguous else None
+
+
+def _read_bools(mask: Tensor) -> Mask:
+    return get_host_copy(mask).bool().numpy()
 
 
 def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:

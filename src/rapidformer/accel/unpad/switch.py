@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.attention import find_configs
-from rapidformer.accel.unpad.attention import register, use_rows, without_padding
+from rapidformer.accel.unpad.attention import register, use_rows
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.proof import find_difference
@@ -197,7 +196,7 @@ def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) 
         with use_sides(sides):
             return _call(model, batch)
     mask = batch["attention_mask"]
-    with use_rows(Rows.read(mask.bool().cpu(), mask.device, rounds_up=rounds_up)):
+    with use_rows(Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)):
         return _call(model, batch)
 
 
@@ -281,9 +280,7 @@ def _build_model(
         find = find_packed_rows if packs and is_packed(kwargs) else find_rows
         rows = None if find_watched(inside) else find(self, kwargs, rounds_up=rounds_up)
         if rows is None:
-            fixed = get_fixed_rows(kwargs.get("attention_mask"))
-            with without_padding() if fixed and fixed.is_full else nullcontext():
-                return cls.forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
         # With a label for each row, there are no logits for padding.
         is_by_row = kwargs["labels"].shape != rows.shape
         way = use_rows if is_by_row or reader.ignores_padding else reader.observe
@@ -317,10 +314,10 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     fixed = get_fixed_rows(mask)
     if fixed is not None:
         return fixed.rows
-    is_real = get_host_copy(mask).bool()
+    is_real = get_host_copy(mask).bool().numpy()
     # A label for each row says nothing here, and reading it would wait for the device.
     targets = get_host_copy(labels) if labels.shape == mask.shape else labels
-    if not _is_removable(model, is_real.numpy(), targets):
+    if not _is_removable(model, is_real, targets):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks only know the window of a mask. In rows with gaps, it has none.

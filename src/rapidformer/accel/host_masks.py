@@ -1,0 +1,127 @@
+"""What the host knows of a batch, so that attention masks are made without waiting for the device.
+
+Masks and positions of a batch are known from its copy in host memory. Positions that a model makes
+itself count up if it was given nothing but tokens and made one row of them for the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rapidformer.accel.context.attention import find_configs
+from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
+from rapidformer.compat.torch_tensors import get_base
+from rapidformer.compat.transformers_masks import ask_host_first, makes_own_mask
+from rapidformer.data.batch import find_host_copy, fits_numpy
+
+_TOKENS = {"input_ids", "inputs_embeds", "labels"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the model that runs was given."""
+
+    tensors: dict[Hashable, Tensor]
+    """By their places in memory: a model may look at a tensor through a view of the same shape."""
+    has_tokens_only: bool
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+def make_masks_from_host(model: nn.Module) -> None:
+    """Let transformers ask the host about the batches of its models."""
+    if not find_configs(model):
+        return
+    _answer_transformers()
+    _watch_calls(model)
+    # Hooks are kept out of a model compiled as a whole, like torch's own.
+    add_mask = torch.compiler.disable(_add_mask)
+    for module in model.modules():
+        if makes_own_mask(module):
+            module.register_forward_pre_hook(add_mask, with_kwargs=True)
+
+
+@functools.cache
+def _answer_transformers() -> None:
+    ask_host_first(is_full, is_packed, find_values)
+
+
+def _add_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the module the mask that it would make, so that the host knows it."""
+    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    tokens = embeddings if ids is None else ids
+    has_mask = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
+    if args or has_mask or not isinstance(tokens, Tensor):
+        return None
+    mask = torch.ones(tokens.shape[:2], device=tokens.device)
+    fix_rows(mask, FixedRows(None, is_full=True))
+    return args, {**kwargs, "attention_mask": mask}
+
+
+def is_full(mask: Tensor) -> bool | None:
+    """Whether a mask has no padding; None if only the device knows."""
+    fixed = get_fixed_rows(_find_given(mask))
+    if fixed is not None:
+        return fixed.is_full
+    values = find_values(mask)
+    return None if values is None else bool(values.all())
+
+
+def is_packed(positions: Tensor) -> bool | None:
+    """Whether positions start again within a row; None if only the device knows."""
+    values = find_values(positions)
+    if values is not None:
+        return bool((values[:, 1:] != values[:, :-1] + 1).any())
+    call = _CALL.get()
+    # If computed from the tokens of a batch, they would have had a row for each from the start.
+    is_one_row = get_base(positions).dim() == 1
+    return False if is_one_row and call is not None and call.has_tokens_only else None
+
+
+def find_values(tensor: Tensor) -> NDArray[Any] | None:
+    """The values of a tensor in host memory; None if they are on the device only."""
+    copy = find_host_copy(_find_given(tensor))
+    return copy.numpy() if copy is not None and fits_numpy(copy) else None
+
+
+def _find_given(tensor: Tensor) -> Tensor:
+    """The tensor of the batch that this one is, or that it is a view of."""
+    call = _CALL.get()
+    if call is None or type(tensor) is not Tensor:
+        return tensor
+    return call.tensors.get(_locate(tensor), tensor)
+
+
+def _locate(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _watch_calls(model: nn.Module) -> None:
+    """Note what the model is given, for as long as the call lasts."""
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
+        inner = inner.get_base_model()
+    names = list(inspect.signature(inspect.unwrap(inner.forward)).parameters)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        tables = (each for each in tensors.values() if type(each) is Tensor and each.dim() == 2)
+        located = {_locate(each): each for each in tables}
+        _CALL.set(_Call(located, has_tokens_only=tensors.keys() <= _TOKENS))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _CALL.set(None)
+
+    model.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True)
+    model.register_forward_hook(torch.compiler.disable(leave), always_call=True)

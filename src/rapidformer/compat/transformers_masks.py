@@ -1,0 +1,149 @@
+"""transformers' attention masks, made without reading from the device.
+
+transformers leaves out a mask that hides nothing. To find out, it reads the mask from the device,
+and the host waits for all work before it. Here the answer comes from the host if it has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PRIVATE_NAMES = {
+    "transformers.masking_utils._preprocess_mask_arguments": "masks without host waits",
+    "transformers.masking_utils._ignore_causal_mask_sdpa": "masks without host waits",
+    "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "masks without host waits",
+}
+
+_IS_FULL = "rapidformer_is_full"
+_OWN_MASKS = (
+    "attention_mask = torch.ones(batch_size, mask_seq_length, device=inputs_embeds.device)",
+    "attention_mask = torch.ones(inputs_embeds.shape[0], seq_length, device=inputs_embeds.device)",
+)
+"""How the decoders of BART and its relatives, and that of OPT, make a mask."""
+
+Ask = Callable[[Tensor], bool | None]
+"""A question about a tensor; None if only the device knows the answer."""
+
+
+def ask_host_first(
+    is_full: Ask, is_packed: Ask, find_values: Callable[[Tensor], Any | None]
+) -> None:
+    """Let these answer whether a mask has no padding, whether positions start again within a row,
+    and what a tensor's values are. Call it once: it is for the rest of the process.
+    """
+    from transformers import PreTrainedModel, masking_utils
+
+    for name, build in (
+        ("_preprocess_mask_arguments", functools.partial(_keep_answer, is_full)),
+        ("_ignore_causal_mask_sdpa", functools.partial(_ignore_causal_mask, is_full)),
+        ("_ignore_bidirectional_mask_sdpa", functools.partial(_ignore_bidirectional_mask, is_full)),
+        ("find_packed_sequence_indices", functools.partial(_find_packed, is_packed)),
+    ):
+        original = getattr(masking_utils, name)
+        setattr(masking_utils, name, functools.wraps(original)(build(original)))
+    check = PreTrainedModel.warn_if_padding_and_no_attention_mask
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = _look_for_padding(find_values, check)
+
+
+def makes_own_mask(module: nn.Module) -> bool:
+    """Whether a model's ``forward`` makes a mask of ones if it gets none, as BART's decoder does.
+
+    Only its source says so. If that changes, the mask is read from the device as before.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):  # not in a file
+        return False
+    return any(line in source for line in _OWN_MASKS)
+
+
+def _keep_answer(is_full: Ask, original: Any) -> Any:
+    def preprocess(config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any) -> Any:
+        found = original(config, inputs_embeds, attention_mask, *rest)
+        mask = found[1]
+        # As booleans, it is another tensor, of which the host knows nothing.
+        is_copy = isinstance(mask, Tensor) and mask is not attention_mask
+        if is_copy and not torch.compiler.is_compiling():
+            setattr(mask, _IS_FULL, is_full(attention_mask))
+        return found
+
+    return preprocess
+
+
+def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    answer: bool | None = getattr(mask, _IS_FULL, None)
+    return is_full(mask) if answer is None else answer
+
+
+def _ignore_causal_mask(is_full: Ask, original: Any) -> Any:
+    def ignore(
+        padding_mask: Tensor | None,
+        q_length: int,
+        kv_length: int,
+        q_offset: Any,
+        kv_offset: int,
+        local_attention_size: int | None = None,
+    ) -> bool:
+        answer = _ask(is_full, padding_mask)
+        if answer is None or q_length != kv_length:
+            found: bool = original(
+                padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
+            )
+            return found
+        return answer and not _is_local(kv_length, local_attention_size)
+
+    return ignore
+
+
+def _ignore_bidirectional_mask(is_full: Ask, original: Any) -> Any:
+    def ignore(
+        padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None
+    ) -> bool:
+        answer = _ask(is_full, padding_mask)
+        if answer is None:
+            found: bool = original(padding_mask, kv_length, local_attention_size)
+            return found
+        return answer and not _is_local(kv_length, local_attention_size)
+
+    return ignore
+
+
+def _is_local(length: int, size: int | None) -> bool:
+    """Whether a window of this size hides any of the tokens."""
+    return size is not None and length >= size
+
+
+def _find_packed(is_packed: Ask, original: Any) -> Any:
+    def find(position_ids: Tensor) -> Tensor | None:
+        answer = None if torch.compiler.is_compiling() else is_packed(position_ids)
+        if answer is None:
+            found: Tensor | None = original(position_ids)
+            return found
+        if not answer:
+            return None
+        starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
+        return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
+
+    return find
+
+
+def _look_for_padding(find_values: Callable[[Tensor], Any | None], original: Any) -> Any:
+    @functools.wraps(original)
+    def check(self: Any, input_ids: Tensor, attention_mask: Any) -> None:
+        is_known = attention_mask is None and not torch.compiler.is_compiling()
+        values = find_values(input_ids) if is_known else None
+        original(self, input_ids if values is None else values, attention_mask)
+
+    return check
