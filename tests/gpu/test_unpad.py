@@ -14,10 +14,12 @@ from transformers import (
 )
 from transformers.masking_utils import bidirectional_mask_function
 
+from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad.attention import make_row_mask
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.switch import apply_unpadding
+from rapidformer.data.batch import move_to_device
 from rapidformer.models.plan import find_plan
 
 pytestmark = [
@@ -177,14 +179,22 @@ def test_a_mask_that_is_read_off_the_gpu_has_no_window() -> None:
     assert make_row_mask(rows, lambda row, head, query, key: allowed[row, key]).window is None
 
 
-def test_a_step_does_not_wait_for_the_device() -> None:
+@pytest.mark.parametrize("is_unpadded", [True, False])
+@pytest.mark.parametrize("has_padding", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_does_not_wait_for_the_device(
+    kind: str, has_padding: bool, is_unpadded: bool
+) -> None:
     """Masks and labels are read from the host copies of the batch."""
-    from rapidformer.data.batch import move_to_device
-
-    model = build("bert")
-    assert apply_unpadding(model, find_plan(model), torch.bfloat16) is None
-    on_host = {name: value.cpu().pin_memory() for name, value in make_batch().items()}
-    batch = move_to_device(on_host, torch.device("cuda"))
+    model = build(kind)
+    make_masks_from_host(model)
+    if is_unpadded:
+        assert apply_unpadding(model, find_plan(model), torch.bfloat16) is None
+    on_host = {name: value.cpu() for name, value in make_batch().items()}
+    if not has_padding:
+        on_host["attention_mask"].fill_(1)
+    pinned = {name: value.pin_memory() for name, value in on_host.items()}
+    batch = move_to_device(pinned, torch.device("cuda"))
     with torch.autocast("cuda", dtype=torch.bfloat16):
         model(**batch)
         torch.cuda.set_sync_debug_mode("error")
