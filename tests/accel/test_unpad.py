@@ -189,7 +189,6 @@ def test_token_classifiers() -> None:
         (AutoModelForTokenClassification, "t5", "not use both|not the same without padding"),
         (AutoModelForMaskedLM, "deberta-v2", "eager, not sdpa|not a model of transformers"),
         (AutoModelForCausalLM, "bloom", "eager, not sdpa|not the same without padding"),
-        (AutoModelForMaskedLM, "albert", "not the same without padding|repeated blocks"),
     ],
 )
 def test_what_cannot_be_unpadded_is_left_as_it_is(make: Any, kind: str, reason: str) -> None:
@@ -271,6 +270,29 @@ def test_compiled_blocks_settle() -> None:
         "the second size is the last to compile"
     )
     assert compiled.recompilations == 0
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_an_encoder_decoder_model_settle() -> None:
+    """T5's, with a bias: rounding may give the two sides different numbers of rows."""
+    model = build(AutoModelForSeq2SeqLM, "t5", **PAIR, num_hidden_layers=1, num_decoder_layers=1)
+    reference, plan = copy.deepcopy(model), find_plan(model)
+    apply_compile(model, plan, backend="eager")
+    assert apply_unpadding(model, plan, is_compiled=True) is None
+    compiled, counts = get_fact(model, CompiledBlocks), []
+    for source, target in (([9, 4, 6], [3, 8, 2]), ([31, 30, 2, 5], [2, 3, 9, 4])) * 2:
+        batch = {}
+        for name, lengths in (("input_ids", source), ("labels", target)):
+            mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+            ids = torch.arange(mask.numel()).remainder(50).view(mask.shape) + 5
+            batch[name] = ids.masked_fill(~mask, -100 if name == "labels" else 0)
+        batch["attention_mask"] = (batch["input_ids"] != 0).long()
+        expected = run(reference, batch)
+        for name, value in run(model, batch).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        counts.append(compiled.graphs)
+    assert counts[:1] == [2], "one for each side"
+    assert counts[1:] == [4] * 3 and compiled.recompilations == 0
 
 
 @pytest.mark.parametrize("lengths", [[3, 4, 2, 2], [11, 3, 6, 1]])

@@ -114,6 +114,26 @@ def test_the_operator_of_compiled_blocks(kind: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_the_operator_from_a_decoder_to_an_encoder() -> None:
+    """With a bias, and rows whose counts differ after rounding: some have queries or keys alone."""
+    full, (query, key, value) = masks.bidirectional_mask_function, make_inputs(64)
+    bias = torch.randn(1, 4, 128, 128, requires_grad=True)
+    reals = [torch.arange(8) < torch.tensor(each)[:, None] for each in ((2, 1, 3), (5, 8, 7))]
+    rows, keys = (Rows.read(real, rounds_up=True) for real in reals)
+    keys.level_with(rows)
+    found = kernels.attend(query, key, value, make_row_mask(rows, full, keys), position_bias=bias)
+    mask = make_row_mask(Rows.read(reals[0]), full, Rows.read(reals[1]))
+    real = (query[:, :, :6], key[:, :, :20], value[:, :, :20])
+    expected = kernels.attend(*real, mask, position_bias=bias[:, :, :3, :8])
+    direction, inputs = torch.randn_like(expected), (query, key, value, bias)
+    for mine, theirs in zip(
+        (found[:, :6], *torch.autograd.grad((found[:, :6] * direction).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * direction).sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_the_operators_gradient_with_dropout() -> None:
     """Against finite differences: its backward pass must draw what its forward pass drew."""
     inputs = [tensor.double().detach().requires_grad_() for tensor in make_inputs(5)]

@@ -100,19 +100,25 @@ def _attend_with_operator(call: Call) -> Tensor:
     fused = call.mask.fused
     assert fused is not None
     q, k, v = call.flatten()
-    return attend_by_row(q, k, v, fused.ends, call.dropout, fused.window, call.scaling)[None]
+    ends = (fused.ends, fused.key_ends)
+    return attend_by_row(
+        q, k, v, ends, call.bias, dropout=call.dropout, window=fused.window, scale=call.scaling
+    )[None]
 
 
 def _attend_with_flash(call: Call) -> Tensor:
     mask, fused = call.mask, call.mask.fused
-    rows, keys = (mask.rows, mask.key_rows) if fused is None else (fused, fused)
-    window = mask.window if fused is None else fused.window
+    if fused is None:
+        rows, keys, window = mask.rows, mask.key_rows, mask.window
+        ends, longest = (rows.ends, keys.ends), (rows.longest, keys.longest)
+    else:
+        window = fused.window
+        ends, longest = (fused.ends, fused.key_ends), (fused.longest, fused.longest_key)
     assert window is not None
     q, k, v = call.flatten()
     return attend_with_flash(
-        q, k, v, (rows.ends, keys.ends), (rows.longest, keys.longest),
-        dropout=call.dropout, window=window, scale=call.scaling,
-    )[None]  # fmt: skip
+        q, k, v, ends, longest, dropout=call.dropout, window=window, scale=call.scaling
+    )[None]
 
 
 def _attend_row_by_row(call: Call) -> Tensor:

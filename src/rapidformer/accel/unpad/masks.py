@@ -29,6 +29,9 @@ class Fused:
 
     ends: Tensor
     longest: int
+    key_ends: Tensor
+    """Those of the rows that are attended to: as many as ``ends``."""
+    longest_key: int
     window: Window
     largest_head: int
     """Of flash attention on this device; 0 if it has none."""
@@ -36,7 +39,7 @@ class Fused:
     @property
     def sizes(self) -> torch.Size:
         """What a compiled block may depend on."""
-        return torch.Size((len(self.ends), self.longest))
+        return torch.Size((len(self.ends), self.longest, self.longest_key))
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ def fuse(mask: RowMask) -> RowMask:
     """The same mask for compiled blocks."""
     if mask.window is None:
         raise ModelError("compiled blocks take full, causal and sliding masks only")
-    ends, bound = mask.rows.ends, mask.rows.bound
-    return replace(mask, fused=Fused(ends, bound, mask.window, get_largest_head(ends.device)))
+    rows, keys = mask.rows, mask.key_rows
+    largest = get_largest_head(rows.ends.device)
+    fused = Fused(rows.ends, rows.bound, keys.ends, keys.bound, mask.window, largest)
+    return replace(mask, fused=fused)
 
 
 @functools.cache

@@ -20,15 +20,20 @@ def attend_by_row(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ends: Tensor,
+    ends: tuple[Tensor, Tensor],
+    bias: Tensor | None = None,
+    *,
     dropout: float,
     window: Window,
     scale: float | None,
 ) -> Tensor:
-    """[tokens, heads, size] -> the same."""
+    """[tokens, heads, size] -> the same; ``ends`` are those of queries and of keys.
+
+    ``bias`` is added to the scores: [1, heads, at least the longest row, at least its keys].
+    """
     seed = torch.randint(2**31, (1,)) if dropout else torch.zeros(1, dtype=torch.long)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _attend(query, key, value, ends, seed, dropout, *window, scale)
+    output: Tensor = _attend(query, key, value, *ends, seed, bias, dropout, *window, scale)
     return output
 
 
@@ -38,7 +43,9 @@ def _attend(
     key: Tensor,
     value: Tensor,
     ends: Tensor,
+    key_ends: Tensor,
     seed: Tensor,
+    bias: Tensor | None,
     dropout: float,
     before: int,
     after: int,
@@ -47,10 +54,10 @@ def _attend(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     key, value = _repeat(key, query), _repeat(value, query)
     masks = _draw(seed, dropout)
-    for row in _iterate_rows(ends):
-        weights = _compute_weights(query[row], key[row], before, after, scale)
+    for row, other in _iterate_rows(ends, key_ends):
+        weights = _compute_weights(query[row], key[other], bias, before, after, scale)
         kept = next(masks)(weights)
-        output[row] = torch.einsum("hqk,khd->qhd", (weights * kept).to(value.dtype), value[row])
+        output[row] = torch.einsum("hqk,khd->qhd", (weights * kept).to(value.dtype), value[other])
     return output
 
 
@@ -61,26 +68,34 @@ def _attend_backward(
     key: Tensor,
     value: Tensor,
     ends: Tensor,
+    key_ends: Tensor,
     seed: Tensor,
+    bias: Tensor | None,
     dropout: float,
     before: int,
     after: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys, values = _repeat(key, query).float(), _repeat(value, query).float()
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    of_key, of_value = torch.empty_like(keys), torch.empty_like(values)
+    # Zeros: a row of keys may have no queries.
+    of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
+    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     masks = _draw(seed, dropout)
-    for row in _iterate_rows(ends):
+    for row, other in _iterate_rows(ends, key_ends):
         mine = gradient[row].float()
-        weights = _compute_weights(query[row], keys[row], before, after, scale)
+        weights = _compute_weights(query[row], keys[other], bias, before, after, scale)
         kept = next(masks)(weights)
-        of_value[row] = torch.einsum("hqk,qhd->khd", weights * kept, mine)
-        of_weights = torch.einsum("qhd,khd->hqk", mine, values[row]) * kept
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
-        of_query[row] = torch.einsum("hqk,khd->qhd", of_scores, keys[row]).to(query.dtype)
-        of_key[row] = torch.einsum("hqk,qhd->khd", of_scores, query[row].float())
-    return of_query, _join(of_key, key), _join(of_value, value)
+        of_value[other] = torch.einsum("hqk,qhd->khd", weights * kept, mine)
+        of_weights = torch.einsum("qhd,khd->hqk", mine, values[other]) * kept
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        if bias is not None:
+            of_bias[0, :, : len(mine), : of_scores.shape[2]] += of_scores
+        of_scores = of_scores * scale
+        of_query[row] = torch.einsum("hqk,khd->qhd", of_scores, keys[other]).to(query.dtype)
+        of_key[other] = torch.einsum("hqk,qhd->khd", of_scores, query[row].float())
+    of_bias = of_bias if bias is None else of_bias.to(bias.dtype)
+    return of_query, _join(of_key, key), _join(of_value, value), of_bias
 
 
 @_attend.register_fake
@@ -89,36 +104,46 @@ def _(query: Tensor, *_: Any) -> Tensor:
 
 
 @_attend_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
-    return tuple(
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Any:
+    bias: Tensor | None = more[3]
+    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias)
+    found = (
         torch.empty_like(each, memory_format=torch.contiguous_format)
         for each in (query, key, value)
     )
+    return (*found, of_bias)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
+    *tensors, bias = inputs[:7]
+    ctx.save_for_backward(*tensors, *([] if bias is None else [bias]))
+    ctx.options = inputs[7:]
 
 
 def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return (*found, *[None] * 6)
+    bias = ctx.saved_tensors[6] if len(ctx.saved_tensors) > 6 else None
+    found: Any = _attend_backward(gradient, *ctx.saved_tensors[:6], bias, *ctx.options)
+    of_bias = None if bias is None else found[3]
+    return (*found[:3], None, None, None, of_bias, *[None] * 4)
 
 
 _attend.register_autograd(_run_backward, setup_context=_set_up)
 
 
-def _iterate_rows(ends: Tensor) -> Iterator[slice]:
-    places = ends.tolist()
-    return (slice(a, b) for a, b in pairwise(places) if b > a)
+def _iterate_rows(ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Each row of queries with its row of keys, which may be empty."""
+    pairs = zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True)
+    return ((slice(*row), slice(*other)) for row, other in pairs if row[1] > row[0])
 
 
-def _compute_weights(query: Tensor, key: Tensor, before: int, after: int, scale: float) -> Tensor:
-    """The softmax of one row: [heads, tokens, tokens], in fp32."""
+def _compute_weights(
+    query: Tensor, key: Tensor, bias: Tensor | None, before: int, after: int, scale: float
+) -> Tensor:
+    """The softmax of one row: [heads, queries, keys], in fp32."""
     scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
-    place = torch.arange(len(query))
-    distance = place[None] - place[:, None]
+    if bias is not None:
+        scores += bias[0, :, : len(query), : len(key)]
+    distance = torch.arange(len(key))[None] - torch.arange(len(query))[:, None]
     if before >= 0:
         scores = scores.masked_fill(distance < -before, float("-inf"))
     if after >= 0:

@@ -142,9 +142,17 @@ class Rows:
         If rounded, rows without tokens follow, so that the number of rows hardly ever changes.
         """
         count = len(self.lengths)
-        added = 2 ** count.bit_length() - count if self.is_rounded else 0
+        return self._compute_ends(2 ** count.bit_length() if self.is_rounded else count)
+
+    def _compute_ends(self, count: int) -> Tensor:
+        added = count - len(self.lengths)
         ends = np.cumsum([0, *self.lengths, *[0] * added], dtype=np.int32)
         return _send(torch.from_numpy(ends), self.places.device)
+
+    def level_with(self, other: Rows) -> None:
+        """Give rounded rows as many ``ends`` as others have, if those are more."""
+        if len(self.ends) < len(other.ends):
+            vars(self)["ends"] = self._compute_ends(len(other.ends) - 1)
 
     @cached_property
     def grid(self) -> Tensor:

@@ -49,7 +49,9 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def read_sides(given: dict[str, Any], least_padding: float = 0.0) -> Sides | None:
+def read_sides(
+    given: dict[str, Any], least_padding: float = 0.0, *, rounds_up: bool = False
+) -> Sides | None:
     """The rows of a batch; None if something in it needs padding, or if there is too little."""
     mask, labels = given.get("attention_mask"), given.get("labels")
     decoder_mask = given.get("decoder_attention_mask")
@@ -68,7 +70,11 @@ def read_sides(given: dict[str, Any], least_padding: float = 0.0) -> Sides | Non
     real, padded = is_real.sum() + is_needed.sum(), is_real.size + is_needed.size
     if not is_real.any(1).all() or real > (1 - least_padding) * padded:
         return None
-    encoder, decoder = Rows.read(is_real, mask.device), Rows.read(is_needed, labels.device)
+    encoder = Rows.read(is_real, mask.device, rounds_up=rounds_up)
+    decoder = Rows.read(is_needed, labels.device, rounds_up=rounds_up)
+    if rounds_up:  # compiled blocks take as many rows of keys as of queries
+        encoder.level_with(decoder)
+        decoder.level_with(encoder)
     # A relative bias counts columns; in a row with gaps, neighbours are further apart.
     return Sides(encoder, decoder) if encoder.is_contiguous and decoder.is_contiguous else None
 
@@ -90,13 +96,13 @@ def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> No
     """Let both stacks say whose rows they compute on, and biases fit the longest row."""
     extend(encoder, "unpad", functools.partial(_build_stack, is_decoder=False))
     extend(decoder, "unpad", functools.partial(_build_stack, is_decoder=True))
-    for module in _find_biased(model):
+    for module in find_biased(model):
         extend(module, "unpad", _build_biased, is_shared=True)
 
 
 def restore_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
     """Undo ``extend_sides``."""
-    for module in (encoder, decoder, *_find_biased(model)):
+    for module in (encoder, decoder, *find_biased(model)):
         remove(module, "unpad")
 
 
@@ -113,7 +119,7 @@ def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def _find_biased(model: nn.Module) -> list[Any]:
+def find_biased(model: nn.Module) -> list[Any]:
     """Attention with T5's relative position bias, or that could have it."""
     return [
         module
@@ -136,8 +142,13 @@ def _build_biased(cls: Any) -> dict[str, Any]:
 
 
 def _compute_bias(module: Any, mask: RowMask) -> Tensor:
-    device = mask.rows.places.device
+    if mask.fused is None:
+        rows, keys = mask.rows, mask.key_rows
+        longest, longest_key, device = rows.longest, keys.longest, rows.places.device
+    else:  # compiled blocks must not depend on lengths
+        fused = mask.fused
+        longest, longest_key, device = fused.longest, fused.longest_key, fused.ends.device
     if not module.has_relative_attention_bias:
         return torch.zeros(1, 1, 1, 1, device=device)
-    bias: Tensor = module.compute_bias(mask.rows.longest, mask.key_rows.longest, device=device)
+    bias: Tensor = module.compute_bias(longest, longest_key, device=device)
     return bias

@@ -27,6 +27,7 @@ from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import (
     Sides,
     extend_sides,
+    find_biased,
     find_stacks,
     is_encoder_decoder,
     read_sides,
@@ -72,6 +73,8 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "it does not combine with expert parallelism and DeepSpeed yet"
     if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
         return "compiled blocks need flash attention on a GPU, which takes 16 bits only"
+    if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
+        return "compiled blocks need flash attention on a GPU, which takes no position bias"
     is_default = assembly.args.dynamic_shape == "auto"
     if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
         return "an encoder-decoder model gains on a GPU only with very large batches"
@@ -94,7 +97,7 @@ def apply_unpadding(
     number of tokens is rounded up to one of a few. Unless the user has asked for it, a loss must
     first be seen to ignore padding.
     """
-    problem = _find_problem(model, plan, is_compiled=is_compiled)
+    problem = _find_problem(model, plan)
     if problem is not None:
         return problem
     configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
@@ -141,14 +144,12 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     put_fact(model, Filling(is_exact=difference is None))
 
 
-def _find_problem(model: Any, plan: ModelPlan, *, is_compiled: bool) -> str | None:
+def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
         return f"{type(model).__name__} is not a model of transformers with repeated blocks"
     if is_encoder_decoder(model) and find_stacks(model) is None:
         return f"{type(model).__name__} does not use both an encoder and a decoder"
-    if is_encoder_decoder(model) and is_compiled:
-        return "compiled blocks do not attend from a decoder's rows to an encoder's yet"
     if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
         return f"its attention is {get_attention(config)}, not sdpa"
     if any(
@@ -191,7 +192,7 @@ def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) 
         with use_rows(rows):
             return _call(model, _add_mask(batch))
     if is_encoder_decoder(model):
-        sides = read_sides(batch)
+        sides = read_sides(batch, rounds_up=rounds_up)
         assert sides is not None
         with use_sides(sides):
             return _call(model, batch)
@@ -290,7 +291,7 @@ def _build_model(
             return cls.forward(self, *args, **kwargs)
 
     def forward_sides(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sides = None if find_watched(inside) else find_sides(self, kwargs)
+        sides = None if find_watched(inside) else find_sides(self, kwargs, rounds_up=rounds_up)
         if sides is None:
             return cls.forward(self, *args, **kwargs)
         way = use_sides if reader.ignores_padding else reader.observe
@@ -354,7 +355,7 @@ def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
     return is_causal or bool(is_real[:, 0].all())
 
 
-def find_sides(model: Any, given: dict[str, Any]) -> Sides | None:
+def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Sides | None:
     """The rows of both sides, under the same conditions; None for a batch that a graph replays."""
     if find_asked(model, given) or given.get("past_key_values") is not None:
         return None
@@ -363,7 +364,7 @@ def find_sides(model: Any, given: dict[str, Any]) -> Sides | None:
     # There is no cache of unpadded tokens to return, and a tuple would be shorter without it.
     if given.get("use_cache") or given.get("return_dict") is False:
         return None
-    return read_sides(given, _LEAST_PADDING)
+    return read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
 
 
 def is_packed(given: dict[str, Any]) -> bool:
