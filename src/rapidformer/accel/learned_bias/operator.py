@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapidformer.accel.learned_bias.call import Call, allocate_gradients, allocate_output
+
 
 def attend(
     query: Tensor,
@@ -62,30 +64,14 @@ def _attend(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    from rapidformer.accel.learned_bias import dropout as bits
     from rapidformer.accel.learned_bias import forward
 
-    output, statistics = _allocate(query)
-    forward.attend(
-        query, key, value, bias, _to_bytes(seen), kept, output, statistics,
-        scale, bits.get_kept_scale(dropout), is_causal=is_causal,
-    )  # fmt: skip
-    return output, statistics
+    return forward.attend(Call(query, key, value, bias, seen, kept, dropout, scale, is_causal))
 
 
 @_attend.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _allocate(query)
-
-
-def _allocate(query: Tensor) -> tuple[Tensor, Tensor]:
-    return _allocate_like(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
-
-
-def _allocate_like(tensor: Tensor) -> Tensor:
-    """Heads of a token next to each other, as projections give and take them."""
-    batch, heads, tokens, size = tensor.shape
-    return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+    return allocate_output(query)
 
 
 @torch.library.custom_op("rapidformer::attend_with_bias_backward", mutates_args=())
@@ -104,30 +90,17 @@ def _attend_backward(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from rapidformer.accel.learned_bias import backward
-    from rapidformer.accel.learned_bias import dropout as bits
 
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    of_scores = query.new_empty((*query.shape[:3], key.shape[2]))
-    found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
-    backward.attend_backward(
-        gradient, query, key, value, bias, _to_bytes(seen), kept, output, statistics,
-        (*found, of_scores), scale, bits.get_kept_scale(dropout), is_causal=is_causal,
-    )  # fmt: skip
-    of_bias = bias.new_empty(bias.shape)
-    backward.sum_score_gradients(of_scores, _to_bytes(seen), of_bias, is_causal=is_causal)
-    return (*found, of_bias)
+    call = Call(query, key, value, bias, seen, kept, dropout, scale, is_causal)
+    return backward.attend_backward(call, gradient, output, statistics)
 
 
 @_attend_backward.register_fake
 def _(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = (_allocate_like(query), _allocate_like(key), _allocate_like(value))
-    return (*found, bias.new_empty(bias.shape))
-
-
-def _to_bytes(seen: Tensor | None) -> Tensor | None:
-    return None if seen is None else seen.view(torch.uint8)
+    return allocate_gradients(query, key, value, bias)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
