@@ -1,0 +1,148 @@
+"""Record the passes of an update as a CUDA graph, and compare its replays with the passes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.engine.graphed_passes import Outcome, Passes
+
+_CHECKED_BATCHES = 2
+"""On how many batches the first graph is compared with the passes themselves."""
+_LIMIT = 1e-5
+_LIMIT_16_BIT = 1e-3
+
+
+@dataclass
+class Graph:
+    """Recorded passes, their results, and what computes these again."""
+
+    passes: Passes
+    outcome: Outcome
+    replay: Callable[[], None]
+
+
+class Recorder:
+    """Runs passes once, records others, and checks that replaying them gives the same."""
+
+    def __init__(self, capture: Capture, *, is_16_bit: bool, compiles: bool) -> None:
+        self._capture = capture
+        self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
+        self._compiles = compiles
+        self._checked = 0
+        self.is_warm = False
+        """Whether passes have run, so that others can be recorded."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether enough replays have given the right results."""
+        return self._checked >= _CHECKED_BATCHES
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is plenty of memory for more recordings."""
+        return self._capture.has_room
+
+    def warm_up(self, passes: Passes, before: State) -> Outcome:
+        """Run the very first passes, which may still set things up, such as compiled blocks."""
+        outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
+        before.check_host_numbers()
+        self.is_warm = True
+        return outcome
+
+    def record(
+        self,
+        passes: Passes,
+        gradients: list[Tensor | None] | None,
+        before: State,
+        *,
+        is_used: bool = True,
+    ) -> Graph:
+        """Record passes that leave their gradients in the memory of these, if they are given.
+
+        With ``is_used``, this is their update; otherwise nothing changes.
+        """
+        # Compiling a block for another size waits for the device as well.
+        expected = self._capture.warm_up(passes.rehearse, forbids_reads=not self._compiles).read()
+        before.restore()
+        passes.gradients = gradients
+        with passes.without_effect():
+            graph = Graph(passes, *self._capture.record(passes.run))
+        self._replay(graph, expected, before, is_used=is_used)
+        return graph
+
+    def compare(self, graph: Graph, before: State) -> None:
+        """Run the passes of a graph, and replay it for this update."""
+        expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False).read()
+        before.restore()
+        self._replay(graph, expected, before)
+
+    def _replay(
+        self, graph: Graph, expected: list[float], before: State, *, is_used: bool = True
+    ) -> None:
+        with graph.passes.without_effect():
+            graph.replay()
+            self._check_results(graph.outcome, expected)
+        self._checked += 1
+        if graph.passes.updated and is_used:
+            before.restore()
+            graph.passes.prepare()
+            graph.replay()  # this time, it updates the weights
+
+    def _check_results(self, outcome: Outcome, expected: list[float]) -> None:
+        for mine, theirs in zip(outcome.read(), expected, strict=True):
+            is_same = math.isclose(mine, theirs, rel_tol=self._limit, abs_tol=1e-7)
+            if not is_same and not (math.isnan(mine) and math.isnan(theirs)):
+                raise NotRepeatableError(
+                    f"replaying a step gave {mine:.6g} where running it gave {theirs:.6g}"
+                )
+
+
+class State:
+    """What passes may change, apart from gradients: random numbers, buffers and similar."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+        self._host = _get_host_numbers(device)
+        self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
+
+    def restore(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._drawn, self._device)
+        else:
+            torch.set_rng_state(self._drawn)
+        for tensor, value, changes in self._tensors:
+            if count_changes(tensor) != changes:
+                with torch.no_grad():
+                    tensor.copy_(value)
+
+    def check_host_numbers(self) -> None:
+        """Refuse a step that draws random numbers on the host: a replay would repeat them."""
+        before, now = self._host, _get_host_numbers(self._device)
+        if not all(_are_equal(mine, theirs) for mine, theirs in zip(before, now, strict=True)):
+            raise NotRepeatableError(
+                "a step draws random numbers on the host, which a replay would not"
+            )
+
+
+def _get_host_numbers(device: torch.device) -> list[Any]:
+    states: list[Any] = [random.getstate(), np.random.get_state()]
+    return states if device.type == "cpu" else [*states, torch.get_rng_state()]
+
+
+def _are_equal(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, Tensor):
+        return torch.equal(mine, theirs)
+    return str(mine) == str(theirs)
