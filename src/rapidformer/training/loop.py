@@ -6,11 +6,9 @@ evaluation.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +36,7 @@ from rapidformer.training.meter import Measurement, Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
+from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.timetable import Timetable
 from rapidformer.training.utilization import Utilization
@@ -121,11 +120,7 @@ class TrainingLoop:
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
         self._utilization = Utilization(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
-        self._saved_at: int | None = None
-        self._are_saves_prepared = False
-        self._save_stall: float | None = None
-        """Seconds that training waited for a save that was not reported yet."""
-        self._saved_progress: Progress | None = None
+        self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self.step
         self._step_before = self.step
@@ -187,7 +182,7 @@ class TrainingLoop:
             self._finish()
             self._notify("on_train_end")
         except BaseException as error:
-            self._give_up(error)
+            self._saves.give_up(error)
             raise
         finally:
             self.reporter.close()
@@ -300,9 +295,8 @@ class TrainingLoop:
         if self.step == self._step_before:
             return  # this update was skipped: nothing else is due
         self._step_before = self.step
-        if self.timetable.saves and not self._are_saves_prepared:
-            self._are_saves_prepared = True
-            self.engine.prepare_saves()
+        if self.timetable.saves:
+            self._saves.prepare()
         control.should_evaluate |= timetable.is_evaluation_due(self.step)
         control.should_save |= timetable.is_save_due(self.step)
         self._check_exit()
@@ -388,7 +382,7 @@ class TrainingLoop:
         has_scaler = self.engine.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
         self._notify("on_log", self._describe(measured))
-        self._look_at_save()
+        self._saves.look()
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
         updates = len(measured.losses)
@@ -443,7 +437,7 @@ class TrainingLoop:
         self._notify("on_evaluate", metrics)
         self.meter.resume(paused_at)
         # A checkpoint of this step, if there is one, does not know this evaluation.
-        if self.args.save and (self.control.should_save or self._saved_at == self.step):
+        if self.args.save and (self.control.should_save or self._saves.has_step(self.step)):
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
@@ -455,56 +449,21 @@ class TrainingLoop:
         self.control.should_save = False
         self._settle()
         if wait:
-            self._finish_save()
-        if self._saved_at == self.step and self._saved_progress == self.progress:
+            self._saves.finish()
+        if self._saves.has_state(self.step, self.progress):
             return
         # Logging raises an error if a loss is NaN: such a state is never saved.
         self._log()
         paused_at = self.meter.pause()
-        started = time.monotonic()
-        self._finish_save()
-        progress = dataclasses.asdict(self.progress)
-        self._saved_at, self._saved_progress = self.step, Progress(**progress)
-        self.engine.save_checkpoint(
-            extra={
-                "progress": progress,
-                "attempts": self._attempts,
-                "bad_batches": self._bad_batches.state_dict(),
-            },
+        self._saves.start(
+            self.step,
+            self.progress,
+            {"attempts": self._attempts, "bad_batches": self._bad_batches.state_dict()},
             protected=self._best_folder,
             processor=self.processor,
             wait=wait,
         )
-        self._save_stall = time.monotonic() - started
-        if not self.engine.is_saving:
-            self._finish_save()
         self.meter.resume(paused_at)
-
-    def _finish_save(self) -> None:
-        """Wait for the last save, and report it once."""
-        stall, self._save_stall = self._save_stall, None
-        if stall is None:
-            return
-        self.engine.wait_for_save()
-        save = self.engine.take_save()
-        if save is None:
-            self._saved_at = None
-            return
-        if save.is_behind or stall > 1:
-            self.reporter.log_save(save.step, stall, save.write_seconds)
-        self._notify("on_save", save.target)
-
-    def _look_at_save(self) -> None:
-        """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
-        if self.engine.is_saving and broadcast_object(self.engine.is_save_written):
-            self._finish_save()
-
-    def _give_up(self, error: BaseException) -> None:
-        """Let a save be completed before the run fails; a second Ctrl-C does not wait for it."""
-        if isinstance(error, KeyboardInterrupt):
-            self.engine.cancel_save()
-        with suppress(Exception):
-            self._finish_save()
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""
@@ -520,8 +479,8 @@ class TrainingLoop:
         ):
             # Another run's folder, or its best model is from a step that will be repeated.
             self.progress.best_value = self.progress.best_step = None
-        self._step_before = self._saved_at = self.step
-        self._saved_progress = copy.deepcopy(self.progress)
+        self._step_before = self.step
+        self._saves.remember(self.step, self.progress)
 
 
 def evaluate_model(

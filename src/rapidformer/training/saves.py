@@ -1,0 +1,107 @@
+"""The checkpoints of a training loop: which state has one, and who hears when it is written.
+
+A save may be written in the background, so it is reported later than it was started, and at most
+once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rapidformer.dist.collectives import broadcast_object
+from rapidformer.engine import RapidformerEngine
+from rapidformer.training.progress import Progress
+from rapidformer.training.report import Reporter
+
+
+class Saves:
+    """Starts saves one after the other, and reports each once it is complete."""
+
+    def __init__(
+        self, engine: RapidformerEngine, reporter: Reporter, announce: Callable[[Path], None]
+    ) -> None:
+        """``announce`` gets the folder of every complete save."""
+        self._engine = engine
+        self._reporter = reporter
+        self._announce = announce
+        self._step: int | None = None
+        self._progress: Progress | None = None
+        self._stall: float | None = None
+        """Seconds that training waited for a save that was not reported yet."""
+        self._is_prepared = False
+
+    def prepare(self) -> None:
+        """Let the engine get ready for saves, once."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._engine.prepare_saves()
+
+    def has_step(self, step: int) -> bool:
+        """Whether this step has a checkpoint, whatever its progress was."""
+        return self._step == step
+
+    def has_state(self, step: int, progress: Progress) -> bool:
+        """Whether there is a checkpoint of this step with this progress."""
+        return self._step == step and self._progress == progress
+
+    def remember(self, step: int, progress: Progress) -> None:
+        """Note a state that a checkpoint has: one that was restored or is being written."""
+        self._step, self._progress = step, Progress(**dataclasses.asdict(progress))
+
+    def start(
+        self,
+        step: int,
+        progress: Progress,
+        extra: dict[str, Any],
+        *,
+        protected: Path | None,
+        processor: Any,
+        wait: bool,
+    ) -> None:
+        """Save this state, after the last save is complete.
+
+        Without ``wait``, it may be written in the background.
+        """
+        started = time.monotonic()
+        self.finish()
+        self.remember(step, progress)
+        self._engine.save_checkpoint(
+            extra={"progress": dataclasses.asdict(progress), **extra},
+            protected=protected,
+            processor=processor,
+            wait=wait,
+        )
+        self._stall = time.monotonic() - started
+        if not self._engine.is_saving:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the last save, and report it unless that was done."""
+        stall, self._stall = self._stall, None
+        if stall is None:
+            return
+        self._engine.wait_for_save()
+        save = self._engine.take_save()
+        if save is None:
+            self._step = None
+            return
+        if save.is_behind or stall > 1:
+            self._reporter.log_save(save.step, stall, save.write_seconds)
+        self._announce(save.target)
+
+    def look(self) -> None:
+        """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
+        if self._engine.is_saving and broadcast_object(self._engine.is_save_written):
+            self.finish()
+
+    def give_up(self, error: BaseException) -> None:
+        """Let a save be completed before the run fails; a second Ctrl-C does not wait for it."""
+        if isinstance(error, KeyboardInterrupt):
+            self._engine.cancel_save()
+        with suppress(Exception):
+            self.finish()
