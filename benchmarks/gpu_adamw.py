@@ -20,8 +20,8 @@ from transformers import BertConfig, BertModel
 
 from rapidformer.compat.torch_tensors import compute_norms
 from rapidformer.optim.bf16_adamw import Bf16AdamW
+from rapidformer.optim.gradients import get_norm
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
-from rapidformer.optim.update import get_norm
 
 REPEATS = 20
 # What a step reads and writes of each parameter: weight, gradient and two moments.

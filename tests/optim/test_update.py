@@ -14,8 +14,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from rapidformer.accel.precision import LossScaler
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
+from rapidformer.optim.gradients import get_divisor, get_norm
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
-from rapidformer.optim.update import UpdateClock, get_divisor, get_norm
+from rapidformer.optim.update import UpdateClock
 
 from .rig import Rig
 

@@ -17,8 +17,8 @@ from rapidformer.engine import graphs
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ConfigurationError
+from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
-from rapidformer.optim.update import take_gradients
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, Stat
 from rapidformer.compat.torch_tensors import copy_all, multiply_all
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
 from rapidformer.engine.graphed_update import GraphedUpdate
+from rapidformer.optim.gradients import get_norm, scale_loss, take_gradients
 from rapidformer.optim.multi_tensor.launch import Launch
-from rapidformer.optim.update import get_norm, scale_loss, take_gradients
 
 RunForward = Callable[[MicroBatch], MicroBatchResult]
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rapidformer.optim.gradients import get_divisor, take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.multi_tensor.launch import Launch
-from rapidformer.optim.update import get_divisor, take_gradients
 
 
 class GraphedUpdate:

@@ -29,7 +29,7 @@ from rapidformer.engine.replayed_code import ReplayedCode
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
-from rapidformer.optim.update import take_gradients
+from rapidformer.optim.gradients import take_gradients
 
 MOST_GRAPHS = 8
 _MOST_AT_ONCE = 6

@@ -32,14 +32,10 @@ from rapidformer.engine.graphed_update import GraphedUpdate
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
+from rapidformer.optim.gradients import add_gradients, scale_loss, take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import RunObserver, get_observer
-from rapidformer.optim.update import (
-    MeasureNorm,
-    add_gradients,
-    scale_loss,
-    take_gradients,
-)
+from rapidformer.optim.update import MeasureNorm
 from rapidformer.overlay import find_fact
 
 UNKNOWN_WEIGHT = (

@@ -25,7 +25,7 @@ from transformers import (
 from rapidformer.data.update import UPDATE_COUNTS
 from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
-from rapidformer.optim.update import scale_loss
+from rapidformer.optim.gradients import scale_loss
 from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
