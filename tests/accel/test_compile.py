@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.compile import apply_compile, keep_compiled_code
@@ -84,6 +85,18 @@ def compile_blocks(model: nn.Module, backend: Any = "eager") -> CompiledBlocks:
     skip_cache_in_training(model)
     apply_compile(model, find_plan(model), backend=backend)
     return get_fact(model, CompiledBlocks)
+
+
+def test_a_cache_is_skipped_in_a_model_that_only_passes_the_argument_on() -> None:
+    config = GraniteMoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = GraniteMoeForCausalLM(config)
+    skip_cache_in_training(model)
+    ids = torch.arange(3, 9)[None]
+    assert model.train()(input_ids=ids).past_key_values is None
+    assert model.eval()(input_ids=ids).past_key_values is not None
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

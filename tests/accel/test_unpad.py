@@ -111,6 +111,12 @@ def test_causal_models(kind: str) -> None:
     check(build(AutoModelForCausalLM, kind))
 
 
+def test_the_gradient_of_a_bias_of_keys_is_noise() -> None:
+    """It is zero in theory, so only its size beside other gradients tells anything."""
+    model = build(AutoModelForCausalLM, "opt", init_std=0.3)
+    assert apply_unpadding(model, find_plan(model)) is None
+
+
 @pytest.mark.parametrize("kind", MASKED)
 def test_masked_models(kind: str) -> None:
     check(build(AutoModelForMaskedLM, kind))
@@ -251,7 +257,7 @@ def _find_end(positions: torch.Tensor, start: int) -> int:
 @pytest.mark.slow
 def test_compiled_blocks_settle() -> None:
     """Batches of any lengths: graphs for the first sizes, graphs for all others, then no more."""
-    model = build(AutoModelForMaskedLM, "bert", num_hidden_layers=2)
+    model = build(AutoModelForCausalLM, "llama", num_hidden_layers=2)
     reference, plan = copy.deepcopy(model), find_plan(model)
     apply_compile(model, plan, backend="eager")
     assert apply_unpadding(model, plan, is_compiled=True) is None
@@ -261,14 +267,13 @@ def test_compiled_blocks_settle() -> None:
         ids = torch.arange(5, 5 + mask.numel()).remainder(50).view(mask.shape)
         labels = ids.masked_fill(~mask, -100)
         batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+        batch["use_cache"] = False
         expected = run(reference, batch)
         for name, value in run(model, batch).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
         counts.append(compiled.graphs)
     assert counts[0] == 1, "equal blocks share a graph"
-    assert counts[1:] == [counts[1]] * 4 and counts[1] <= 3, (
-        "the second size is the last to compile"
-    )
+    assert counts[1:] == [2] * 4, "the second size is the last to compile"
     assert compiled.recompilations == 0
 
 

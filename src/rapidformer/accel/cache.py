@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.models.plan import shifts_labels
+
 _NAME = "use_cache"
 
 
@@ -21,13 +23,13 @@ def skip_cache_in_training(model: nn.Module) -> None:
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
         inner = inner.get_base_model()
-    names = list(inspect.signature(inspect.unwrap(inner.forward)).parameters)
-    if _NAME not in names:
+    names = _list_parameters(inner)
+    if _NAME not in names and not _passes_on(inner, names):
         return
-    position = names.index(_NAME)
+    position = names.index(_NAME) if _NAME in names else None
 
     def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_given = len(args) > position or kwargs.get(_NAME) is not None
+        is_given = kwargs.get(_NAME) is not None or (position is not None and len(args) > position)
         is_training = module.training and torch.is_grad_enabled()
         if is_given or not (is_training or kwargs.get("labels") is not None):
             return None
@@ -35,3 +37,14 @@ def skip_cache_in_training(model: nn.Module) -> None:
 
     # Kept out of a model compiled as a whole, like torch's own hooks.
     model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
+
+
+def _list_parameters(model: Any) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(model.forward)).parameters)
+
+
+def _passes_on(model: Any, names: list[str]) -> bool:
+    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside."""
+    body = getattr(model, "base_model", model)
+    takes_any = "kwargs" in names and body is not model and shifts_labels(model)
+    return takes_any and _NAME in _list_parameters(body)

@@ -22,6 +22,7 @@ from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
 from rapidformer.accel.frozen_weights import apply_lean_adapters
+from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
@@ -120,6 +121,8 @@ def parallelize(
         steps = args.gradient_accumulation_steps or 1
         line = synchronise_batch_norm(model, topology, micro_batches=steps, is_filler=is_filler)
         lines += [line] if line else []
+    if topology.tensor == 1 and (args.compile or precision.dtype is not None):
+        apply_grouped_experts(model)
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)
     lines += _apply_switches(assembly, "final")

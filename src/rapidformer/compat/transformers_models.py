@@ -7,6 +7,9 @@ from typing import Any
 PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
     "transformers.PreTrainedConfig._attn_implementation_internal": "context parallelism",
+    "transformers.PreTrainedConfig._experts_implementation": "which experts a mixture uses",
+    "transformers.PreTrainedConfig._experts_implementation_internal": "compiled experts",
+    "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate": "compiled experts",
     "transformers.PreTrainedModel._can_set_attn_implementation": "context parallelism",
     "transformers.PreTrainedModel._supports_flex_attn": "choosing an attention",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
@@ -35,6 +38,22 @@ def get_attention(config: Any) -> str:
 def set_attention(config: Any, name: str) -> None:
     """Select an attention registered under a name of ours, unchecked."""
     config._attn_implementation_internal = name
+
+
+def get_experts(config: Any) -> str | None:
+    """The name of the way in which a mixture computes its experts, if it has any."""
+    name = getattr(config, "_experts_implementation", None)
+    return None if name is None else str(name)
+
+
+def set_experts(config: Any, name: str) -> None:
+    """Select a way registered under a name of ours, unchecked."""
+    config._experts_implementation_internal = name
+
+
+def apply_expert_gate(experts: Any, projected: Any) -> Any:
+    """Gate and input of every expert's feed-forward layer -> what is projected down."""
+    return experts._apply_gate(projected)
 
 
 def has_fixed_attention(model: Any) -> bool:

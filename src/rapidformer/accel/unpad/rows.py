@@ -169,26 +169,25 @@ class Rows:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, tokens, ...] -> [1, real tokens, ...]."""
-        packed = gather(tensor.flatten(0, 1), self.places)
+        packed = gather(tensor.flatten(0, 1)[None], self.places)
         if self.extra:
-            packed = torch.cat([packed, packed.new_zeros(self.extra, *packed.shape[1:])])
-        return packed[None]
+            packed = torch.cat([packed, packed.new_zeros(1, self.extra, *packed.shape[2:])], 1)
+        return packed
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        flat = tensor.squeeze(0)  # not tensor[0], whose gradient is a copy
-        real = flat[: len(self.places)] if self.extra else flat
+        real = tensor[:, : len(self.places)] if self.extra else tensor
         padded = scatter(real, self.places, self.shape[0] * self.shape[1])
         return padded.view(*self.shape, *tensor.shape[2:])
 
     def to_grid(self, tensor: Tensor) -> Tensor:
         """[real tokens, ...] -> [rows, longest, ...]: as little padding as there can be."""
-        padded = scatter(tensor, self.grid, len(self.lengths) * self.longest)
+        padded = scatter(tensor[None], self.grid, len(self.lengths) * self.longest)
         return padded.view(len(self.lengths), self.longest, *tensor.shape[1:])
 
     def from_grid(self, tensor: Tensor) -> Tensor:
         """[rows, longest, ...] -> [real tokens, ...]."""
-        return gather(tensor.flatten(0, 1), self.grid)
+        return gather(tensor.flatten(0, 1)[None], self.grid).squeeze(0)
 
     def pack_beside(self, value: Any) -> Any:
         """What a block gets beside its hidden states, such as positions: tensors per token."""
@@ -224,7 +223,11 @@ def _cut(tokens: int, longest: int) -> list[int]:
 
 
 def gather(padded: Tensor, places: Tensor) -> Tensor:
-    """The rows of ``padded`` at these places, each of which is there once."""
+    """The rows of ``padded``, [1, size, ...], at these places, each of which is there once.
+
+    Not of [size, ...]: a block's input would be a view of the result, but not that of the next
+    block, and dynamo would compile the two separately.
+    """
     packed: Tensor = _Gather.apply(padded, places)  # type: ignore[no-untyped-call]
     return packed
 
@@ -250,8 +253,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.size = len(padded)
-        return padded.index_select(0, places)
+        ctx.size = padded.shape[1]
+        return padded.index_select(1, places)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -263,7 +266,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, places: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(places)
-        return packed.new_zeros((size, *packed.shape[1:])).index_copy_(0, places, packed)
+        return packed.new_zeros((1, size, *packed.shape[2:])).index_copy_(1, places, packed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

@@ -1,0 +1,117 @@
+"""Mixtures of experts of transformers in 16 bits, and compiled.
+
+transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not know it,
+so under mixed precision the experts, most of a mixture's work, would stay in fp32. torch.compile
+knows it in bf16 only, and would split every block into many graphs. Here the products are cast as
+any other, and those in fp32 are an operator that torch.compile does not look into.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.context.attention import find_configs
+from rapidformer.compat.transformers_models import apply_expert_gate, get_experts, set_experts
+
+
+def apply_grouped_experts(model: nn.Module) -> None:
+    """Let transformers' models compute their experts here, unless the user chose another way."""
+    for config in find_configs(model):
+        if get_experts(config) == "grouped_mm":
+            set_experts(config, _register())
+
+
+@functools.cache
+def _register() -> str:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = "rapidformer_grouped"
+    ALL_EXPERTS_FUNCTIONS.register(name, compute_experts)
+    return name
+
+
+def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """What transformers' experts return: for each token, the weighted sum of those chosen for it.
+
+    ``hidden`` is [tokens, size]; ``chosen`` and ``factors`` are [tokens, experts per token].
+    """
+    count = chosen.shape[-1]
+    ids, order = chosen.flatten().sort()
+    experts = torch.arange(self.num_experts, device=ids.device)
+    ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    inner = _run_linear(self, name, hidden[order // count], ids, ends)
+    inner = apply_expert_gate(self, inner) if self.has_gate else self.act_fn(inner)
+    output = _run_linear(self, "down_proj", inner, ids, ends) * factors.flatten()[order, None]
+    output = output[order.argsort()].view(len(hidden), count, -1).sum(1)
+    return output.to(hidden.dtype)
+
+
+def _run_linear(module: Any, name: str, rows: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+    """One linear layer of every expert, for rows sorted by expert."""
+    weight: Tensor = getattr(module, name)
+    product = multiply(rows, weight if module.is_transposed else weight.transpose(-2, -1), ends)
+    if module.has_bias:
+        bias: Tensor = getattr(module, f"{name}_bias")
+        product = product + bias[ids].to(product.dtype)
+    return product
+
+
+def multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's rows times its weight: [rows, in] x [experts, in, out] -> [rows, out].
+
+    The rows of expert i end at ``ends[i]``.
+    """
+    kind = rows.device.type
+    # The kernel reads 16 bytes at once.
+    is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
+    if torch.is_autocast_enabled(kind) and is_aligned:
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weights = rows.to(dtype), weights.to(dtype)
+    else:
+        rows = rows.to(weights.dtype)
+    if rows.dtype == torch.bfloat16:
+        return functional.grouped_mm(rows, weights, offs=ends)
+    product: Tensor = _multiply(rows, weights, ends)
+    return product
+
+
+@torch.library.custom_op("rapidformer::grouped_product", mutates_args=())
+def _multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(rows, weights, offs=ends).contiguous()
+
+
+@torch.library.custom_op("rapidformer::grouped_product_backward", mutates_args=())
+def _multiply_backward(
+    gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    gradient = gradient.contiguous()
+    of_rows = functional.grouped_mm(gradient, weights.transpose(-2, -1), offs=ends)
+    of_weights = functional.grouped_mm(rows.T, gradient, offs=ends)
+    return of_rows.contiguous(), of_weights.contiguous()
+
+
+@_multiply.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@_multiply_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    return (*_multiply_backward(gradient, *ctx.saved_tensors), None)
+
+
+_multiply.register_autograd(_run_backward, setup_context=_set_up)
