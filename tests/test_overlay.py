@@ -51,6 +51,8 @@ def test_a_call_enters_at_the_outermost_layer() -> None:
 
 def test_a_layer_out_of_order_is_refused() -> None:
     module = Doubler()
+    with pytest.raises(AssertionError, match="'negation' needs a line in ORDER"):
+        extend(module, "negation", add_one)
     extend(module, "autocast", times_ten)
     with pytest.raises(AssertionError, match="recompute must be added to Doubler before autocast"):
         extend(module, "recompute", add_one)

@@ -75,6 +75,8 @@ def extend(
     With ``is_shared``, objects of one class with the same ``build`` and styles get the same class,
     so equal blocks share one compiled graph. Such a ``build`` is kept for the life of the process.
     """
+    if layer not in ORDER:
+        raise AssertionError(f"{layer!r} needs a line in ORDER, at its place among the others")
     outer = [each for each in list_layers(target) if _RANKS[each] > _RANKS[layer]]
     if outer:
         raise AssertionError(f"{layer} must be added to {type(target).__name__} before {outer[0]}")
