@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -193,8 +194,8 @@ def test_token_classifiers() -> None:
     ("make", "kind", "reason"),
     [
         (AutoModelForTokenClassification, "t5", "not use both|not the same without padding"),
-        (AutoModelForMaskedLM, "deberta-v2", "eager, not sdpa|not a model of transformers"),
-        (AutoModelForCausalLM, "bloom", "eager, not sdpa|not the same without padding"),
+        (AutoModelForMaskedLM, "deberta-v2", "DebertaV2ForMaskedLM uses eager|not a model of"),
+        (AutoModelForCausalLM, "bloom", "BloomForCausalLM uses eager|not the same without padding"),
     ],
 )
 def test_what_cannot_be_unpadded_is_left_as_it_is(make: Any, kind: str, reason: str) -> None:
@@ -204,6 +205,13 @@ def test_what_cannot_be_unpadded_is_left_as_it_is(make: Any, kind: str, reason: 
     assert re.search(reason, apply_unpadding(model, find_plan(model)) or "none")
     for name, value in run(model, batch).items():
         assert torch.equal(value, expected[name])
+
+
+def test_why_question_answering_stays_padded() -> None:
+    model = build(AutoModelForQuestionAnswering, "bert", num_labels=2)
+    assert "all positions of a row, padding included" in str(
+        apply_unpadding(model, find_plan(model))
+    )
 
 
 def test_recomputed_blocks_have_their_rows_too() -> None:

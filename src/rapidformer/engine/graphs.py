@@ -259,7 +259,9 @@ class GraphedPasses:
 
 
 def _describe_error(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
+    lines = str(error).strip().splitlines() or [""]
+    # Below a TorchScript function, torch puts the reason after a traceback.
+    text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
     if "synchronizing CUDA operation" in text:
         return "a step waits for the GPU, as .item() does"
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"

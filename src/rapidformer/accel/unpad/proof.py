@@ -115,7 +115,10 @@ def _make_packed_batch(model: Any) -> dict[str, Any]:
 
 
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
-    logits = forward(dict(batch)).logits
+    outputs = forward(dict(batch))
+    if hasattr(outputs, "start_logits"):
+        raise ModelError("its loss compares all positions of a row, padding included")
+    logits = outputs.logits
     if "labels" in batch:
         logits = logits[batch["labels"] != -100]
     elif logits.dim() == 3 and "attention_mask" in batch:

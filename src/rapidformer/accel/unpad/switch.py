@@ -148,10 +148,15 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
         return f"{type(model).__name__} is not a model of transformers with repeated blocks"
+    if "MultipleChoice" in type(model).__name__:
+        return f"{type(model).__name__} has several rows per sample, which is not supported yet"
+    if getattr(config, "model_type", "") == "encoder-decoder":
+        # Its decoder does not see labels that equal the padding token, wherever they are.
+        return f"{type(model).__name__} reads its decoder's mask off the labels"
     if is_encoder_decoder(model) and find_stacks(model) is None:
         return f"{type(model).__name__} does not use both an encoder and a decoder"
     if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
-        return f"its attention is {get_attention(config)}, not sdpa"
+        return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(
         getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
     ):
