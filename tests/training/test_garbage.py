@@ -23,10 +23,14 @@ def _as_before() -> Iterator[None]:
 
 def test_nothing_is_collected_during_a_step_and_everything_is_restored_after_an_error() -> None:
     seen = []
-    collection = GarbageCollection(freezes_after=1)
+    collection = GarbageCollection(freezes_after=1, is_long=True)
     with pytest.raises(ZeroDivisionError), collection:
+        before = gc.get_freeze_count()
+        newer: list[list[int]] = [[] for _ in range(1000)]
         with collection.held_back():
             seen.append(gc.isenabled())
+        assert before > 0
+        assert gc.get_freeze_count() > before + len(newer) / 2
         seen += [gc.isenabled(), gc.get_freeze_count() > 0]
         with collection.held_back():
             raise ZeroDivisionError

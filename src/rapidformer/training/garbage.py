@@ -1,8 +1,9 @@
 """Python's garbage collection, kept out of optimizer steps.
 
 It starts whenever enough objects were created, and a full one walks all objects of the process,
-half a second in a large run, while the device has nothing to do. What exists after some steps
-(model, data, libraries) stays until the end, so later collections skip it.
+half a second in a large run, while the device has nothing to do. What exists before the first step
+(model, data, libraries) or after some steps (compiled code) stays until the end, so later
+collections skip it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from typing import Any
 class GarbageCollection:
     """Collects between the steps inside ``with``; afterwards everything is as it was before."""
 
-    def __init__(self, freezes_after: int = 40) -> None:
-        """Skip what exists after ``held_back`` was used this often; a short run gains nothing."""
+    def __init__(self, freezes_after: int = 40, *, is_long: bool = False) -> None:
+        """Skip what exists after ``held_back`` was used this often; a short run gains nothing.
+
+        A long run does so at the start, too: there the collection delays no step, and the later one
+        has little left to walk.
+        """
         self._freezes_after = freezes_after
+        self._is_long = is_long
         self._count = 0
         self._has_frozen = False
 
     def __enter__(self) -> None:
         self._count = 0
+        if self._is_long and gc.isenabled():
+            self._freeze()
 
     def __exit__(self, *_: Any) -> None:
         if self._has_frozen:
@@ -46,7 +54,7 @@ class GarbageCollection:
 
     def _freeze(self) -> None:
         # If the user has frozen objects, unfreezing ours later would release theirs, too.
-        if gc.get_freeze_count() == 0:
+        if self._has_frozen or gc.get_freeze_count() == 0:
             gc.collect()
             gc.freeze()
             self._has_frozen = True
