@@ -1,4 +1,4 @@
-"""What the kernels have in common: how they get tensors, and which tile a program works on.
+"""What the kernels have in common: how they take tensors, and which tile a program works on.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -18,9 +18,10 @@ from rapidformer.accel.learned_bias.dropout import get_kept_scale
 
 
 class Strided(NamedTuple):
-    """A tensor [batch, heads, rows, columns] whose columns are adjacent."""
+    """A tensor [batch, heads, rows, columns] with adjacent columns, and its other strides."""
 
     start: Any
+    """The tensor; in a kernel, its address."""
     batch: int
     head: int
     row: int
@@ -57,7 +58,7 @@ class Arguments(NamedTuple):
     scale: float
     kept_scale: float
     lowest: float
-    """What transformers adds to the scores of hidden keys."""
+    """The bias of hidden keys, as in transformers."""
 
 
 def get_arguments(call: Call) -> Arguments:
@@ -69,8 +70,8 @@ def get_arguments(call: Call) -> Arguments:
         query=get_strided(call.query),
         key=get_strided(call.key),
         value=get_strided(call.value),
-        bias=get_strided(call.bias),
-        seen=None if seen is None else get_strided(seen.view(torch.uint8)),
+        bias=_get_shared(call.bias),
+        seen=None if seen is None else _get_shared(seen.view(torch.uint8)),
         kept=None if kept is None else get_strided(kept.view(*lengths[:3], -1)),
         lengths=lengths,
         scale=call.scale,
@@ -80,9 +81,16 @@ def get_arguments(call: Call) -> Arguments:
 
 
 def get_strided(tensor: Tensor) -> Strided:
-    """A tensor for a kernel; one row, head or query may be the same for all."""
-    every = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return Strided(tensor, *(0 if length == 1 else stride for length, stride in every))
+    """A tensor for a kernel."""
+    batch, head, row, _ = tensor.stride()
+    return Strided(tensor, batch, head, row)
+
+
+def _get_shared(tensor: Tensor) -> Strided:
+    """A bias or mask, which may have one row, head or query for all."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    batch, head, row, _ = (0 if length == 1 else stride for length, stride in strides)
+    return Strided(tensor, batch, head, row)
 
 
 def launch(
