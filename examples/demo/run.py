@@ -100,8 +100,8 @@ def run_command(*words: str) -> float:
     """Print a rapidformer command, run it and return its duration in seconds; exit if it fails."""
     console.print(f"\n[bold green]$[/] [bold]{escape(shlex.join(('rapidformer', *words)))}[/]\n",
                   soft_wrap=True, highlight=False)  # fmt: skip
-    beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    program = shutil.which("rapidformer", path=beside)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    program = shutil.which("rapidformer", path=path)
     if program is None:
         sys.exit("the command rapidformer is not installed: run `make install` first.")
     start = time.perf_counter()

@@ -72,8 +72,8 @@ def run_command(*words: object) -> float:
     """Print a command, run it and return its duration in seconds."""
     line = [str(word) for word in words]
     print(f"\n$ {shlex.join(line)}\n", flush=True)
-    beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    program = shutil.which(line[0], path=beside) or line[0]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    program = shutil.which(line[0], path=path) or line[0]
     start = time.perf_counter()
     status = subprocess.run([program, *line[1:]], check=False).returncode
     if status != 0:

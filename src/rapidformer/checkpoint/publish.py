@@ -26,7 +26,7 @@ _RETIRED_PREFIX = ".rapidformer-old-"
 
 
 def start_staging(target: Path) -> Path:
-    """An empty folder beside the target, to write into."""
+    """An empty folder next to the target, to write into."""
     staging = target.with_name(STAGING_PREFIX + target.name)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

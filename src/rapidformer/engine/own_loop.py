@@ -36,7 +36,7 @@ class OwnLoop:
         self.is_composed = False
         self._in_hand: MicroBatch | None = None
         self._batch_size = 0
-        """Of the loader that yielded the micro-batch in hand."""
+        """Of the loader that yielded the current micro-batch."""
         self._rows = 0
         self._ended_with_filler = False
 

@@ -270,7 +270,7 @@ class Run:
         return gather_rows(rows, self.topology, pad_value)
 
     def drop_surplus_rows(self, values: Any) -> Any:
-        """Results without the rows that a full batch would have had, and the one in hand has not.
+        """Results without the rows that the current batch lacks, if it is smaller than the others.
 
         For what is not computed row by row: a loss repeated ``batch_size`` times.
         """

@@ -78,7 +78,7 @@ def describe_unused(args: Settings, made_by_script: dict[str, tuple[str, ...]]) 
 
 
 def _find_attributes() -> set[str]:
-    """Names of all attributes that the script and the modules beside it read."""
+    """Names of all attributes that the script and the modules next to it read."""
     return {name for path in _list_sources() for name in _read_attributes(path)}
 
 

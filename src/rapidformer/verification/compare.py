@@ -138,7 +138,9 @@ def compare(
         is_forward_equal = block is None
     suspects = _find_suspects(reference, traces, block)
     first = _find_first(gradients or weights, suspects, is_forward_equal)
-    beside = [d for d in gradients or weights if first is not None and d.update == first.update]
+    same_update = [
+        d for d in gradients or weights if first is not None and d.update == first.update
+    ]
     return Comparison(
         quantities={
             name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES if name in worst
@@ -146,7 +148,7 @@ def compare(
         problems=[*_find_missing(reference, traces), *_find_broken_ties(reference, traces)],
         first=first,
         block=block,
-        differing=len({d.name for d in beside}),
+        differing=len({d.name for d in same_update}),
         parameters=len(reference.start),
         has_same_samples=count_samples([reference]) == count_samples(traces),
     )

@@ -43,11 +43,11 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
         own = next((i for block, i in number_of.items() if name.startswith(block)), None)
         blocks = {own} if own is not None else usage.blocks_of[name]
         found[name] = frozenset(layout.find_owner(block) for block in blocks)
-    beside: dict[str, list[str]] = defaultdict(list)
+    by_module: dict[str, list[str]] = defaultdict(list)
     for name in found:
-        beside[name.rpartition(".")[0]].append(name)
+        by_module[name.rpartition(".")[0]].append(name)
     # A module's own parameters stay together too: a layer has both weight and bias, or neither.
-    for names in (*plan.tied, *beside.values(), *plan.tied):
+    for names in (*plan.tied, *by_module.values(), *plan.tied):
         together = frozenset[int]().union(*(found[name] for name in names))
         found |= dict.fromkeys(names, together)
     # A parameter that the hollow forward pass did not meet may be needed anywhere.

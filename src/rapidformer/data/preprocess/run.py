@@ -159,15 +159,15 @@ class _Run:
             source, line, reason, detail = first
             place = f"{self._sources[source].path}, {name_place(self._sources[source])} {line}"
             raise _FinalError(
-                f"{place}: {reason}{f' ({detail})' if detail else ''}. Mend it, or leave out "
-                "--strict to have such lines counted and left out."
+                f"{place}: {reason}{f' ({detail})' if detail else ''}. Fix it, or drop "
+                "--strict: such lines are then counted and skipped."
             )
         if not any(counts.documents for counts in self._merge_counts()):
             listed = "\n".join(format_problems(problems, self._sources))
             empty = sum(counts.empty for counts in self._merge_counts())
             raise _FinalError(
                 f"The input holds no document that can be written ({empty:,} empty): nothing was "
-                f"made.\n{listed}"
+                f"written.\n{listed}"
             )
 
     # --- the output ------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ class _Run:
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise DataError(
-                f"The output needs {needed:,} bytes, but only {free:,} are free beside "
-                f"{self._settings.output_prefix}: make room."
+                f"The output needs {needed:,} bytes, but only {free:,} are free on the disk of "
+                f"{self._settings.output_prefix}: free some space."
             )
 
     def summarize(self, seconds: float) -> Summary:

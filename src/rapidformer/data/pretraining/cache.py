@@ -2,7 +2,7 @@
 
 A map's name is a hash of everything that decides its content, so a map is never stale: other data
 or settings have another name. There is no collective here. Processes meet at a file lock, which the
-kernel releases when its holder dies. The arrays are published by renaming; the ``.json`` beside
+kernel releases when its holder dies. The arrays are published by renaming; the ``.json`` next to
 them comes last and holds their hashes, and only that makes them valid.
 """
 
