@@ -8,14 +8,23 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel import processor
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.unpad.switch import prove_filling
 from rapidformer.engine import graphs
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
+from rapidformer.engine.host_numbers import HostNumbers, count_unused_numbers, draw_unused
 from rapidformer.errors import ConfigurationError
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
@@ -209,6 +218,29 @@ def test_fixed_shapes_give_the_same_bits(more: dict[str, Any]) -> None:
     assert on.values.lines == off.values.lines
     for mine, theirs in zip(on.engine.parameters, off.engine.parameters, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_numbers_drawn_on_the_host_without_effect_do_not_prevent_a_graph() -> None:
+    """OPT draws one for each block to decide whether to skip it, even if the chance is 0."""
+    config = OPTConfig(
+        vocab_size=60, hidden_size=16, ffn_dim=16, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.0,
+    )  # fmt: skip
+    model, ids = OPTForCausalLM(config), torch.arange(5, 15)[None]
+    unused = count_unused_numbers(model)
+    before = HostNumbers(has_device=True)
+    assert before.count_unused(unused) == 0
+    model.train()(input_ids=ids)
+    assert before.count_unused(unused) == 3
+    after = torch.get_rng_state()
+    before.restore()
+    draw_unused(3)
+    assert torch.equal(after, torch.get_rng_state())
+    torch.rand([])
+    with pytest.raises(NotRepeatableError, match="draws random numbers on the host"):
+        before.count_unused(unused)
+    config.layerdrop = 0.1
+    assert count_unused_numbers(model) == 0, "now they have an effect"
 
 
 class Looking(Callback):

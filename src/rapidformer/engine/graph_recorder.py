@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.engine.graphed_passes import Outcome, Passes
+from rapidformer.engine.host_numbers import HostNumbers, draw_unused
 
 _CHECKED_BATCHES = 2
 """On how many batches the first graph is compared with the passes themselves."""
@@ -40,6 +38,8 @@ class Recorder:
         self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
         self._compiles = compiles
         self._checked = 0
+        self._unused = 0
+        """Random numbers that a micro-batch draws on the host, without effect."""
         self.is_warm = False
         """Whether passes have run, so that others can be recorded."""
 
@@ -53,10 +53,14 @@ class Recorder:
         """Whether there is plenty of memory for more recordings."""
         return self._capture.has_room
 
-    def warm_up(self, passes: Passes, before: State) -> Outcome:
-        """Run the very first passes, which may still set things up, such as compiled blocks."""
+    def warm_up(self, passes: Passes, before: State, unused: int) -> Outcome:
+        """Run the very first passes, which may still set things up, such as compiled blocks.
+
+        ``unused`` is how many random numbers a forward pass may draw on the host.
+        """
         outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
-        before.check_host_numbers()
+        found = before.host_numbers.count_unused(unused * passes.count)
+        self._unused = found // passes.count
         self.is_warm = True
         return outcome
 
@@ -77,7 +81,14 @@ class Recorder:
         before.restore()
         passes.gradients = gradients
         with passes.without_effect():
-            graph = Graph(passes, *self._capture.record(passes.run))
+            outcome, run_again = self._capture.record(passes.run)
+        before.host_numbers.restore()
+
+        def replay() -> None:
+            run_again()
+            draw_unused(self._unused * passes.count)
+
+        graph = Graph(passes, outcome, replay)
         self._replay(graph, expected, before, is_used=is_used)
         return graph
 
@@ -115,7 +126,7 @@ class State:
         self._device = device
         is_cuda = device.type == "cuda"
         self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
-        self._host = _get_host_numbers(device)
+        self.host_numbers = HostNumbers(has_device=is_cuda)
         self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
 
     def restore(self) -> None:
@@ -123,26 +134,8 @@ class State:
             torch.cuda.set_rng_state(self._drawn, self._device)
         else:
             torch.set_rng_state(self._drawn)
+        self.host_numbers.restore()
         for tensor, value, changes in self._tensors:
             if count_changes(tensor) != changes:
                 with torch.no_grad():
                     tensor.copy_(value)
-
-    def check_host_numbers(self) -> None:
-        """Refuse a step that draws random numbers on the host: a replay would repeat them."""
-        before, now = self._host, _get_host_numbers(self._device)
-        if not all(_are_equal(mine, theirs) for mine, theirs in zip(before, now, strict=True)):
-            raise NotRepeatableError(
-                "a step draws random numbers on the host, which a replay would not"
-            )
-
-
-def _get_host_numbers(device: torch.device) -> list[Any]:
-    states: list[Any] = [random.getstate(), np.random.get_state()]
-    return states if device.type == "cpu" else [*states, torch.get_rng_state()]
-
-
-def _are_equal(mine: Any, theirs: Any) -> bool:
-    if isinstance(mine, Tensor):
-        return torch.equal(mine, theirs)
-    return str(mine) == str(theirs)

@@ -73,6 +73,11 @@ class Passes:
         self.gradients: list[Tensor | None] | None = None
         """Where the gradients are left; None: wherever the backward pass puts them."""
 
+    @property
+    def count(self) -> int:
+        """Micro-batches of the update."""
+        return len(self._inputs)
+
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
         """Copy in another update with the same keys."""
         for static, each in zip(self._inputs, inputs, strict=True):

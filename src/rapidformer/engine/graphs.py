@@ -25,6 +25,7 @@ from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graph_recorder import Graph, Recorder, State
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
 from rapidformer.engine.graphed_update import GraphedUpdate
+from rapidformer.engine.host_numbers import count_unused_numbers
 from rapidformer.engine.replayed_code import ReplayedCode
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
@@ -218,7 +219,7 @@ class GraphedPasses:
         is_used: bool = True,
     ) -> Outcome:
         if not self._recorder.is_warm:
-            return self._recorder.warm_up(passes, before)
+            return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
         # All graphs leave their gradients in the same memory.
         left = (graph.outcome.gradients for graph in self._graphs.values())
         gradients = next((each for each in left if each is not None), None)

@@ -68,6 +68,9 @@ class ModelPlan:
         return [model.get_submodule(name) for name in self.blocks]
 
 
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""What transformers calls the chance of skipping a block in training."""
+
 GivenPlan = ModelPlan | Mapping[str, Any]
 _KEYS = (
     "blocks", "tensor", "divided", "has_split_sequences", "has_split_losses", "before", "after",

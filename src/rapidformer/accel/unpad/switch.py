@@ -39,7 +39,7 @@ from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.data.batch import get_host_copy
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.plan import ModelPlan, shifts_labels
+from rapidformer.models.plan import LAYER_DROPS, ModelPlan, shifts_labels
 from rapidformer.overlay import extend, find_fact, get_fact, put_fact, remove
 
 _LEAST_PADDING = 0.05
@@ -157,9 +157,7 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
         return f"{type(model).__name__} does not use both an encoder and a decoder"
     if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
-    if any(
-        getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-    ):
+    if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
     return None
 
