@@ -20,7 +20,7 @@ from rapidformer.accel.precision import Precision, apply_mixed_precision
 from rapidformer.accel.recompute import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once
-from rapidformer.models.plan import find_plan
+from rapidformer.models.plan import ModelPlan, find_plan
 from rapidformer.overlay import get_fact
 from tests.parity.models import build_model
 
@@ -133,6 +133,25 @@ def test_a_recomputed_adapter_in_bf16_needs_a_second_graph_for_the_first_block_o
     compiled = compile_blocks(model)
     assert_close(run(model, "small-gpt2", FIXED), expected)
     assert (compiled.graphs, compiled.recompilations) == (2, 0)
+
+
+class Scaled(nn.Module):
+    """A block with a factor of its own, such as GPT-2's with scale_attn_by_inverse_layer_idx."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.factor
+
+
+def test_more_kinds_of_blocks_than_torch_compiles_a_function_for() -> None:
+    model = nn.Sequential(*[Scaled(1.0 / number) for number in range(1, 11)])
+    plan = ModelPlan(blocks=tuple(str(number) for number in range(10)))
+    apply_compile(model, plan, backend="eager")
+    assert torch.isclose(model(torch.ones(3)).prod(), torch.tensor(1 / 3628800.0) ** 3)
+    assert get_fact(model, CompiledBlocks).graphs == 10
 
 
 def test_lengths_that_equal_another_size_get_no_graph_of_their_own() -> None:

@@ -148,7 +148,15 @@ def _describe_kind(block: nn.Module) -> Hashable:
         for name, each in block.named_parameters()
     ]
     classes = [type(module) for module in block.modules()]
-    return (*parameters, *classes)
+    # A graph has them as constants, and torch stops compiling a function after 8 graphs. Not
+    # integers: every block has its number, which hardly ever matters.
+    constants = [
+        (name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+    ]
+    return (*parameters, *classes, *constants)
 
 
 def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -> bool:
