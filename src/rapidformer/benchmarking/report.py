@@ -30,8 +30,7 @@ def describe_result(result: Result) -> list[str]:
         ("padding", f"{_get_padding(result):.0%}", "of the positions in the batches"),
     ]
     if result.graphs:
-        note = f"{result.late_graphs} of them in the timed steps: try a larger --bench-warmup"
-        rows.append(("graphs", f"{result.graphs}", note if result.late_graphs else ""))
+        rows.append(("graphs", f"{result.graphs}", _describe_late_graphs(result)))
     width = max(len(value) for _, value, _ in rows)
     lines = [f"{name:<12} {value:>{width}}   {note}".rstrip() for name, value, note in rows]
     return [*lines, *_describe_phases(result)]
@@ -50,7 +49,15 @@ def describe_gain(base: Result, changed: Result) -> str:
     """What a further switch gives."""
     gain = get_rate(changed) / get_rate(base)
     memory = (changed.peak_memory - base.peak_memory) / _GIB
-    return f"{gain:.2f} x as fast, {memory:+.2f} GiB, first step {changed.first_step:.1f} s"
+    line = f"{gain:.2f} x as fast, {memory:+.2f} GiB, first step {changed.first_step:.1f} s"
+    if not changed.late_graphs:
+        return line
+    return f"{line}; {changed.graphs} graphs, {_describe_late_graphs(changed)}"
+
+
+def _describe_late_graphs(result: Result) -> str:
+    late = result.late_graphs
+    return f"{late} of them in the timed steps: try a larger --bench-warmup" if late else ""
 
 
 def get_rate(result: Result) -> float:
