@@ -55,7 +55,8 @@ def find_difference(
     except ModelError as error:
         return str(error)
     except Exception as error:  # whatever a model's own code raises on tensors it does not expect
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return f"it fails with {type(error).__name__}: {reason}"
     finally:
         model.train(was_training)
 

@@ -159,6 +159,9 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
+    asked = find_asked(model, {})
+    if asked is not None:
+        return f"its configuration sets {asked}, whose result has a place for padding"
     return None
 
 
