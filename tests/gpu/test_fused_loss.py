@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [37, 8192, 50257])
+@pytest.mark.parametrize("width", [37, 8192, 50257, 50304])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_and_gradient_of_a_chunk(dtype: torch.dtype, width: int, smoothing: float) -> None:
     from rapidformer.accel.fused_loss.kernel import differentiate_in_place

@@ -15,7 +15,10 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-_BLOCK = 8192
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LANES = 1024
+_COUNT = 8
+"""Columns that a lane, which is one thread, has of each block; it adds them up on its own."""
 
 
 def differentiate_in_place(
@@ -27,10 +30,12 @@ def differentiate_in_place(
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     rows, width = logits.shape
-    block = min(triton.next_power_of_2(width), _BLOCK)
+    lanes = min(max(triton.next_power_of_2(width) // _COUNT, 128), _LANES)
+    # Neighbours are read at once if rows are aligned. Otherwise neighbouring threads read them.
+    axis = 1 if width % 16 == 0 and logits.stride(0) % 16 == 0 else 0
     _differentiate_row[(rows,)](
-        logits, logits.stride(0), labels, labels.stride(0), losses, width,
-        ignore_index, smoothing, block=block, num_warps=max(4, block // 512),
+        logits, logits.stride(0), labels, labels.stride(0), losses, width, ignore_index,
+        smoothing, lanes=lanes, count=_COUNT, axis=axis, num_warps=lanes // 32,
     )  # fmt: skip
     return losses.sum(), logits
 
@@ -44,42 +49,69 @@ def _differentiate_row(  # type: ignore[no-untyped-def]
     losses,
     width,
     ignore_index,
-    smoothing,
-    block: tl.constexpr,
+    smoothing: tl.constexpr,
+    lanes: tl.constexpr,
+    count: tl.constexpr,
+    axis: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row * label_step)
     logits += row * step
-    columns = tl.arange(0, block)
+    block: tl.constexpr = lanes * count
+    if axis == 1:  # that of a lane's columns
+        columns = tl.arange(0, lanes)[:, None] * count + tl.arange(0, count)[None, :]
+    else:
+        columns = tl.arange(0, count)[:, None] * lanes + tl.arange(0, lanes)[None, :]
     if label == ignore_index:
         for start in range(0, width, block):
             tl.store(logits + start + columns, 0.0, mask=start + columns < width)
         tl.store(losses + row, 0.0)
         return
-    # The log of the sum of exponentials, with the largest value so far taken out.
-    largest = tl.full((), -3.0e38, tl.float32)
-    exponentials = tl.full((), 0.0, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, width, block):
-        is_word = start + columns < width
-        values = tl.load(logits + start + columns, mask=is_word, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(largest, tl.max(values, 0))
-        exponentials = exponentials * tl.exp(largest - above) + tl.sum(tl.exp(values - above), 0)
-        largest = above
-        total += tl.sum(tl.where(is_word, values, 0.0), 0)
-    normalizer = largest + tl.log(exponentials)
+    # Each lane has its own largest value and sum: threads wait for each other only after the row.
+    largest = tl.full((lanes,), -1.0e38, tl.float32)
+    exponentials = tl.zeros((lanes,), tl.float32)
+    total = tl.zeros((lanes,), tl.float32)
+    # Whole blocks, which need no mask, and the rest of the row.
+    whole = width // block * block
+    for start in range(0, whole, block):
+        values = tl.load(logits + start + columns).to(tl.float32)
+        largest, exponentials = _add_exponentials(values, largest, exponentials, axis)
+        if smoothing > 0:
+            total += tl.sum(values, axis)
+    is_word = whole + columns < width
+    rest = tl.load(logits + whole + columns, mask=is_word, other=float("-inf")).to(tl.float32)
+    largest, exponentials = _add_exponentials(rest, largest, exponentials, axis)
+    above = tl.max(largest, 0)
+    normalizer = above + tl.log(tl.sum(exponentials * tl.exp(largest - above), 0))
     is_known = (label >= 0) & (label < width)
     chosen = tl.load(logits + label, mask=is_known, other=float("nan")).to(tl.float32)
     loss = normalizer - (1 - smoothing) * chosen
+    even = 0.0
     if smoothing > 0:
-        loss -= smoothing * total / width
+        total += tl.sum(tl.where(is_word, rest, 0.0), axis)
+        even = smoothing / width
+        loss -= even * tl.sum(total, 0)
     tl.store(losses + row, loss)
     # Every thread has read the label's logit before one of them overwrites it.
     tl.debug_barrier()
-    for start in range(0, width, block):
-        places = start + columns
-        is_word = places < width
-        values = tl.load(logits + places, mask=is_word, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp(values - normalizer) - smoothing / width
-        gradient -= tl.where(places == label, 1 - smoothing, 0.0)
-        tl.store(logits + places, gradient, mask=is_word)
+    scaled = normalizer * _LOG2_E
+    tl.store(logits + whole + columns, tl.exp2(rest * _LOG2_E - scaled) - even, mask=is_word)
+    # Backwards: what was read last is still in the cache.
+    for index in range(0, whole, block):
+        places = logits + (whole - block - index) + columns
+        values = tl.load(places).to(tl.float32)
+        tl.store(places, tl.exp2(values * _LOG2_E - scaled) - even)
+    tl.debug_barrier()
+    gradient = tl.exp2(chosen * _LOG2_E - scaled) - even - (1 - smoothing)
+    tl.store(logits + label, gradient, mask=is_known)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_exponentials(  # type: ignore[no-untyped-def]
+    values, largest, exponentials, axis: tl.constexpr
+):
+    """Add a block's exponentials to each lane's sum, with the lane's largest value taken out."""
+    above = tl.maximum(largest, tl.max(values, axis))
+    # A power of 2 takes one instruction less than one of e: product and difference are one.
+    powers = tl.exp2(values * _LOG2_E - tl.expand_dims(above * _LOG2_E, axis))
+    return above, exponentials * tl.exp(largest - above) + tl.sum(powers, axis)
