@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, describe_batch
-from rapidformer.data.digest import compute_digest
 from rapidformer.data.fetching import Collate, Dealt, Fetched, Fetcher
-from rapidformer.data.lengths import GroupedOrder, measure_sample
+from rapidformer.data.lengths import measure_sample
+from rapidformer.data.order import EpochOrder
 from rapidformer.data.parcel import Parcel
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.random_numbers import random_numbers_from
+from rapidformer.data.streams import StreamReader
 from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
@@ -66,13 +66,13 @@ class DistributedLoader:
         self._num_replicas = num_replicas
         self._replica = replica
         self._rounds_per_update = rounds_per_update
-        self._shuffle = shuffle
         # NumPy takes no negative seeds; torch and Python do.
         self._seed = seed % 2**63
+        self._order = EpochOrder(dataset, self._seed, shuffle=shuffle, draw=order)
+        self._stream = StreamReader(dataset, self._seed, gather_digests)
         self._drop_last = drop_last
         self._num_workers = num_workers
         self._device = device or torch.device("cpu")
-        self._order = order
         self._get_batch_size = get_batch_size
         """Samples of the next update after this many samples, if updates differ in size."""
         self._token_budget = token_budget
@@ -81,8 +81,6 @@ class DistributedLoader:
         """Tokens of every sample; not known beforehand for a stream."""
         self._sum_counts = sum_counts
         """Adds counts over all replicas; given if updates are counted ahead."""
-        self._gather_digests = gather_digests
-        """How the ranks compare what they have read from a stream; None once they have."""
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
@@ -95,8 +93,6 @@ class DistributedLoader:
         """Rounds of the current pass so far, counted from the start of an update."""
         self._update_start = 0
         """Samples of the epoch before the current update."""
-        self._known_order: tuple[int, Sequence[int] | np.ndarray[Any, Any]] | None = None
-        """The epoch that was ordered last, and its order."""
         self._is_resuming = False
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
@@ -117,7 +113,7 @@ class DistributedLoader:
 
     @property
     def is_shuffled(self) -> bool:
-        return self._shuffle
+        return self._order.is_shuffled
 
     @property
     def seed(self) -> int:
@@ -125,11 +121,7 @@ class DistributedLoader:
 
     def describe_order(self) -> str:
         """How the samples of an epoch are ordered."""
-        if isinstance(self._order, GroupedOrder):
-            return "grouped by length"
-        if self._order is not None:
-            return "by its own sampler"
-        return "shuffled" if self._shuffle else "as stored"
+        return self._order.describe()
 
     def count_updates_done(self) -> int:
         """Updates until here, if all had been as large as they are now."""
@@ -203,9 +195,7 @@ class DistributedLoader:
         """
         if self._is_stream:
             return list(positions)
-        known, order = self._known_order or (None, [])
-        order = order if known == epoch else self._get_order(epoch)
-        return [int(number) for number in order[positions.start : positions.stop]]
+        return self._order.list_numbers(epoch, positions)
 
     def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
@@ -257,16 +247,15 @@ class DistributedLoader:
             "consumed_samples": self.consumed_samples,
             "samples_per_update": self.samples_per_update,
         }
-        if isinstance(self._order, GroupedOrder):
-            state["grouped_for"] = self._order.batch_size
+        if self._order.grouped_for is not None:
+            state["grouped_for"] = self._order.grouped_for
         return state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the samples that an earlier run has consumed."""
+        """Resume after the samples that an earlier run has consumed."""
         self.epoch = int(state["epoch"])
         self._consumed = int(state["consumed_samples"])
-        if isinstance(self._order, GroupedOrder):
-            self._order.batch_size = state.get("grouped_for", self._order.batch_size)
+        self._order.grouped_for = state.get("grouped_for")
         # In the middle of an update, if its size is still the same; otherwise a new one begins.
         is_same = (
             state.get("samples_per_update", self.samples_per_update) == self.samples_per_update
@@ -339,8 +328,7 @@ class DistributedLoader:
             yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
     def _build_keys(self) -> Iterator[Dealt]:
-        order = self._get_order(self.epoch)
-        self._known_order = self.epoch, order
+        order = self._order.start(self.epoch)
         if self._token_budget is not None:
             assert self._lengths is not None
             for start, size in self._iterate_update_sizes():
@@ -383,14 +371,6 @@ class DistributedLoader:
         """
         return start // self.batch_size + self._replica
 
-    def _get_order(self, epoch: int) -> Sequence[int] | np.ndarray[Any, Any]:
-        if self._order is not None:
-            with random_numbers_from((self._seed, epoch)):
-                return self._order()
-        if not self._shuffle:
-            return range(len(self.dataset))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self.dataset))
-
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
         for number, mine, is_filler, is_last in self._deal_stream():
@@ -420,16 +400,10 @@ class DistributedLoader:
 
         With a token budget, whole updates instead of rounds.
         """
-        # Not the process's own numbers: all must read the same samples. And one sequence of numbers
-        # for the whole pass: where rounds begin must not change what is read.
-        numbers = random_numbers_from((self._seed, self.epoch), is_continued=True)
-        with numbers:
-            rows = iter(self.dataset)
+        take = self._stream.start(self.epoch)
         left = self._consumed
         while left > 0:
-            with numbers:
-                skipped = list(islice(rows, min(left, self.samples_per_round)))
-            self._check_equal_streams(skipped)
+            skipped = take(min(left, self.samples_per_round))
             if not skipped:
                 return
             left -= len(skipped)
@@ -438,9 +412,7 @@ class DistributedLoader:
         start = self._consumed
         while True:
             size = self._get_update_size(start) if has_budget else self.samples_per_round
-            with numbers:
-                samples = list(islice(rows, size))
-            self._check_equal_streams(samples)
+            samples = take(size)
             if not samples or (self._drop_last and len(samples) < size):
                 return
             waiting.append((start, samples))
@@ -448,20 +420,6 @@ class DistributedLoader:
             if has_budget or not self._drop_last or len(waiting) == self._rounds_per_update:
                 yield from waiting
                 waiting = []
-
-    def _check_equal_streams(self, samples: list[Any]) -> None:
-        """Refuse a stream of which each process reads another part; looks at one round only."""
-        if self._gather_digests is None:
-            return
-        digests = self._gather_digests(compute_digest(samples))
-        self._gather_digests = None
-        if len(set(digests)) > 1:
-            raise DataError(
-                f"the processes read different rows from {type(self.dataset).__name__}: it shards "
-                "itself by rank (datasets.distributed.split_dataset_by_node, RANK, ...), or it "
-                "shuffles without a seed. Every process must read the same, whole stream: the "
-                "loader deals out the rows itself. Remove the sharding, or give the shuffle a seed."
-            )
 
     def _check_size(self) -> None:
         if self._is_stream:
