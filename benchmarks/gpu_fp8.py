@@ -21,7 +21,7 @@ from torch.nn import functional
 from workloads import Workload, list_workloads
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel import fp8
+from rapidformer.accel.fp8 import product, switch
 from rapidformer.accel.processor import EMULATE_VARIABLE
 from rapidformer.data.collate import PadCollator
 
@@ -46,7 +46,7 @@ def print_layer_errors(device: torch.device, *, rows: int, divisor: int) -> None
         expected = compute(layer, x, gradient, functional.linear)
         with torch.autocast(device.type, torch.bfloat16):
             plain = compute(layer, x, gradient, functional.linear)
-            small = compute(layer, x, gradient, fp8.multiply)
+            small = compute(layer, x, gradient, product.multiply)
         print(f"{name:>10}: bf16 {compare(plain, expected)}, fp8 {compare(small, expected)}")
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if is_tiny:
         os.environ[EMULATE_VARIABLE] = "1"
-        fp8.SMALLEST = 64
+        switch.SMALLEST = 64
     print("relative errors of output/input gradient/weight gradient")
     print_layer_errors(device, rows=4096 // (16 if is_tiny else 1), divisor=32 if is_tiny else 1)
     for name in options.runs:

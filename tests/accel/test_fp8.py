@@ -5,17 +5,19 @@ On a CPU the products are emulated: operands are rounded to fp8 and multiplied i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from rapidformer.accel import fp8
 from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.fp8 import apply_fp8
+from rapidformer.accel.fp8 import rounding, switch
+from rapidformer.accel.fp8.gated import find_names
+from rapidformer.accel.fp8.switch import apply_fp8
 from rapidformer.accel.precision import Precision, apply_mixed_precision
 from rapidformer.accel.processor import EMULATE_VARIABLE
 from rapidformer.accel.recompute import apply_recompute
@@ -36,7 +38,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_layers_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fp8, "SMALLEST", 16)
+    monkeypatch.setattr(switch, "SMALLEST", 16)
     monkeypatch.setenv(EMULATE_VARIABLE, "1")
     yield
 
@@ -67,7 +69,7 @@ def switch_on(model: nn.Module, *, is_fp8: bool = True, **others: Any) -> nn.Mod
     """In the order of the rows."""
     plan = find_plan(model)
     if is_fp8:
-        apply_fp8(model, plan)
+        apply_fp8(model, plan, fuses_gated=others.get("fuses_gated", False))
     if "recompute" in others:
         apply_recompute(model, plan, granularity=others["recompute"])
     if "backend" in others:
@@ -105,10 +107,10 @@ def test_loss_and_gradients_are_close_to_those_of_bf16(family: str) -> None:
 def test_a_tensor_is_scaled_to_the_range_of_fp8(dtype: torch.dtype, bound: float) -> None:
     for size in (1e-25, 1.0, 1e25):
         tensor = torch.linspace(0.1, 1.0, 64) * size
-        small, scale = fp8.quantize(tensor, dtype)
+        small, scale = rounding.quantize(tensor, dtype)
         assert float(small.float().max()) == torch.finfo(dtype).max
         torch.testing.assert_close(small.float() * scale, tensor, rtol=bound, atol=0)
-    small, scale = fp8.quantize(torch.zeros(4), dtype)
+    small, scale = rounding.quantize(torch.zeros(4), dtype)
     assert torch.equal(small.float() * scale, torch.zeros(4))
 
 
@@ -161,6 +163,74 @@ def test_recomputed_and_compiled_blocks_give_the_same_gradients(others: dict[str
     assert measure_difference(found, expected) < 1e-6
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate, self.up = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.up(hidden) * functional.silu(self.gate(hidden)))
+
+
+class GatedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Gated()), nn.Sequential(Gated())])
+
+
+def test_a_gated_mlp_is_computed_as_a_whole() -> None:
+    """Like its layers one by one, but for values in between that are not rounded to bf16."""
+    expected = differentiate(switch_on(GatedStack()))
+    found = differentiate(switch_on(GatedStack(), fuses_gated=True))
+    assert 0 < measure_difference(found, expected) < 0.01
+    compiled = differentiate(switch_on(GatedStack(), fuses_gated=True, backend="aot_eager"))
+    assert measure_difference(compiled, found) < 1e-6
+
+
+def test_a_gated_mlp_with_hooks_or_frozen_layers_stays_in_parts() -> None:
+    seen = []
+    frozen, hooked, expected = (switch_on(GatedStack(), fuses_gated=i < 2) for i in range(3))
+    for block in hooked.blocks:
+        block[0].up.register_forward_hook(lambda *_: seen.append(1))
+    frozen.blocks[0][0].up.weight.requires_grad_(False)
+    frozen.blocks[1][0].up.weight.requires_grad_(False)
+    gradients = differentiate(expected)
+    assert measure_difference(differentiate(hooked), gradients) == 0
+    assert len(seen) == 2
+    kept = {name: value for name, value in gradients.items() if "up" not in name}
+    assert measure_difference(differentiate(frozen), kept) == 0
+
+
+class Other(Gated):
+    """Not the formula of a gated MLP."""
+
+    def __init__(self, formula: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._formula = formula
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._formula(self, hidden)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda m, x: m.down(m.up(x) * functional.gelu(m.gate(x))),
+        lambda m, x: m.down(functional.silu(m.up(x) * m.gate(x))),
+        lambda m, x: m.down(m.up(x) * functional.silu(m.gate(2 * x))),
+        lambda m, x: m.down(m.up(x) * functional.silu(m.gate(x)) * 2),
+        lambda m, x: m.down(m.up(x) * functional.silu(m.gate(x))) + x,
+        lambda m, x: m.down(m.up(x) * functional.silu(m.up(x))),
+        lambda m, x: x if x.sum() > 0 else -x,
+    ],
+)
+def test_only_the_formula_of_a_gated_mlp_is_recognised(formula: Any) -> None:
+    assert find_names(Gated()) == ("gate", "up", "down")
+    assert find_names(Other(formula)) is None
+
+
 def test_one_token_and_an_empty_batch() -> None:
     layer = switch_on(Stack()).blocks[0].up
     with torch.autocast("cpu", torch.bfloat16):
@@ -203,7 +273,7 @@ def test_fp8_is_announced_as_a_choice_of_precision() -> None:
 def compare_layouts() -> float | None:
     """On rank 0: the largest difference between the weights of whole and sharded training."""
     torch.set_num_threads(1)
-    with mock.patch.object(fp8, "SMALLEST", 16):
+    with mock.patch.object(switch, "SMALLEST", 16):
         whole, _ = train(optimizer_state_dtype="bf16")
         sharded, _ = train(optimizer_state_dtype="bf16", zero_3_memory_optimization=True)
     stop_processes()
@@ -228,7 +298,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigurationError, match=r"no block of Stack has a linear layer with at le"
     ):
-        monkeypatch.setattr(fp8, "SMALLEST", 1024)
+        monkeypatch.setattr(switch, "SMALLEST", 1024)
         apply_fp8(Stack(), find_plan(Stack()))
     with pytest.raises(ConfigurationError, match=r"--fp8 cannot be combined with fp16"):
         resolve(parse_arguments(["--fp8", "--fp16"]))

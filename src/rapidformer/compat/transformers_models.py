@@ -25,6 +25,12 @@ def is_conv1d(cls: type) -> bool:
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+def is_silu(cls: type) -> bool:
+    """Whether a class is torch's or transformers' SiLU (by name, as above)."""
+    known = ("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation")
+    return (cls.__module__, cls.__name__) in known
+
+
 def chooses_attention(config: Any) -> bool:
     """Whether a configuration says which attention a model uses."""
     return hasattr(config, "_attn_implementation_internal")

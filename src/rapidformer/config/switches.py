@@ -245,7 +245,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         name="fp8",
         turned_on_by=("fp8",),
-        module="fp8",
+        module="fp8.switch",
         excludes=(
             Rule(
                 switch="tensor parallelism",

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from rapidformer.accel.cuda_graph.switch import find_graph_problem
-from rapidformer.accel.fp8 import find_fp8_problem
+from rapidformer.accel.fp8.switch import find_fp8_problem
 from rapidformer.accel.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (

@@ -8,25 +8,25 @@ use bf16, like everything outside these products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rapidformer.accel import processor
 from rapidformer.accel.assembly import Assembly
-from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.accel.fp8.gated import Names, find_names, multiply_gated
+from rapidformer.accel.fp8.operator import can_run
+from rapidformer.accel.fp8.product import MULTIPLE, multiply
+from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import extend, get_own_class
+from rapidformer.overlay import extend, get_own_class, list_layers
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 # Below this, rounding costs more time than the faster product saves.
 SMALLEST = 1024
-_MULTIPLE = 16
-_SMALLEST_VALUE = 1e-30
 _FIRST_CAPABILITY = (8, 9)
 
 
@@ -50,14 +50,15 @@ def find_fp8_problem(device: torch.device) -> str | None:
 
 def apply(assembly: Assembly) -> str:
     """Convert the large linear layers of this rank's blocks."""
-    converted, found = apply_fp8(assembly.model, assembly.plan)
+    fuses_gated = can_run(assembly.device)
+    converted, found = apply_fp8(assembly.model, assembly.plan, fuses_gated=fuses_gated)
     return (
         f"{converted} of {found} linear layers in the blocks multiply in fp8 in training (a choice "
         "of precision: results differ from bf16)"
     )
 
 
-def apply_fp8(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
+def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -> tuple[int, int]:
     """Convert the large linear layers; how many, and of how many."""
     modules = (module for block in plan.get_blocks(model) for module in block.modules())
     # Blocks may share layers (ALBERT's do).
@@ -66,12 +67,44 @@ def apply_fp8(model: nn.Module, plan: ModelPlan) -> tuple[int, int]:
     if not large:
         raise ConfigurationError(
             f"--fp8: no block of {type(model).__name__} has a linear layer with at least "
-            f"{SMALLEST:,} inputs and outputs, both multiples of {_MULTIPLE}, so fp8 would gain "
+            f"{SMALLEST:,} inputs and outputs, both multiples of {MULTIPLE}, so fp8 would gain "
             "nothing. Leave out --fp8."
         )
     for layer in large:
         extend(layer, "fp8", _get_builder(layer), is_shared=True)
+    if fuses_gated:
+        _extend_gated(model)
     return len(large), len(layers)
+
+
+def _extend_gated(model: nn.Module) -> None:
+    """Let gated MLPs whose layers have been converted run as a whole."""
+    for module in model.modules():
+        names = find_names(module)
+        if names and all("fp8" in list_layers(module.get_submodule(name)) for name in names):
+            extend(module, "fp8", _get_gated_builder(names), is_shared=True)
+
+
+@functools.cache
+def _get_gated_builder(names: Names) -> Any:
+    def build(cls: Any) -> dict[str, Any]:
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            layers = [self.get_submodule(name) for name in names]
+            if not (_is_due(self, x) and all(map(_is_plain, layers))):
+                output: Tensor = cls.forward(self, x)
+                return output
+            gate, up, down = (layer.get_parameter("weight") for layer in layers)
+            return multiply_gated(x, gate, up, down)
+
+        return {"forward": forward}
+
+    return build
+
+
+def _is_plain(layer: Any) -> bool:
+    """Without hooks, which would not run, and all trained."""
+    has_bias = layer.bias is not None
+    return not has_bias and layer.weight.requires_grad and not list_hooks(layer)
 
 
 def _get_builder(layer: nn.Module) -> Any:
@@ -83,7 +116,7 @@ def _get_builder(layer: nn.Module) -> Any:
 
 def _is_large(layer: nn.Module) -> bool:
     weight = layer.get_parameter("weight")
-    return all(size >= SMALLEST and size % _MULTIPLE == 0 for size in weight.shape)
+    return all(size >= SMALLEST and size % MULTIPLE == 0 for size in weight.shape)
 
 
 def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:
@@ -109,56 +142,3 @@ def _is_due(layer: nn.Module, input: Tensor) -> bool:
     """In training, on at least one row: an expert may get none."""
     is_training = layer.training and torch.is_grad_enabled()
     return is_training and torch.is_autocast_enabled(input.device.type) and input.numel() > 0
-
-
-def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``functional.linear`` with an fp8 product, under autocast."""
-    dtype = torch.get_autocast_dtype(input.device.type)
-    rows = input.to(dtype).reshape(-1, input.shape[-1])
-    count = rows.shape[0]
-    missing = -count % _MULTIPLE
-    if missing:
-        # The weight's gradient sums over rows, and the kernel sums over multiples of 16.
-        rows = functional.pad(rows, (0, 0, 0, missing))
-    output: Tensor = _Product.apply(rows, weight)
-    if missing:
-        output = output[:count]
-    if bias is not None:
-        output = output + bias.to(dtype)
-    return output.reshape(*input.shape[:-1], -1)
-
-
-class _Product(torch.autograd.Function):
-    """``rows @ weight.t()``; what it keeps for the backward pass is in fp8 too."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        small_rows, rows_scale = quantize(rows, FORWARD)
-        small_weight, weight_scale = quantize(weight, FORWARD)
-        # Only the weight's gradient needs the rows: a frozen layer keeps none.
-        kept = (small_rows, rows_scale) if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(small_weight, weight_scale, *kept)
-        ctx.dtypes = rows.dtype, weight.dtype
-        return multiply_scaled(
-            small_rows, rows_scale, small_weight.t(), weight_scale, dtype=rows.dtype, is_fast=True
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weight, weight_scale, *kept = ctx.saved_tensors
-        rows_dtype, weight_dtype = ctx.dtypes
-        gradient, scale = quantize(gradient, BACKWARD)
-        to_rows = to_weight = None
-        if ctx.needs_input_grad[0]:
-            to_rows = multiply_scaled(gradient, scale, weight, weight_scale, dtype=rows_dtype)
-        if ctx.needs_input_grad[1]:
-            to_weight = multiply_scaled(gradient.t(), scale, *kept, dtype=weight_dtype)
-        return to_rows, to_weight
-
-
-def quantize(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in fp8, and the scale that restores it."""
-    largest = torch.finfo(dtype).max
-    scale = tensor.abs().amax().float().clamp(min=_SMALLEST_VALUE) / largest
-    # Casting does not saturate: what rounding puts above the largest value would become NaN.
-    return (tensor.float() / scale).clamp(-largest, largest).to(dtype), scale

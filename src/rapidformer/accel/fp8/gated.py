@@ -1,0 +1,135 @@
+"""Gated MLPs, ``down(silu(gate(x)) * up(x))``: all their fp8 products as one function.
+
+Between its products, a gated MLP reads and writes its largest tensors. Known as a whole, it takes
+two passes over them in the forward pass and two in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import permutations
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from rapidformer.accel.fp8 import operator
+from rapidformer.accel.fp8.product import lay_out, restore
+from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, get_scale, quantize
+from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.transformers_models import is_silu
+
+
+class Names(NamedTuple):
+    """The attributes of a gated MLP that hold its layers."""
+
+    gate: str
+    up: str
+    down: str
+
+
+def find_names(module: nn.Module) -> Names | None:
+    """The layers of a module that is a gated MLP and nothing else, or None."""
+    layers = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+    if len(layers) != 3:
+        return None
+    try:
+        found = _describe(module)
+    except Exception:  # whatever a model's code raises when it is traced
+        return None
+    for names in map(Names._make, permutations(layers)):
+        activated, up = f"silu({names.gate}(x))", f"{names.up}(x)"
+        if found in (f"{names.down}({activated} * {up})", f"{names.down}({up} * {activated})"):
+            return names
+    return None
+
+
+class _Tracer(fx.Tracer):
+    """Does not look into a module's layers."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _describe(module: nn.Module) -> str:
+    """What a module computes from its input x, as a formula."""
+    formulas: dict[Any, str] = {}
+    for node in _Tracer().trace(module).nodes:
+        values = [formulas.get(each, repr(each)) for each in node.args]
+        if node.op == "output":
+            return values[0]
+        if node.op == "placeholder":
+            formulas[node] = str(node.target) if formulas else "x"
+        elif node.target is mul:
+            formulas[node] = " * ".join(values)
+        else:
+            formulas[node] = f"{_name(module, node)}({', '.join(values)})"
+    return ""
+
+
+def _name(module: nn.Module, node: fx.Node) -> str:
+    if node.op == "call_module":
+        is_activation = is_silu(type(module.get_submodule(str(node.target))))
+    else:
+        is_activation = node.target is functional.silu
+    return "silu" if is_activation else str(node.target)
+
+
+def multiply_gated(input: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The MLP with these weights, under autocast."""
+    return restore(_GatedProduct.apply(lay_out(input), gate, up, down), input)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """Keeps its input and weights in fp8, and what ``gate`` and ``up`` gave."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *weights: Tensor) -> Tensor:
+        small_rows, rows_scale = quantize(rows, FORWARD)
+        (gate, gate_scale), (up, up_scale), (down, down_scale) = (
+            quantize(weight, FORWARD) for weight in weights
+        )
+        multiply = functools.partial(multiply_scaled, dtype=rows.dtype, is_fast=True)
+        gate_output = multiply(small_rows, rows_scale, gate.t(), gate_scale)
+        up_output = multiply(small_rows, rows_scale, up.t(), up_scale)
+        scale = get_scale(operator.find_largest(gate_output, up_output).amax(), FORWARD)
+        product = operator.round_product(gate_output, up_output, scale)
+        ctx.save_for_backward(
+            small_rows, rows_scale, gate, gate_scale, up, up_scale, down, down_scale,
+            gate_output, up_output, scale,
+        )  # fmt: skip
+        ctx.dtypes = rows.dtype, weights[0].dtype
+        return multiply(product, scale, down.t(), down_scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (
+            rows, rows_scale, gate, gate_scale, up, up_scale, down, down_scale,
+            gate_output, up_output, product_scale,
+        ) = ctx.saved_tensors  # fmt: skip
+        rows_dtype, weight_dtype = ctx.dtypes
+        multiply = functools.partial(multiply_scaled, dtype=rows_dtype)
+        gradient, scale = quantize(gradient, BACKWARD)
+        to_product = multiply(gradient, scale, down, down_scale)
+        largest = operator.find_largest_gradients(gate_output, up_output, to_product)
+        # Two tensors, not two views of one: products want addresses that 16 divides.
+        scales = [get_scale(each.amax(), BACKWARD) for each in largest.unbind()]
+        to_gate, to_gate_t, to_up, to_up_t, product_t = operator.round_gradients(
+            gate_output, up_output, to_product, product_scale, *scales
+        )
+        to_rows = None
+        if ctx.needs_input_grad[0]:
+            to_rows = multiply(to_gate, scales[0], gate, gate_scale)
+            to_rows = to_rows + multiply(to_up, scales[1], up, up_scale)
+        # A kernel of its own: torch.compile would transpose in the kernel of a normalization, whose
+        # programs have one row each and would write single bytes.
+        rows_t = operator.transpose(rows)
+        multiply = functools.partial(multiply_scaled, dtype=weight_dtype)
+        return (
+            to_rows,
+            multiply(to_gate_t, scales[0], rows_t.t(), rows_scale),
+            multiply(to_up_t, scales[1], rows_t.t(), rows_scale),
+            multiply(gradient.t(), scale, product_t.t(), product_scale),
+        )

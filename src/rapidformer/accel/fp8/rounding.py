@@ -1,0 +1,30 @@
+"""Scaling and rounding tensors to fp8, one scale for each tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+PART = 4096
+"""Elements of which one kernel program finds the largest value."""
+_SMALLEST_VALUE = 1e-30
+
+
+def quantize(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tensor in fp8, and the scale that restores it."""
+    # By rows first: torch.compile's kernel for a maximum over all elements has too few programs.
+    scale = get_scale(tensor.abs().amax(-1).amax(), dtype)
+    return scale_down(tensor.float(), scale, dtype), scale
+
+
+def get_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a tensor with this largest absolute value is divided by."""
+    return largest.float().clamp(min=_SMALLEST_VALUE) / torch.finfo(dtype).max
+
+
+def scale_down(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor / scale`` in fp8."""
+    largest = torch.finfo(dtype).max
+    # Casting does not saturate: what rounding puts above the largest value would become NaN.
+    return (tensor / scale).clamp(-largest, largest).to(dtype)
