@@ -27,6 +27,7 @@ ORDER = {
     "prompt": "returns no logits for the learned tokens before a row",
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "fp8": "multiplies in 8 bits in training",
+    "table": "takes the gradient of a small embedding table from a matrix product",
     "bias": "lays out a relative position bias as fused attention needs it",
     "statistics": "normalises by the rows of all ranks",
     "loss": "leaves logits to the loss, which computes them chunk by chunk",

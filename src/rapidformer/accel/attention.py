@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import attention, functional
+from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.learned_bias import interface
+from rapidformer.accel.small_tables import extend_table
 from rapidformer.compat.transformers_models import (
     get_attention,
     has_fixed_attention,
@@ -175,13 +176,10 @@ def apply_bias_layout(model: nn.Module) -> None:
     """
     for module in _find_biased(model):
         extend(module, "bias", _build_biased, is_shared=True)
-        table = module.relative_attention_bias
-        # Not if it is split over ranks, or does more than look up.
-        if type(table) is nn.Embedding and table.max_norm is None and not table.sparse:
-            extend(table, "bias", _build_table, is_shared=True)
+        extend_table(module.relative_attention_bias)
 
 
-def _find_biased(model: nn.Module) -> list[nn.Module]:
+def _find_biased(model: nn.Module) -> list[Any]:
     return [
         module
         for module in model.modules()
@@ -198,36 +196,3 @@ def _build_biased(cls: Any) -> dict[str, Any]:
         return bias.contiguous()
 
     return {"compute_bias": compute_bias}
-
-
-def _build_table(cls: Any) -> dict[str, Any]:
-    def forward(self: nn.Embedding, buckets: Tensor) -> Tensor:
-        if self.padding_idx is not None or self.scale_grad_by_freq:
-            plain: Tensor = cls.forward(self, buckets)
-            return plain
-        values: Tensor = _Lookup.apply(buckets, self.weight)  # type: ignore[no-untyped-call]
-        return values
-
-    return {"forward": forward}
-
-
-class _Lookup(torch.autograd.Function):
-    """A small table whose gradient is a matrix product.
-
-    torch adds up the gradients of all pairs of tokens that share a row of the table one by one: for
-    32 rows and 512 x 512 pairs, that was 12 of the 286 ms of a T5-3B step on an H200.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, buckets: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(buckets)
-        ctx.rows = len(table)
-        return functional.embedding(buckets, table)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        (buckets,) = ctx.saved_tensors
-        rows = torch.arange(ctx.rows, device=buckets.device)
-        is_used = (rows[:, None] == buckets.flatten()).to(gradient.dtype)
-        with torch.autocast(gradient.device.type, enabled=False):
-            return None, is_used @ gradient.flatten(0, -2)

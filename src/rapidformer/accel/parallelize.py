@@ -27,6 +27,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
+from rapidformer.accel.small_tables import apply_small_tables
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES, Moment
@@ -126,6 +127,8 @@ def parallelize(
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)
     lines += _apply_switches(assembly, "final")
+    if for_training and device.type == "cuda":
+        apply_small_tables(model)
     if assembly.pipeline is not None:
         # Its gates go outside everything applied so far.
         assembly.pipeline.attach(model)
