@@ -16,9 +16,9 @@ from rapidformer.compat.torch_tensors import has_gradient_hooks
 
 
 class ReplayedCode:
-    """The user's steps and the model's code: whether a replay may stand in for them.
+    """The user's steps and the model's code: whether a replay may replace them.
 
-    Raises ``NotRepeatableError`` if it may not.
+    The checks raise ``NotRepeatableError`` if it may not.
     """
 
     def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
