@@ -1,12 +1,14 @@
 """``torch.compile``, block by block.
 
 Equal blocks share one compiled graph, so a deep model compiles as fast as a shallow one, and code
-around the blocks (user code, losses, data-dependent branches) cannot break a graph.
+around the blocks (user code, losses, data-dependent branches) cannot break a graph. On a GPU,
+normalizations outside the blocks that are written in Python are compiled as well.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,7 +16,9 @@ from torch import nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.watched import list_inner_modules
 from rapidformer.compat.torch_compile import Backend, quieten_tracing
+from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -27,19 +31,23 @@ _LARGEST_FRACTION = 0.01
 
 def apply(assembly: Assembly) -> str:
     """Compile the blocks of this rank."""
-    args, plan = assembly.args, assembly.plan
+    args, plan, model = assembly.args, assembly.plan, assembly.model
     if args.compile_backend == "inductor":
         keep_compiled_code()
     if not os.environ.get("TORCH_LOGS"):
         quieten_tracing()
+    norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
     apply_compile(
-        assembly.model,
+        model,
         plan,
         backend=args.compile_backend,
-        merges_linears=_pays_to_merge(assembly.model, assembly.device),
+        merges_linears=_pays_to_merge(model, assembly.device),
+        norms=norms,
     )
     count = len(plan.blocks)
     what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
+    if norms:
+        what += f" and {len(norms)} norm{'s' * (len(norms) != 1)} outside them"
     why = (
         " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
         if args.onnx_runtime_training
@@ -54,6 +62,7 @@ def apply_compile(
     *,
     backend: Backend = "inductor",
     merges_linears: bool = False,
+    norms: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
     _check_backend(backend)
@@ -66,7 +75,32 @@ def apply_compile(
         )
     for block in plan.get_blocks(model) if plan.blocks else [model]:
         compiled.add(block)
+    for norm in norms:
+        compiled.add(norm, only_with_gradients=True)
     return model
+
+
+def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """Norms outside the blocks that are written in Python, such as Llama's last one.
+
+    Uncompiled, each of their operations is a pass over memory in fp32. torch's own norms are one
+    kernel each, and compiling them gains little.
+    """
+    inside = set(list_inner_modules(model, plan.blocks).values())
+    outside = [module for module in model.modules() if module not in inside]
+    return list(filter(_is_written_norm, outside)) if plan.blocks else []
+
+
+def _is_written_norm(module: nn.Module) -> bool:
+    """Recognized by its parameters, which are vectors, and by what it does not have."""
+    parameters = list(module.parameters(recurse=False))
+    return (
+        bool(parameters)
+        # A subclass of nn.Parameter is a weight that is split over ranks, or absent.
+        and all(type(each) is nn.Parameter and each.dim() == 1 for each in parameters)
+        and not [*module.buffers(recurse=False), *module.children(), *list_hooks(module)]
+        and not type(module).forward.__module__.startswith("torch.")
+    )
 
 
 def _pays_to_merge(model: nn.Module, device: torch.device) -> bool:

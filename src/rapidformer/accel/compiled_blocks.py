@@ -70,10 +70,11 @@ class CompiledBlocks:
             self._backend,
         )
 
-    def add(self, block: nn.Module) -> None:
+    def add(self, block: nn.Module, *, only_with_gradients: bool = False) -> None:
         """Compile this block when it is called."""
         kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
-        set_compiled_call(block, functools.partial(self._call, block, kind))
+        call = self._call_with_gradients if only_with_gradients else self._call
+        set_compiled_call(block, functools.partial(call, block, kind))
 
     def describe(self) -> str:
         """What was compiled so far, or why nothing was."""
@@ -94,6 +95,14 @@ class CompiledBlocks:
             return self._run(compiled, block, args, kwargs)
         with tell_sizes_apart() if compiled.takes_all_sizes else nullcontext():
             return self._run(compiled, block, args, kwargs)
+
+    def _call_with_gradients(
+        self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Generation would compile it for prompts and again for single tokens.
+        if not torch.is_grad_enabled():
+            return call_plainly(block, *args, **kwargs)
+        return self._call(block, kind, *args, **kwargs)
 
     def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
         # An evaluation ends with a smaller batch: one graph for all sizes from the start.

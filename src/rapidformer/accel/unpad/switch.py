@@ -111,7 +111,7 @@ def apply_unpadding(
         extend_sides(model, *stacks)
     plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
-    with uncompiled(plan.get_blocks(model)):
+    with uncompiled(model.modules()):
         difference = find_difference(model, plan, plain, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
         packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
@@ -137,7 +137,7 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     """Find out whether padding may fill up the rows of an unpadded batch (``--cuda-graph``)."""
     if find_fact(model, PaddingReader) is None or is_encoder_decoder(model):
         return  # nothing is unpadded, or not with padding that fills up
-    with uncompiled(plan.get_blocks(model)):
+    with uncompiled(model.modules()):
         plain = functools.partial(_call, model)
         filled = functools.partial(_call_filled, model)
         difference = find_difference(model, plan, plain, filled, dtype)
