@@ -107,8 +107,8 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 # T5 has four kinds of blocks: its first blocks hold the bias table. If sizes vary, a kind has a
-# graph for the first size, one for all others, and one for evaluation. Norms outside the blocks that
-# are written in Python have one more.
+# graph for the first size, one for all others, and one for evaluation. Norms outside the blocks are
+# compiled as well if they are Python code.
 @pytest.mark.parametrize(
     ("name", "sizes", "graphs"),
     [("small-gpt2", VARIED, 3), ("small-bert", FIXED, 1), ("small-llama", FIXED, 2),

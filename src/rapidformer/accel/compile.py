@@ -8,7 +8,7 @@ normalizations outside the blocks that are written in Python are compiled as wel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +16,10 @@ from torch import nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.hashed_dropout import hash_dropout
+from rapidformer.accel.merged_linears import merge_linears
 from rapidformer.accel.watched import list_inner_modules
-from rapidformer.compat.torch_compile import Backend, quieten_tracing
+from rapidformer.compat.torch_compile import Backend, Rewrite, quieten_tracing
 from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -41,7 +43,7 @@ def apply(assembly: Assembly) -> str:
         model,
         plan,
         backend=args.compile_backend,
-        merges_linears=_pays_to_merge(model, assembly.device),
+        rewrites=_choose_rewrites(model, args.compile_backend, assembly.device),
         norms=norms,
     )
     count = len(plan.blocks)
@@ -61,12 +63,12 @@ def apply_compile(
     plan: ModelPlan,
     *,
     backend: Backend = "inductor",
-    merges_linears: bool = False,
+    rewrites: Sequence[Rewrite] = (),
     norms: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
     _check_backend(backend)
-    compiled = CompiledBlocks(backend, merges_linears=merges_linears)
+    compiled = CompiledBlocks(backend, rewrites=rewrites)
     put_fact(model, compiled)
     if not plan.blocks:
         warn_once(
@@ -103,12 +105,17 @@ def _is_written_norm(module: nn.Module) -> bool:
     )
 
 
-def _pays_to_merge(model: nn.Module, device: torch.device) -> bool:
-    """Whether merged layers are faster, and 16-bit copies of all weights take little memory."""
+def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
+    """What makes the graphs of this model's blocks faster on this device."""
     if device.type != "cuda":
-        return False  # a CPU multiplies to fp32 slowly
+        return []  # a CPU multiplies to fp32 slowly
+    rewrites: list[Rewrite] = []
     copies = sum(2 * parameter.numel() for parameter in model.parameters())
-    return copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:
+        rewrites.append(merge_linears)
+    if backend == "inductor":
+        rewrites.append(hash_dropout)  # many operations, which inductor fuses
+    return rewrites
 
 
 def _check_backend(backend: Backend) -> None:

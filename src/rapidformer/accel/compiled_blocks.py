@@ -10,7 +10,7 @@ function that takes any size. What torch compiles beyond that is a recompilation
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.merged_linears import merge_linears
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
     Backend,
+    Rewrite,
     copy_function,
     count_graphs,
     get_compile_seconds,
@@ -49,15 +49,16 @@ class _Compiled:
 class CompiledBlocks:
     """The compiled functions of a model, and a count of what was compiled."""
 
-    def __init__(self, backend: Backend, *, merges_linears: bool = False) -> None:
+    def __init__(self, backend: Backend, *, rewrites: Sequence[Rewrite] = ()) -> None:
+        """``rewrites`` change a graph in place before it is compiled."""
         self.graphs = 0
         self.recompilations = 0
         self._skips_calls = False
         self._backend = backend
-        self._merges_linears = merges_linears
+        self._rewrites = rewrites
         self._lean_backend = recompute_cheap_activations(backend)
-        if merges_linears:
-            self._lean_backend = rewrite_graphs(self._lean_backend, merge_linears)
+        for rewrite in rewrites:
+            self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
@@ -66,9 +67,7 @@ class CompiledBlocks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves compiled calls out of a model's copy or pickle, so it has compiled nothing.
-        return functools.partial(CompiledBlocks, merges_linears=self._merges_linears), (
-            self._backend,
-        )
+        return functools.partial(CompiledBlocks, rewrites=self._rewrites), (self._backend,)
 
     def add(self, block: nn.Module, *, only_with_gradients: bool = False) -> None:
         """Compile this block when it is called."""

@@ -30,6 +30,8 @@ PRIVATE_NAMES = {
 }
 
 Backend = str | Callable[..., Any]
+Rewrite = Callable[[Any], None]
+"""Changes a traced graph in place."""
 
 
 def count_graphs() -> int:
@@ -71,7 +73,7 @@ def quieten_tracing() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def rewrite_graphs(backend: Backend, rewrite: Callable[[Any], None]) -> Callable[..., Any]:
+def rewrite_graphs(backend: Backend, rewrite: Rewrite) -> Callable[..., Any]:
     """The backend, on graphs that ``rewrite`` has changed in place."""
 
     def compile_graph(graph: Any, inputs: Any) -> Any:

@@ -292,7 +292,7 @@ SWITCHES: tuple[Switch, ...] = (
             ),
         ),
         implies=(Implication(setting="onnx_runtime_training", sets="compile", to=True),),
-        exact="up to rounding: fused kernels sum in a different order",
+        exact=f"up to rounding: fused kernels sum in a different order{_NEW_DROPOUT}",
     ),
     # Around both: for a recomputed block, only its inputs are kept and sent to the host.
     Switch(

@@ -1,0 +1,74 @@
+"""Dropout of compiled blocks by a hash of each element's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.hashed_dropout import drop, hash_dropout
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_every_element_is_kept_with_the_same_probability_and_scaled(rate: float) -> None:
+    torch.manual_seed(0)
+    rows = torch.ones(1000, 2, 64, requires_grad=True)
+    dropped = drop(rows, rate)
+    dropped.sum().backward()
+    assert rows.grad is not None and torch.equal(rows.grad, dropped.detach())
+    scale = 1 / (1 - rate)
+    assert torch.allclose(dropped[dropped != 0], torch.tensor(scale))
+    is_kept = (dropped != 0).double()
+    deviation = (rate * (1 - rate) / 2000) ** 0.5
+    assert (is_kept.mean((0, 1)) - (1 - rate)).abs().max() < 5 * deviation
+    again = (drop(rows, rate) != 0).double()
+    together = ((is_kept - is_kept.mean()) * (again - again.mean())).mean() / (rate * (1 - rate))
+    assert together.abs() < 5 / is_kept.numel() ** 0.5
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.nothing = nn.Dropout(0.5), nn.Dropout(0.0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.nothing(self.dropout(rows))
+        rows = functional.dropout(rows, training=self.training, p=0.25)
+        return functional.dropout(rows + 1, training=self.training, inplace=True)
+
+
+@pytest.mark.parametrize(("is_training", "replaced"), [(True, 2), (False, 0)])
+def test_only_dropout_that_does_something_is_replaced(is_training: bool, replaced: int) -> None:
+    targets: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        hash_dropout(graph)
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    layer = Layer().train(is_training)
+    torch.compile(layer, backend=backend)(torch.ones(4, 64))
+    torch._dynamo.reset()
+    assert targets.count(drop) == replaced
+    assert targets.count(functional.dropout) == 4 - replaced
+
+
+def test_a_block_keeps_no_mask_for_its_backward_pass() -> None:
+    torch._dynamo.reset()
+    layer = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    CompiledBlocks("aot_eager", rewrites=[hash_dropout]).add(layer)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
+        layer(torch.ones(4, 8)).sum().backward()
+    torch._dynamo.reset()
+    kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in saved}
+    assert ((4, 64), torch.float32) in kinds
+    assert ((1,), torch.int32) in kinds
+    assert not any(dtype is torch.bool for _, dtype in kinds)
