@@ -20,6 +20,20 @@ PRIVATE_NAMES = {
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "masks without host waits",
 }
 
+_CHECK = "warn_if_padding_and_no_attention_mask"
+_TAKES = {
+    "_preprocess_mask_arguments": [
+        "config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids",
+        "layer_idx", "encoder_hidden_states",
+    ],
+    "_ignore_causal_mask_sdpa": [
+        "padding_mask", "q_length", "kv_length", "q_offset", "kv_offset", "local_attention_size",
+    ],
+    "_ignore_bidirectional_mask_sdpa": ["padding_mask", "kv_length", "local_attention_size"],
+    "find_packed_sequence_indices": ["position_ids"],
+    _CHECK: ["self", "input_ids", "attention_mask"],
+}  # fmt: skip
+"""The parameters of what is replaced."""
 _IS_FULL = "rapidformer_is_full"
 _OWN_MASKS = (
     "attention_mask = torch.ones(batch_size, mask_seq_length, device=inputs_embeds.device)",
@@ -39,16 +53,17 @@ def ask_host_first(
     """
     from transformers import PreTrainedModel, masking_utils
 
-    for name, build in (
-        ("_preprocess_mask_arguments", functools.partial(_keep_answer, is_full)),
-        ("_ignore_causal_mask_sdpa", functools.partial(_ignore_causal_mask, is_full)),
-        ("_ignore_bidirectional_mask_sdpa", functools.partial(_ignore_bidirectional_mask, is_full)),
-        ("find_packed_sequence_indices", functools.partial(_find_packed, is_packed)),
+    for owner, name, build in (
+        (masking_utils, "_preprocess_mask_arguments", functools.partial(_keep_answer, is_full)),
+        (masking_utils, "_ignore_causal_mask_sdpa", functools.partial(_ignore_causal, is_full)),
+        (masking_utils, "_ignore_bidirectional_mask_sdpa", functools.partial(_ignore_all, is_full)),
+        (masking_utils, "find_packed_sequence_indices", functools.partial(_find_packed, is_packed)),
+        (PreTrainedModel, _CHECK, functools.partial(_look_for_padding, find_values)),
     ):
-        original = getattr(masking_utils, name)
-        setattr(masking_utils, name, functools.wraps(original)(build(original)))
-    check = PreTrainedModel.warn_if_padding_and_no_attention_mask
-    PreTrainedModel.warn_if_padding_and_no_attention_mask = _look_for_padding(find_values, check)
+        original = getattr(owner, name, None)
+        # If another version of transformers takes other parameters, its own function stays.
+        if original is not None and list(inspect.signature(original).parameters) == _TAKES[name]:
+            setattr(owner, name, functools.wraps(original)(build(original)))
 
 
 def makes_own_mask(module: nn.Module) -> bool:
@@ -68,8 +83,10 @@ def makes_own_mask(module: nn.Module) -> bool:
 
 
 def _keep_answer(is_full: Ask, original: Any) -> Any:
-    def preprocess(config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any) -> Any:
-        found = original(config, inputs_embeds, attention_mask, *rest)
+    def preprocess(
+        config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any, **more: Any
+    ) -> Any:
+        found = original(config, inputs_embeds, attention_mask, *rest, **more)
         mask = found[1]
         # As booleans, it is another tensor, of which the host knows nothing.
         is_copy = isinstance(mask, Tensor) and mask is not attention_mask
@@ -87,7 +104,7 @@ def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
     return is_full(mask) if answer is None else answer
 
 
-def _ignore_causal_mask(is_full: Ask, original: Any) -> Any:
+def _ignore_causal(is_full: Ask, original: Any) -> Any:
     def ignore(
         padding_mask: Tensor | None,
         q_length: int,
@@ -107,7 +124,7 @@ def _ignore_causal_mask(is_full: Ask, original: Any) -> Any:
     return ignore
 
 
-def _ignore_bidirectional_mask(is_full: Ask, original: Any) -> Any:
+def _ignore_all(is_full: Ask, original: Any) -> Any:
     def ignore(
         padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None
     ) -> bool:
@@ -140,7 +157,6 @@ def _find_packed(is_packed: Ask, original: Any) -> Any:
 
 
 def _look_for_padding(find_values: Callable[[Tensor], Any | None], original: Any) -> Any:
-    @functools.wraps(original)
     def check(self: Any, input_ids: Tensor, attention_mask: Any) -> None:
         is_known = attention_mask is None and not torch.compiler.is_compiling()
         values = find_values(input_ids) if is_known else None
