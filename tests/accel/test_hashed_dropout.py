@@ -30,6 +30,10 @@ def test_every_element_is_kept_with_the_same_probability_and_scaled(rate: float)
     assert together.abs() < 5 / is_kept.numel() ** 0.5
 
 
+def test_a_rate_just_below_one_drops_everything() -> None:
+    assert not drop(torch.ones(8, 8), 1 - 1e-12).any()
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,9 @@ def _read(node: Node) -> tuple[Any, float] | None:
     given = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs)
     given.apply_defaults()
     source, rate, is_training, is_in_place = given.arguments.values()
-    if not is_training or is_in_place or not 0 < rate < 1 or not isinstance(source, Node):
+    if is_training is not True or is_in_place or not isinstance(source, Node):
+        return None
+    if not isinstance(rate, float) or not 0 < rate < 1:  # a rate may be computed in the graph
         return None
     value = get_example(source)
     # Places have 32 bits. A size that varies is not known here; such a large one is not expected.
@@ -60,8 +62,10 @@ def drop(rows: Tensor, rate: float) -> Tensor:
     # From the device's generator, as CUDA graphs, recomputation and resuming expect.
     seed = torch.randint(_END - 1, (1,), dtype=torch.int32, device=rows.device)
     places = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
-    # Hashed before the seed is added as well: otherwise masks would be permutations of each other.
-    is_kept = _mix(_mix(places) ^ seed) >= round(rate * 2**32) - _END
+    # Places are hashed before they meet the seed: otherwise masks would be permutations of each
+    # other.
+    lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
+    is_kept = _mix(_mix(places) ^ seed) >= lowest_kept
     return torch.where(is_kept, rows * (1 / (1 - rate)), 0)
 
 
