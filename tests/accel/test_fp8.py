@@ -169,9 +169,10 @@ class Gated(nn.Module):
         torch.manual_seed(1)
         self.gate, self.up = (nn.Linear(16, 32, bias=False) for _ in range(2))
         self.down = nn.Linear(32, 16, bias=False)
+        self.activation = nn.SiLU()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(self.up(hidden) * functional.silu(self.gate(hidden)))
+        return self.down(self.up(hidden) * self.activation(self.gate(hidden)))
 
 
 class GatedStack(Stack):
@@ -193,7 +194,7 @@ def test_a_gated_mlp_with_hooks_or_frozen_layers_stays_in_parts() -> None:
     seen = []
     frozen, hooked, expected = (switch_on(GatedStack(), fuses_gated=i < 2) for i in range(3))
     for block in hooked.blocks:
-        block[0].up.register_forward_hook(lambda *_: seen.append(1))
+        block[0].activation.register_forward_hook(lambda *_: seen.append(1))
     frozen.blocks[0][0].up.weight.requires_grad_(False)
     frozen.blocks[1][0].up.weight.requires_grad_(False)
     gradients = differentiate(expected)
@@ -203,8 +204,15 @@ def test_a_gated_mlp_with_hooks_or_frozen_layers_stays_in_parts() -> None:
     assert measure_difference(differentiate(frozen), kept) == 0
 
 
+class Optional(Gated):
+    """Takes a second argument."""
+
+    def forward(self, hidden: Tensor, other: Tensor | None = None) -> Tensor:
+        return super().forward(hidden)
+
+
 class Other(Gated):
-    """Not the formula of a gated MLP."""
+    """Has another formula."""
 
     def __init__(self, formula: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -227,8 +235,13 @@ class Other(Gated):
     ],
 )
 def test_only_the_formula_of_a_gated_mlp_is_recognised(formula: Any) -> None:
-    assert find_names(Gated()) == ("gate", "up", "down")
     assert find_names(Other(formula)) is None
+
+
+def test_a_gated_mlp_is_recognised() -> None:
+    written = Other(lambda m, x: m.down(functional.silu(m.gate(x)) * m.up(x)))
+    assert find_names(Gated()) == find_names(written) == ("gate", "up", "down")
+    assert find_names(Optional()) is None
 
 
 def test_one_token_and_an_empty_batch() -> None:

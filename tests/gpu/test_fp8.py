@@ -128,7 +128,7 @@ def test_a_gated_mlp_as_a_whole_is_close_to_its_layers(is_compiled: bool) -> Non
         results.append([output, *torch.autograd.grad(output, tensors, gradient.to(output.dtype))])
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype
-        assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.03
+        assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.05
 
 
 def test_moments_in_bf16_follow_fp32() -> None:

@@ -54,14 +54,16 @@ class _Tracer(fx.Tracer):
 
 
 def _describe(module: nn.Module) -> str:
-    """What a module computes from its input x, as a formula."""
+    """What a module computes from its only argument x, as a formula."""
     formulas: dict[Any, str] = {}
     for node in _Tracer().trace(module).nodes:
         values = [formulas.get(each, repr(each)) for each in node.args]
         if node.op == "output":
             return values[0]
         if node.op == "placeholder":
-            formulas[node] = str(node.target) if formulas else "x"
+            if formulas:
+                return ""  # it has a second argument
+            formulas[node] = "x"
         elif node.target is mul:
             formulas[node] = " * ".join(values)
         else:

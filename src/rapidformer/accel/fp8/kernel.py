@@ -21,7 +21,7 @@ from rapidformer.accel.fp8.rounding import PART
 
 LINE = (PART, 4)
 """Elements of a program that reads a tensor from start to end, and its warps."""
-TILE = (64, 128, 8)
+TILE = (64, 64, 4)
 """Rows and columns of a program that also writes transposed, and its warps."""
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 

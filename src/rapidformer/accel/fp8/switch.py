@@ -88,23 +88,24 @@ def _extend_gated(model: nn.Module) -> None:
 @functools.cache
 def _get_gated_builder(names: Names) -> Any:
     def build(cls: Any) -> dict[str, Any]:
-        def forward(self: nn.Module, x: Tensor) -> Tensor:
+        def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+            (input,) = (*args, *kwargs.values())
             layers = [self.get_submodule(name) for name in names]
-            if not (_is_due(self, x) and all(map(_is_plain, layers))):
-                output: Tensor = cls.forward(self, x)
+            if not (_is_due(self, input) and _can_skip_calls(self, layers)):
+                output: Tensor = cls.forward(self, *args, **kwargs)
                 return output
             gate, up, down = (layer.get_parameter("weight") for layer in layers)
-            return multiply_gated(x, gate, up, down)
+            return multiply_gated(input, gate, up, down)
 
         return {"forward": forward}
 
     return build
 
 
-def _is_plain(layer: Any) -> bool:
-    """Without hooks, which would not run, and all trained."""
-    has_bias = layer.bias is not None
-    return not has_bias and layer.weight.requires_grad and not list_hooks(layer)
+def _can_skip_calls(module: nn.Module, layers: list[Any]) -> bool:
+    """Whether the layers are only weights, all of them trained, and no hook waits for a call."""
+    is_bare = all(layer.bias is None and layer.weight.requires_grad for layer in layers)
+    return is_bare and not any(list_hooks(child) for child in module.children())
 
 
 def _get_builder(layer: nn.Module) -> Any:
