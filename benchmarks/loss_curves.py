@@ -5,12 +5,14 @@
 All runs of a workload start from the same weights and see the same batches. The reference is an
 uncompiled loop in bf16 with three seeds. A seed decides what dropout draws, and the order of the
 rows within a batch, which changes rounding only. rapidformer runs with --mixed-precision, then with
---compile as well. In fp32, without dropout, one run of each is compared.
+--compile as well, and on a GPU Llama also with --fp8. In fp32, without dropout, one run of each is
+compared.
 
 Printed for each workload: the largest distance of rapidformer's curve from the mean of the
 reference, next to that of a reference seed from the mean of the other seeds (bf16, running means
-over ``WINDOW`` steps), and the largest relative distance in fp32. Each run has its own process;
-several share the GPU, since time is not measured.
+over ``WINDOW`` steps), and the largest relative distance in fp32. Each run has its own process,
+forked from one that has imported everything and never touches the GPU. Several share the GPU, since
+time is not measured.
 """
 
 from __future__ import annotations
@@ -18,35 +20,45 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+# Asking whether there is a GPU must not start CUDA, which does not survive a fork.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+# bf16 on any CPU.
+os.environ["RAPIDFORMER_EMULATE_16_BIT"] = "1"
 
 import numpy as np
 import torch
 from torch import nn
 from workloads import Rows, Workload, add_lora, list_workloads
 
+from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
+from rapidformer.training.callbacks import Callback
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 LEARNING_RATE = 2e-5
-MOST_TOKENS = 4096
-"""Tokens of a step: a curve needs no large batches."""
+MOST_TOKENS, LONGEST_ROW = 4096, 512
+"""Of a step and of a row: a curve needs no large batches."""
+LARGE = 10**9
+"""Models with more weights than this get a quarter of the tokens."""
 WINDOW = 10
 SEEDS = ("reference 1", "reference 2", "reference 3")
 OURS = ("rapidformer", "rapidformer --compile")
+IN_FP8 = "rapidformer --compile --fp8"
 IN_FP32 = ("reference fp32", "rapidformer fp32")
 NAMES = (*reversed(OURS), *IN_FP32, *SEEDS)
-"""All runs, the slowest first."""
+"""The runs of every workload, the slowest first."""
 LIMIT = 1e-5
 """The largest relative distance in fp32."""
 
@@ -66,11 +78,25 @@ def build_model(work: Workload, *, has_dropout: bool) -> nn.Module:
     return model
 
 
+def list_runs(workload: str) -> tuple[str, ...]:
+    return (*NAMES, IN_FP8) if HAS_GPU and workload == "llama1b" else NAMES
+
+
+def count_weights(work: Workload) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in work.build().parameters())
+
+
+def shorten(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v[:LONGEST_ROW] if isinstance(v, list) else v for k, v in row.items()}
+
+
 def make_batches(work: Workload, steps: int, seed: int) -> list[Rows]:
     """One per step; the seed decides the order of the rows within a batch."""
-    longest = max(len(row["input_ids"]) for row in work.make_rows(work.batch))
-    size = min(work.batch, max(2, MOST_TOKENS // longest))
-    rows = work.make_rows(size * steps)
+    longest = max(len(shorten(row)["input_ids"]) for row in work.make_rows(work.batch))
+    tokens = MOST_TOKENS // 4 if count_weights(work) > LARGE else MOST_TOKENS
+    size = min(work.batch, max(2, tokens // longest))
+    rows = list(map(shorten, work.make_rows(size * steps)))
     order = np.random.default_rng(seed)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
     return [[batch[i] for i in order.permutation(size)] for batch in batches]
@@ -95,9 +121,6 @@ def run_reference(model: nn.Module, batches: list[Rows], *, is_bf16: bool) -> It
 
 
 def run_rapidformer(model: nn.Module, batches: list[Rows], **more: Any) -> list[float]:
-    from rapidformer import Finetuner, RapidformerEngine
-    from rapidformer.training.callbacks import Callback
-
     losses: list[float] = []
 
     class Record(Callback):
@@ -135,22 +158,36 @@ def run_one(name: str, work: Workload, steps: int) -> list[float]:
         torch.manual_seed(seed)
         return list(run_reference(model, batches, is_bf16=name in SEEDS))
     more: dict[str, Any] = {} if name in IN_FP32 else {"mixed_precision": "bf16"}
-    more |= {"compile": True} if name.endswith("--compile") else {}
+    more |= {"compile": True} if "--compile" in name else {}
+    more |= {"fp8": True} if name == IN_FP8 else {}
     return run_rapidformer(model, batches, **more)
 
 
 def start(name: str, workload: str, options: argparse.Namespace) -> list[float]:
     """The losses of one run, which gets a new process; none if it fails."""
     steps = options.fp32_steps or options.steps if name in IN_FP32 else options.steps
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, "--only", name, "--workloads", workload]
-        command += ["--steps", str(steps), "--size", options.size, "--json", file.name]
-        environment = {**os.environ, "RAPIDFORMER_EMULATE_16_BIT": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{workload}: {name} failed: {done.stderr.strip()[-300:]}", flush=True)
-            return []
-        return list(json.loads(Path(file.name).read_text()))
+    context: Any = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, name, workload, options.size, steps))
+    process.start()
+    sender.close()
+    try:
+        losses = receiver.recv()
+    except EOFError:
+        process.join()
+        losses = f"crashed with status {process.exitcode}"
+    process.join()
+    if isinstance(losses, str):
+        print(f"{workload}: {name} failed: {losses[-500:]}", flush=True)
+        return []
+    return list(losses)
+
+
+def _answer(sender: Connection, name: str, workload: str, size: str, steps: int) -> None:
+    try:
+        sender.send(run_one(name, list_workloads(size)[workload], steps))
+    except BaseException:
+        sender.send(traceback.format_exc())
 
 
 def smooth(losses: list[float]) -> np.ndarray:
@@ -170,21 +207,22 @@ def compare(curves: Curves) -> dict[str, float]:
     if len(seeds) > 1:
         rest = [[other for other in seeds if other is not seed] for seed in seeds]
         found["spread"] = max(map(measure_distance, seeds, rest))
-        found |= {
-            name: measure_distance(smooth(curves[name]), seeds) for name in OURS if curves[name]
-        }
-    reference, ours = (np.array(curves[name]) for name in IN_FP32)
-    if len(reference) and len(ours):
-        found["fp32"] = float(np.max(np.abs(ours - reference) / np.abs(reference)))
+        ours = (*OURS, IN_FP8)
+        found |= {n: measure_distance(smooth(curves[n]), seeds) for n in ours if curves.get(n)}
+    expected, got = (np.array(curves[name]) for name in IN_FP32)
+    if len(expected) and len(got):
+        found["fp32"] = float(np.max(np.abs(got - expected) / np.abs(expected)))
     return found
 
 
 def format_line(workload: str, found: dict[str, float]) -> str:
     spread = found.get("spread")
     cells = [workload, "failed" if spread is None else f"{spread:.2e}"]
-    for name in OURS:
+    for name in (*OURS, IN_FP8):
         distance = found.get(name)
-        if spread is None or distance is None:
+        if name not in list_runs(workload):
+            cells.append("")
+        elif spread is None or distance is None:
             cells.append("failed")
         else:
             ratio = f" ({distance / spread:.2f} x)" if spread else ""
@@ -193,6 +231,13 @@ def format_line(workload: str, found: dict[str, float]) -> str:
     verdict = "failed" if fp32 is None else f"{fp32:.1e}"
     cells.append(verdict + (f", above {LIMIT:.0e}" if fp32 is not None and fp32 >= LIMIT else ""))
     return "| " + " | ".join(cells) + " |"
+
+
+STYLES = (
+    (OURS[0], "tab:blue", "-"),
+    (OURS[1], "tab:orange", "--"),
+    (IN_FP8, "tab:green", ":"),
+)
 
 
 def draw(results: dict[str, Curves], path: Path) -> None:
@@ -216,25 +261,24 @@ def draw(results: dict[str, Curves], path: Path) -> None:
             low, high = np.min(seeds, axis=0), np.max(seeds, axis=0)
             axes.fill_between(steps, low, high, color="0.8", label="reference, range of 3 seeds")
             axes.plot(steps, np.mean(seeds, axis=0), color="0.45", label="reference, mean")
-        for name, color, style in zip(OURS, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
-            if curves[name]:
+        for name, color, style in STYLES:
+            if curves.get(name):
                 smoothed = smooth(curves[name])
                 steps = np.arange(len(smoothed)) + len(curves[name]) - len(smoothed) + 1
                 axes.plot(steps, smoothed, style, color=color, linewidth=1.2, label=name)
         axes.set_title(workload, fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
-    handles, labels = grid.flat[0].get_legend_handles_labels()
+    shown = [axes.get_legend_handles_labels() for axes in grid.flat]
+    handles, labels = max(shown, key=lambda found: len(found[1]))
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def estimate_memory(work: Workload) -> int:
-    """Bytes of the device that a run may take: its states, as much again, and some for CUDA."""
-    with torch.device("meta"):
-        size = sum(p.numel() for p in work.build().parameters())
-    return 32 * size + 6 * 2**30
+    """Bytes of the device that a run may take: its states, a quarter more, and some for CUDA."""
+    return 20 * count_weights(work) + 6 * 2**30
 
 
 class Room:
@@ -274,7 +318,7 @@ def run_all(chosen: list[str], options: argparse.Namespace) -> Iterator[tuple[st
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = {
-            workload: {name: pool.submit(run, workload, name) for name in NAMES}
+            workload: {name: pool.submit(run, workload, name) for name in list_runs(workload)}
             for workload in chosen
         }
         for workload, futures in runs.items():
@@ -297,17 +341,12 @@ def main() -> None:
     )
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path, help="keep the losses there; what it has is not run")
-    parser.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    workloads = list_workloads(options.size)
-    chosen = options.workloads or list(workloads)
-    if options.only:
-        losses = run_one(options.only, workloads[chosen[0]], options.steps)
-        options.json.write_text(json.dumps(losses))
-        return
+    chosen = options.workloads or list(list_workloads(options.size))
     print(f"{options.steps} steps, torch {torch.__version__}, {DEVICE.type}, {options.size} models")
-    print(f"\n| workload | reference's spread | {' | '.join(OURS)} | fp32, relative |")
-    print("|---|---|---|---|---|", flush=True)
+    ours = " | ".join((*OURS, "--fp8"))
+    print(f"\n| workload | reference's spread | {ours} | fp32, relative |")
+    print("|---|---|---|---|---|---|", flush=True)
     results = load_complete(options.json)
     missing = [name for name in chosen if name not in results]
     for workload, curves in itertools.chain(results.items(), run_all(missing, options)):
