@@ -181,8 +181,13 @@ RUNS: dict[str, Run] = {
 }
 
 
-OPTIONAL = ("rapidformer, padded", "rapidformer --compile --fp8")
+OPTIONAL = ("rapidformer, padded",)
 """Runs that are not in the picture unless they are asked for."""
+ONLY_FOR = {
+    "HF Trainer + Liger": ("llama1b", "lora"),
+    "rapidformer --compile --fp8": ("llama1b",),
+}
+"""Runs that apply to some workloads alone."""
 
 
 def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float) -> Result:
@@ -216,6 +221,17 @@ def find_problem(name: str) -> str | None:
     """Why a run cannot work here; found without starting it."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     return "not installed" if name.endswith("Liger") and not is_installed else None
+
+
+def load_results(path: Path | None, device: Result) -> dict[str, dict[str, Result]]:
+    """Those of earlier calls on the same kind of device; runs that failed are left out."""
+    kept = json.loads(path.read_text()) if path and path.exists() else {}
+    if kept.get("device", {}).get("name") != device["name"]:
+        return {}
+    return {
+        workload: {name: result for name, result in runs.items() if "problem" not in result}
+        for workload, runs in kept["workloads"].items()
+    }
 
 
 def call(method: str, limit: float, function: Callable[..., Result], *args: Any) -> Result:
@@ -298,7 +314,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30 if HAS_GPU else 3)
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for one run")
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     options = parser.parse_args()
     workloads = list_workloads(options.size)
     method, device = "fork", call("fork", LIMIT, describe_device)
@@ -309,19 +325,24 @@ def main() -> None:
         sys.exit(f"the device cannot be used: {device['problem']}")
     rate = device["matrix rate"]
     print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
-    results: dict[str, dict[str, Result]] = {}
+    results = load_results(options.json, device)
     for workload in options.workloads or workloads:
         work = workloads[workload]
         print(f"\n| {workload} (goal: {work.goal or '-'}) | {work.unit}/s | speed | MFU "
               "| memory | first step |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
-        results[workload] = {}
+        runs = results.setdefault(workload, {})
         for name in options.runs:
-            problem = find_problem(name)
-            result = {"problem": problem} if problem else call(
-                method, options.limit, measure, name, workload, options.size, options.steps, rate
-            )  # fmt: skip
-            results[workload][name] = result
-            base = results[workload].get("HF Trainer", {}).get("rate")
+            if workload not in ONLY_FOR.get(name, (workload,)):
+                continue
+            result = runs.get(name)
+            if result is None:
+                problem = find_problem(name)
+                result = {"problem": problem} if problem else call(
+                    method, options.limit, measure, name, workload, options.size, options.steps,
+                    rate,
+                )  # fmt: skip
+                runs[name] = result
+            base = runs.get("HF Trainer", {}).get("rate")
             print(format_line(name, result, base), flush=True)
             if options.json:
                 text = json.dumps({"device": device, "workloads": results}, indent=2)
