@@ -18,14 +18,14 @@ time is not measured.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,10 +48,10 @@ from rapidformer.training.callbacks import Callback
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 LEARNING_RATE = 2e-5
-MOST_TOKENS, LONGEST_ROW = 4096, 512
+MOST_TOKENS, LONGEST_ROW = 4096, 256
 """Of a step and of a row: a curve needs no large batches."""
 LARGE = 10**9
-"""Models with more weights than this get a quarter of the tokens."""
+"""Models with more weights than this get an eighth of the tokens, and fewer steps in fp32."""
 WINDOW = 10
 SEEDS = ("reference 1", "reference 2", "reference 3")
 OURS = ("rapidformer", "rapidformer --compile")
@@ -59,6 +59,8 @@ IN_FP8 = "rapidformer --compile --fp8"
 IN_FP32 = ("reference fp32", "rapidformer fp32")
 NAMES = (*reversed(OURS), *IN_FP32, *SEEDS)
 """The runs of every workload, the slowest first."""
+MOST_RUNS = max(1, (os.cpu_count() or 1) // 2)
+"""At a time; each needs a core, and more to load its data."""
 LIMIT = 1e-5
 """The largest relative distance in fp32."""
 
@@ -93,9 +95,9 @@ def shorten(row: dict[str, Any]) -> dict[str, Any]:
 
 def make_batches(work: Workload, steps: int, seed: int) -> list[Rows]:
     """One per step; the seed decides the order of the rows within a batch."""
-    longest = max(len(shorten(row)["input_ids"]) for row in work.make_rows(work.batch))
-    tokens = MOST_TOKENS // 4 if count_weights(work) > LARGE else MOST_TOKENS
-    size = min(work.batch, max(2, tokens // longest))
+    tokens = MOST_TOKENS // 8 if count_weights(work) > LARGE else MOST_TOKENS
+    batch = list(map(shorten, work.make_rows(work.batch)))
+    size = min(len(batch), tokens * len(batch) // sum(len(row["input_ids"]) for row in batch))
     rows = list(map(shorten, work.make_rows(size * steps)))
     order = np.random.default_rng(seed)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -163,12 +165,11 @@ def run_one(name: str, work: Workload, steps: int) -> list[float]:
     return run_rapidformer(model, batches, **more)
 
 
-def start(name: str, workload: str, options: argparse.Namespace) -> list[float]:
+def start(name: str, workload: str, size: str, steps: int) -> list[float]:
     """The losses of one run, which gets a new process; none if it fails."""
-    steps = options.fp32_steps or options.steps if name in IN_FP32 else options.steps
     context: Any = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, name, workload, options.size, steps))
+    process = context.Process(target=_answer, args=(sender, name, workload, size, steps))
     process.start()
     sender.close()
     try:
@@ -184,6 +185,10 @@ def start(name: str, workload: str, options: argparse.Namespace) -> list[float]:
 
 
 def _answer(sender: Connection, name: str, workload: str, size: str, steps: int) -> None:
+    # What libraries print would break the table.
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(silence, stream.fileno())
     try:
         sender.send(run_one(name, list_workloads(size)[workload], steps))
     except BaseException:
@@ -202,14 +207,14 @@ def measure_distance(curve: np.ndarray, others: list[np.ndarray]) -> float:
 
 def compare(curves: Curves) -> dict[str, float]:
     """The distances that the table shows; without those of runs that failed."""
-    seeds = [smooth(curves[name]) for name in SEEDS if curves[name]]
+    seeds = [smooth(curves[name]) for name in SEEDS if curves.get(name)]
     found = {}
     if len(seeds) > 1:
         rest = [[other for other in seeds if other is not seed] for seed in seeds]
         found["spread"] = max(map(measure_distance, seeds, rest))
         ours = (*OURS, IN_FP8)
         found |= {n: measure_distance(smooth(curves[n]), seeds) for n in ours if curves.get(n)}
-    expected, got = (np.array(curves[name]) for name in IN_FP32)
+    expected, got = (np.array(curves.get(name, [])) for name in IN_FP32)
     if len(expected) and len(got):
         found["fp32"] = float(np.max(np.abs(got - expected) / np.abs(expected)))
     return found
@@ -255,16 +260,16 @@ def draw(results: dict[str, Curves], path: Path) -> None:
     for axes in grid.flat[len(results) :]:
         axes.set_visible(False)
     for axes, (workload, curves) in zip(grid.flat, results.items(), strict=False):
-        seeds = [smooth(curves[name]) for name in SEEDS if curves[name]]
+        seeds = [smooth(curves[name]) for name in SEEDS if curves.get(name)]
         if seeds:
-            steps = np.arange(len(seeds[0])) + len(curves[SEEDS[0]]) - len(seeds[0]) + 1
+            steps = np.arange(len(seeds[0])) + WINDOW
             low, high = np.min(seeds, axis=0), np.max(seeds, axis=0)
             axes.fill_between(steps, low, high, color="0.8", label="reference, range of 3 seeds")
             axes.plot(steps, np.mean(seeds, axis=0), color="0.45", label="reference, mean")
         for name, color, style in STYLES:
             if curves.get(name):
                 smoothed = smooth(curves[name])
-                steps = np.arange(len(smoothed)) + len(curves[name]) - len(smoothed) + 1
+                steps = np.arange(len(smoothed)) + WINDOW
                 axes.plot(steps, smoothed, style, color=color, linewidth=1.2, label=name)
         axes.set_title(workload, fontsize=10)
         axes.set_xlabel("step")
@@ -292,7 +297,7 @@ class Room:
     @contextmanager
     def reserved(self, size: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self._running == 0 or self._free >= size)
+            self._changed.wait_for(lambda: self._has_room(size))
             self._take(size, 1)
         try:
             yield
@@ -301,34 +306,41 @@ class Room:
                 self._take(-size, -1)
                 self._changed.notify_all()
 
+    def _has_room(self, size: int) -> bool:
+        return self._running == 0 or (self._free >= size and self._running < MOST_RUNS)
+
     def _take(self, size: int, runs: int) -> None:
         self._free -= size
         self._running += runs
 
 
-def run_all(chosen: list[str], options: argparse.Namespace) -> Iterator[tuple[str, Curves]]:
-    """All runs of all workloads, as many at a time as fit; a workload is given when it is done."""
-    workloads = list_workloads(options.size)
-    sizes = {workload: estimate_memory(workloads[workload]) for workload in chosen}
+def run_missing(
+    results: dict[str, Curves], options: argparse.Namespace
+) -> Iterator[tuple[str, str, list[float]]]:
+    """The runs that have no losses yet, as many at a time as fit; each is given when it is done."""
     room = Room()
 
-    def run(workload: str, name: str) -> list[float]:
-        with room.reserved(sizes[workload]):
-            return start(name, workload, options)
+    def run(workload: str, name: str, work: Workload) -> tuple[str, str, list[float]]:
+        is_short = name in IN_FP32 and count_weights(work) > LARGE
+        steps = min(options.steps, options.fp32_steps) if is_short else options.steps
+        with room.reserved(estimate_memory(work)):
+            return workload, name, start(name, workload, options.size, steps)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {
-            workload: {name: pool.submit(run, workload, name) for name in list_runs(workload)}
-            for workload in chosen
-        }
-        for workload, futures in runs.items():
-            yield workload, {name: future.result() for name, future in futures.items()}
+    with ThreadPoolExecutor(sum(len(list_runs(workload)) for workload in results)) as pool:
+        runs = [
+            pool.submit(run, workload, name, list_workloads(options.size)[workload])
+            for workload, curves in results.items()
+            for name in list_runs(workload)
+            if not curves.get(name)
+        ]
+        for done in as_completed(runs):
+            yield done.result()
 
 
-def load_complete(path: Path | None) -> dict[str, Curves]:
-    """The workloads of an earlier call of which no run failed."""
-    kept = json.loads(path.read_text()) if path and path.exists() else {}
-    return {workload: curves for workload, curves in kept.items() if all(curves.values())}
+def load(path: Path | None) -> dict[str, Curves]:
+    """The losses of an earlier call."""
+    kept: dict[str, Curves] = json.loads(path.read_text()) if path and path.exists() else {}
+    return kept
 
 
 def main() -> None:
@@ -337,7 +349,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=list_workloads("tiny"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
-        "--fp32-steps", type=int, help="fewer in fp32, which is slow for a large model"
+        "--fp32-steps", type=int, default=300, help="of the large models, which are slow in fp32"
     )
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path, help="keep the losses there; what it has is not run")
@@ -347,13 +359,14 @@ def main() -> None:
     ours = " | ".join((*OURS, "--fp8"))
     print(f"\n| workload | reference's spread | {ours} | fp32, relative |")
     print("|---|---|---|---|---|---|", flush=True)
-    results = load_complete(options.json)
-    missing = [name for name in chosen if name not in results]
-    for workload, curves in itertools.chain(results.items(), run_all(missing, options)):
-        results = {**results, workload: curves}
+    kept = load(options.json)
+    results = {workload: kept.get(workload, {}) for workload in {**dict.fromkeys(chosen), **kept}}
+    for workload, name, losses in run_missing(results, options):
+        results[workload] = {**results[workload], name: losses}
         if options.json:
             options.json.write_text(json.dumps(results))
-        print(format_line(workload, compare(curves)), flush=True)
+    for workload, curves in results.items():
+        print(format_line(workload, compare(curves)))
     if options.picture:
         draw(results, options.picture)
 
