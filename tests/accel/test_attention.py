@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 from transformers import SwinConfig, SwinModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rapidformer.accel import varied_lengths
 from rapidformer.accel.attention import Device, apply_bias_layout, choose, find_obstacle
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.compat.transformers_models import get_attention, set_attention
@@ -52,6 +57,31 @@ def test_what_cannot_run_is_refused_with_the_reason(
 @pytest.mark.parametrize(("family", "asked"), [("bert", "flash"), ("llama", "flex")])
 def test_what_can_run_is_not_refused(family: str, asked: str) -> None:
     assert find_obstacle(make(family), asked, HOPPER) is None
+
+
+def test_cudnn_plans_only_for_lengths_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = []
+
+    @contextmanager
+    def note(order: list[SDPBackend], *, set_priority: bool) -> Iterator[None]:
+        orders.append(order)
+        yield
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", note)
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with varied_lengths.avoid_plans():
+        for queries, keys in ((64, 128), (128, 65), (3, 64)):
+            query, key = torch.zeros(1, 2, queries, 8), torch.zeros(1, 2, keys, 8)
+            ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Identity(), query, key, key, None)
+        assert len(orders) == 2 and orders[0][-2:] == [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        with varied_lengths.choose_for_all_sizes():
+            assert len(orders) == 3
+    with varied_lengths.choose_for_all_sizes():
+        assert len(orders) == 3, "not in other runs"
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
 def test_heads_that_are_too_large_are_refused() -> None:

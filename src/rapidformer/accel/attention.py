@@ -23,6 +23,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.learned_bias import interface
 from rapidformer.accel.small_tables import extend_table
+from rapidformer.accel.varied_lengths import avoid_plans
 from rapidformer.compat.transformers_models import (
     get_attention,
     has_fixed_attention,
@@ -79,6 +80,8 @@ def apply(assembly: Assembly) -> str | None:
         return None
     _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
     extra = _activate_flash(model) if asked == "flash" else ""
+    if asked == "auto" and getattr(model, "main_input_name", "") == "input_ids":
+        _order.enter_context(avoid_plans())
     if asked == "auto" and _find_biased(model) and interface.can_run(assembly.device):
         _order.enter_context(interface.use_kernel())
         extra = ", and our own kernel for the learned bias"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.varied_lengths import choose_for_all_sizes
 from rapidformer.compat.torch_compile import (
     Backend,
     Rewrite,
@@ -92,7 +92,9 @@ class CompiledBlocks:
         compiled = self._choose((*form, *kwargs), tuple(sizes))
         if id(block) in compiled.seen:
             return self._run(compiled, block, args, kwargs)
-        with tell_sizes_apart() if compiled.takes_all_sizes else nullcontext():
+        if not compiled.takes_all_sizes:
+            return self._run(compiled, block, args, kwargs)
+        with tell_sizes_apart(), choose_for_all_sizes():
             return self._run(compiled, block, args, kwargs)
 
     def _call_with_gradients(

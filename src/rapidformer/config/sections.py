@@ -452,10 +452,10 @@ class AccelerationArguments:
     """fill micro-batches up to this many tokens, padding included, instead of --micro-batch-size
     samples. An optimizer step still takes --global-batch-size samples"""
     attention: Literal["auto", "sdpa", "cudnn", "flash", "flex", "eager"] = "auto"
-    """how attention is computed: auto = on Hopper and newer GPUs in 16 bits, cuDNN first, and on
-    Hopper and data-centre Blackwell our own kernel for a learned bias; else sdpa. sdpa = the
-    model's own, in torch's order of kernels; cudnn, flash = that kernel first; flex, eager = as
-    implemented by transformers"""
+    """how attention is computed: auto = on Hopper and newer GPUs in 16 bits, cuDNN first (for text,
+    if lengths are multiples of 64), and on Hopper and data-centre Blackwell our own kernel for a
+    learned bias; else sdpa. sdpa = the model's own, in torch's order of kernels; cudnn, flash =
+    that kernel first; flex, eager = as implemented by transformers"""
     activation_offload: bool = False
     """keep each block's activations in pinned host memory until the backward pass"""
     compile: bool = False
