@@ -96,19 +96,20 @@ def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 def _is_written_norm(module: nn.Module) -> bool:
     """Recognized by its parameters, which are vectors, and by what it does not have."""
     parameters = list(module.parameters(recurse=False))
+    author = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     return (
         bool(parameters)
         # A subclass of nn.Parameter is a weight that is split over ranks, or absent.
         and all(type(each) is nn.Parameter and each.dim() == 1 for each in parameters)
         and not [*module.buffers(recurse=False), *module.children(), *list_hooks(module)]
-        and not type(module).forward.__module__.startswith("torch.")
+        and not author.__module__.startswith("torch.")
     )
 
 
 def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
     """What makes the graphs of this model's blocks faster on this device."""
     if device.type != "cuda":
-        return []  # a CPU multiplies to fp32 slowly
+        return []  # a CPU multiplies to fp32 slowly; hashed dropout has not been timed there
     rewrites: list[Rewrite] = []
     copies = sum(2 * parameter.numel() for parameter in model.parameters())
     if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:

@@ -36,8 +36,12 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, these modules run as they are."""
-    calls = [(module, module._compiled_call_impl) for module in modules]
+    """Inside, those of these modules that are compiled run as they are."""
+    calls = [
+        (module, module._compiled_call_impl)
+        for module in modules
+        if module._compiled_call_impl is not None
+    ]
     for module, _ in calls:
         module._compiled_call_impl = None
     try:
