@@ -116,8 +116,20 @@ def _starve(name: str) -> dict[str, np.ndarray]:
     engine.backward(model.train()(input_ids=ids, labels=ids).loss)
     gradients = collect_gradients(model)
     engine.step()
+    _check_forward_in_a_compiled_block(name, model)
     engine.close()
     return gradients
+
+
+def _check_forward_in_a_compiled_block(name: str, model: Any) -> None:
+    """There, the module's call has been compiled away: nothing but its forward runs."""
+    if name == "mixtral":
+        experts = model.model.layers[0].mlp.experts
+        given = (torch.ones(1, 32), torch.tensor([[0, 3]]), torch.tensor([[0.5, 0.5]]))
+    else:
+        experts = model.layers[1].feed_forward.experts
+        given = (torch.ones(2, 32), torch.tensor([1, 1, 1, 2], dtype=torch.int32))
+    assert torch.equal(experts.forward(*given), experts(*given))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-moe"])

@@ -19,11 +19,19 @@ from rapidformer.accel.context.attention import find_configs
 from rapidformer.compat.transformers_models import apply_expert_gate, get_experts, set_experts
 
 
-def apply_grouped_experts(model: nn.Module) -> None:
+def apply_grouped_experts(model: nn.Module, device: torch.device) -> None:
     """Let transformers' models compute their experts here, unless the user chose another way."""
+    if not _has_grouped_products(device):
+        return
     for config in find_configs(model):
         if get_experts(config) == "grouped_mm":
             set_experts(config, _register())
+
+
+def _has_grouped_products(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu"
 
 
 @functools.cache

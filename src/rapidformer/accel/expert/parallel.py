@@ -26,7 +26,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.zero import get_sharding_options
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.slices import distribute
-from rapidformer.accel.tensor.styles import Split, Style, extend_class
+from rapidformer.accel.tensor.styles import Split, Style, extend_class, inside_a_call
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
 from rapidformer.dist.row_exchange import plan_route
@@ -161,7 +161,8 @@ class SortedExperts(Style):
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
         route = plan_route(counts, get_fact(self, Split).group)
         own_ends = route.counts.cumsum(dim=0).to(ends.dtype)
-        made = super().forward(route.send(rows), own_ends)  # type: ignore[misc]
+        with inside_a_call():
+            made = super().forward(route.send(rows), own_ends)  # type: ignore[misc]
         return route.send_back(made)
 
 
@@ -180,7 +181,8 @@ class RoutedExperts(Style):
         numbers = torch.arange(own, device=rows.device).repeat_interleave(route.counts)
         # Each row is sent unweighted; its weight is known where it came from.
         ones = top_k_weights.new_ones(len(rows), 1)
-        made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
+        with inside_a_call():
+            made = super().forward(rows, numbers[:, None], ones)  # type: ignore[misc]
         chosen = route.send_back(made).index_select(0, order.argsort()).unflatten(0, (-1, choices))
         mixed: Tensor = (chosen * top_k_weights[..., None]).sum(dim=1)
         return mixed.to(hidden_states.dtype)

@@ -12,7 +12,8 @@ sums twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -194,16 +195,26 @@ def _get_builder(names: tuple[str, ...]) -> Build:
 
 def _build_call(cls: Any) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        global _running_calls
         if torch.compiler.is_compiling():
             return cls.__call__(module, *args, **kwargs)
-        _running_calls += 1
-        try:
+        with inside_a_call():
             return cls.__call__(module, *args, **kwargs)
-        finally:
-            _running_calls -= 1
 
     return call
+
+
+@contextmanager
+def inside_a_call() -> Iterator[None]:
+    """Code in here is a split module's own, and reads this rank's slices of its weights.
+
+    Needed by a forward that is not compiled, in a block that is: its call was compiled away.
+    """
+    global _running_calls
+    _running_calls += 1
+    try:
+        yield
+    finally:
+        _running_calls -= 1
 
 
 def _build_reader(name: str) -> property:
