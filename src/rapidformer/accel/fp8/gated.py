@@ -81,7 +81,8 @@ def _name(module: nn.Module, node: fx.Node) -> str:
 
 def multiply_gated(input: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The MLP with these weights, under autocast."""
-    return restore(_GatedProduct.apply(lay_out(input), gate, up, down), input)
+    rows, added = lay_out(input)
+    return restore(_GatedProduct.apply(rows, gate, up, down), input, added)
 
 
 class _GatedProduct(torch.autograd.Function):

@@ -17,27 +17,28 @@ MULTIPLE = 16
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``functional.linear`` with an fp8 product, under autocast."""
-    rows = lay_out(input)
+    rows, added = lay_out(input)
     output: Tensor = _Product.apply(rows, weight)
-    output = restore(output, input)
+    output = restore(output, input, added)
     return output if bias is None else output + bias.to(output.dtype)
 
 
-def lay_out(input: Tensor) -> Tensor:
-    """The input in autocast's dtype as rows, with rows of zeros up to a multiple of 16.
+def lay_out(input: Tensor) -> tuple[Tensor, int]:
+    """The input in autocast's dtype as rows, and how many rows of zeros were added.
 
     The weight's gradient sums over rows, and the kernel sums over multiples of 16.
     """
     dtype = torch.get_autocast_dtype(input.device.type)
     rows = input.to(dtype).reshape(-1, input.shape[-1])
     missing = -rows.shape[0] % MULTIPLE
-    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return (functional.pad(rows, (0, 0, 0, missing)) if missing else rows), missing
 
 
-def restore(output: Tensor, input: Tensor) -> Tensor:
+def restore(output: Tensor, input: Tensor, added: int) -> Tensor:
     """The output in the input's shape, without the added rows."""
-    count = input.numel() // input.shape[-1]
-    return output[:count].reshape(*input.shape[:-1], -1)
+    if added:
+        output = output[:-added]
+    return output.reshape(*input.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
