@@ -214,13 +214,14 @@ def test_why_question_answering_stays_padded() -> None:
     )
 
 
-def test_recomputed_blocks_have_their_rows_too() -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_recomputed_blocks_have_their_rows_too(is_compiled: bool) -> None:
     from rapidformer.accel.recompute import apply_recompute
 
     model = build(AutoModelForCausalLM, "llama")
     expected = run(model, make_batch(model))
     apply_recompute(model, find_plan(model))
-    assert apply_unpadding(model, find_plan(model)) is None
+    assert apply_unpadding(model, find_plan(model), is_compiled=is_compiled) is None
     model.train()
     for name, value in run(model, make_batch(model)).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)

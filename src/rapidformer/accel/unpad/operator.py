@@ -121,8 +121,9 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    bias = ctx.saved_tensors[6] if len(ctx.saved_tensors) > 6 else None
-    found: Any = _attend_backward(gradient, *ctx.saved_tensors[:6], bias, *ctx.options)
+    saved = ctx.saved_tensors  # once: recompute gives each tensor away when it is read
+    bias = saved[6] if len(saved) > 6 else None
+    found: Any = _attend_backward(gradient, *saved[:6], bias, *ctx.options)
     of_bias = None if bias is None else found[3]
     return (*found[:3], None, None, None, of_bias, *[None] * 4)
 
