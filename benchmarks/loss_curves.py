@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -315,7 +315,7 @@ class Room:
 
 
 def run_missing(
-    results: dict[str, Curves], options: argparse.Namespace
+    results: dict[str, Curves], chosen: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, list[float]]]:
     """The runs that have no losses yet, as many at a time as fit; each is given when it is done."""
     room = Room()
@@ -326,12 +326,12 @@ def run_missing(
         with room.reserved(estimate_memory(work)):
             return workload, name, start(name, workload, options.size, steps)
 
-    with ThreadPoolExecutor(sum(len(list_runs(workload)) for workload in results)) as pool:
+    with ThreadPoolExecutor(sum(len(list_runs(workload)) for workload in chosen)) as pool:
         runs = [
             pool.submit(run, workload, name, list_workloads(options.size)[workload])
-            for workload, curves in results.items()
+            for workload in chosen
             for name in list_runs(workload)
-            if not curves.get(name)
+            if not results[workload].get(name)
         ]
         for done in as_completed(runs):
             yield done.result()
@@ -361,7 +361,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     kept = load(options.json)
     results = {workload: kept.get(workload, {}) for workload in {**dict.fromkeys(chosen), **kept}}
-    for workload, name, losses in run_missing(results, options):
+    for workload, name, losses in run_missing(results, chosen, options):
         results[workload] = {**results[workload], name: losses}
         if options.json:
             options.json.write_text(json.dumps(results))

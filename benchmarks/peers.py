@@ -182,12 +182,12 @@ RUNS: dict[str, Run] = {
 
 
 OPTIONAL = ("rapidformer, padded",)
-"""Runs that are not in the picture unless they are asked for."""
+"""Runs that are only made if they are asked for."""
 ONLY_FOR = {
     "HF Trainer + Liger": ("llama1b", "lora"),
     "rapidformer --compile --fp8": ("llama1b",),
 }
-"""Runs that apply to some workloads alone."""
+"""Runs that are made for these workloads alone."""
 
 
 def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float) -> Result:
@@ -223,10 +223,13 @@ def find_problem(name: str) -> str | None:
     return "not installed" if name.endswith("Liger") and not is_installed else None
 
 
-def load_results(path: Path | None, device: Result) -> dict[str, dict[str, Result]]:
-    """Those of earlier calls on the same kind of device; runs that failed are left out."""
+def load_results(path: Path | None, device: Result, size: str) -> dict[str, dict[str, Result]]:
+    """Those of earlier calls on the same kind of device and for the same sizes of models.
+
+    Runs that failed are left out.
+    """
     kept = json.loads(path.read_text()) if path and path.exists() else {}
-    if kept.get("device", {}).get("name") != device["name"]:
+    if kept.get("device", {}).get("name") != device["name"] or kept.get("size", size) != size:
         return {}
     return {
         workload: {name: result for name, result in runs.items() if "problem" not in result}
@@ -325,7 +328,7 @@ def main() -> None:
         sys.exit(f"the device cannot be used: {device['problem']}")
     rate = device["matrix rate"]
     print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
-    results = load_results(options.json, device)
+    results = load_results(options.json, device, options.size)
     for workload in options.workloads or workloads:
         work = workloads[workload]
         print(f"\n| {workload} (goal: {work.goal or '-'}) | {work.unit}/s | speed | MFU "
@@ -345,8 +348,8 @@ def main() -> None:
             base = runs.get("HF Trainer", {}).get("rate")
             print(format_line(name, result, base), flush=True)
             if options.json:
-                text = json.dumps({"device": device, "workloads": results}, indent=2)
-                options.json.write_text(text + "\n")
+                kept = {"device": device, "size": options.size, "workloads": results}
+                options.json.write_text(json.dumps(kept, indent=2) + "\n")
     if options.picture:
         draw(results, options.picture)
 

@@ -230,7 +230,7 @@ _UNSHIFTED = frozenset(
     f"{name}ForCausalLM"
     for name in (
         "Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian",
-        "Mvp", "PLBart", "Pegasus", "ProphetNet", "TrOCR",
+        "Mvp", "PLBart", "Pegasus", "ProphetNet", "TrOCR", "Whisper",
     )
 ) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}  # fmt: skip
 """Named like causal language models, but each position is compared with its own label."""

@@ -1,4 +1,4 @@
-"""What is done to the gradients of an update: scaled, taken, added, measured and clipped."""
+"""Gradients of an update: scaling the loss, then taking, adding, measuring and clipping them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What clipping divides a gradient by: the inverse of ``clip``'s factor up to the last bit."""
+    """What clipping divides a gradient by.
+
+    The inverse of the factor in ``UpdateClock.clip``, up to the last bit.
+    """
     if max_norm <= 0:
         return torch.ones_like(norm)
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)

@@ -24,7 +24,7 @@ Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
 
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-"""Of a chunk's logits in fp32: large enough for full matrix products, small beside the model."""
+"""Of a chunk's logits in fp32: large enough for full matrix products, small next to the model."""
 
 _HEADROOM = 2.0**8
 """By which fp16 rows are divided before they are summed: no bits of a value around 1 are lost."""
