@@ -160,6 +160,59 @@ def test_a_mask_that_only_the_device_knows_is_read(monkeypatch: pytest.MonkeyPat
         model(ids, position_ids=positions, use_cache=False)
 
 
+class Restarting(torch.nn.Module):
+    """Code of a user that packs two texts into each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = build("llama")
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.body(input_ids, position_ids=(torch.arange(8) % 4)[None], use_cache=False)
+
+
+def test_positions_that_a_users_model_makes_may_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Restarting()
+    ids = torch.arange(24).view(3, 8) + 5
+    expected = model(input_ids=ids).logits
+    make_masks_from_host(model)
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda _: None)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_a_traced_model_is_not_bound_to_the_padding_of_its_example() -> None:
+    model = build("llama").requires_grad_(False)
+    make_masks_from_host(model)
+    ids = torch.arange(24).view(3, 8) + 5
+
+    def run(mask: torch.Tensor) -> Any:
+        return model(ids, attention_mask=mask, use_cache=False).logits
+
+    # Padding on the left: causal attention would see it.
+    padded = MASKS["padding"].flip(1)
+    traced = torch.jit.trace(run, (MASKS["ones"],), check_trace=False)
+    assert torch.allclose(traced(padded), run(padded))
+
+
+def test_a_models_gradients_for_each_row_can_be_taken() -> None:
+    model = build("llama")
+    make_masks_from_host(model)
+
+    def run(weights: Any, row: torch.Tensor) -> torch.Tensor:
+        settings = {"position_ids": torch.arange(8)[None], "use_cache": False}
+        output = torch.func.functional_call(model, weights, (row[None],), settings)
+        return output.logits.sum()
+
+    weights = dict(model.named_parameters())
+    rows = torch.arange(24).view(3, 8) + 5
+    found = torch.func.vmap(torch.func.grad(run), in_dims=(None, 0))(weights, rows)
+    one = torch.func.grad(run)(weights, rows[1])
+    for name, value in one.items():
+        assert torch.allclose(found[name][1], value, atol=1e-6)
+
+
 def test_the_host_answers_as_the_device_would() -> None:
     make_masks_from_host(build("llama"))
     causal, both, packed = (

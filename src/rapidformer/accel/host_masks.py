@@ -19,16 +19,18 @@ from torch import Tensor, nn
 
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
-from rapidformer.compat.torch_tensors import get_base
+from rapidformer.compat.torch_tensors import get_base, has_storage
 from rapidformer.compat.transformers_masks import ask_host_first, makes_own_mask
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import find_host_copy, fits_numpy
+from rapidformer.overlay import get_own_class
 
 _TOKENS = {"input_ids", "inputs_embeds", "labels"}
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What the model that runs was given."""
+    """What the running model was given."""
 
     tensors: dict[Hashable, Tensor]
     """By their places in memory: a model may look at a tensor through a view of the same shape."""
@@ -43,7 +45,8 @@ def make_masks_from_host(model: nn.Module) -> None:
     if not find_configs(model):
         return
     _answer_transformers()
-    _watch_calls(model)
+    for outermost in _find_outermost(model):
+        _watch_calls(outermost)
     # Hooks are kept out of a model compiled as a whole, like torch's own.
     add_mask = torch.compiler.disable(_add_mask)
     for module in model.modules():
@@ -90,6 +93,8 @@ def is_packed(positions: Tensor) -> bool | None:
 
 def find_values(tensor: Tensor) -> NDArray[Any] | None:
     """The values of a tensor in host memory; None if they are on the device only."""
+    if not has_storage(tensor):
+        return None
     copy = find_host_copy(_find_given(tensor))
     return copy.numpy() if copy is not None and fits_numpy(copy) else None
 
@@ -106,18 +111,25 @@ def _locate(tensor: Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
+def _find_outermost(module: nn.Module) -> list[nn.Module]:
+    """transformers' models inside adapters and the user's code, which may make any positions."""
+    if is_own_model(get_own_class(module)):
+        return [module]
+    return [found for child in module.children() for found in _find_outermost(child)]
+
+
 def _watch_calls(model: nn.Module) -> None:
     """Note what the model is given, for as long as the call lasts."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
-        inner = inner.get_base_model()
-    names = list(inspect.signature(inspect.unwrap(inner.forward)).parameters)
+    names = list(inspect.signature(inspect.unwrap(model.forward)).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        tables = (each for each in tensors.values() if type(each) is Tensor and each.dim() == 2)
-        located = {_locate(each): each for each in tables}
+        located = {
+            _locate(each): each
+            for each in tensors.values()
+            if type(each) is Tensor and each.dim() == 2 and has_storage(each)
+        }
         _CALL.set(_Call(located, has_tokens_only=tensors.keys() <= _TOKENS))
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -15,6 +15,7 @@ PRIVATE_NAMES = {
     "torch._assert_async": "refusing bad ids without waiting for the device",
     "torch.Tensor._backward_hooks": "users' hooks on parameters, which a CUDA graph would not run",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
+    "torch._C._has_storage": "batches inside torch.func.vmap, whose values cannot be read",
     "torch.Tensor._base": "views: logits without values, as FSDP asks; positions of one row",
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
@@ -38,6 +39,11 @@ FACTS = {
 def get_base(tensor: Tensor) -> Tensor:
     """The tensor that this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether there is memory behind a tensor: not if it is sparse, or inside ``vmap``."""
+    return bool(torch._C._has_storage(tensor))
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:

@@ -90,15 +90,20 @@ def _keep_answer(is_full: Ask, original: Any) -> Any:
         mask = found[1]
         # As booleans, it is another tensor, of which the host knows nothing.
         is_copy = isinstance(mask, Tensor) and mask is not attention_mask
-        if is_copy and not torch.compiler.is_compiling():
+        if is_copy and not _is_tracing():
             setattr(mask, _IS_FULL, is_full(attention_mask))
         return found
 
     return preprocess
 
 
+def _is_tracing() -> bool:
+    """Whether what runs now is traced for other batches, about which the host knows nothing."""
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
 def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
-    if mask is None or torch.compiler.is_compiling():
+    if not isinstance(mask, Tensor) or _is_tracing():
         return None
     answer: bool | None = getattr(mask, _IS_FULL, None)
     return is_full(mask) if answer is None else answer
@@ -144,7 +149,7 @@ def _is_local(length: int, size: int | None) -> bool:
 
 def _find_packed(is_packed: Ask, original: Any) -> Any:
     def find(position_ids: Tensor) -> Tensor | None:
-        answer = None if torch.compiler.is_compiling() else is_packed(position_ids)
+        answer = None if _is_tracing() else is_packed(position_ids)
         if answer is None:
             found: Tensor | None = original(position_ids)
             return found
@@ -158,8 +163,8 @@ def _find_packed(is_packed: Ask, original: Any) -> Any:
 
 def _look_for_padding(find_values: Callable[[Tensor], Any | None], original: Any) -> Any:
     def check(self: Any, input_ids: Tensor, attention_mask: Any) -> None:
-        is_known = attention_mask is None and not torch.compiler.is_compiling()
-        values = find_values(input_ids) if is_known else None
+        is_asked = attention_mask is None and not _is_tracing()
+        values = find_values(input_ids) if is_asked else None
         original(self, input_ids if values is None else values, attention_mask)
 
     return check

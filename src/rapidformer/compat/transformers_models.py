@@ -31,6 +31,13 @@ def is_silu(cls: type) -> bool:
     return (cls.__module__, cls.__name__) in known
 
 
+def is_own_model(cls: type) -> bool:
+    """Whether a class is a model of transformers, not one derived from it (by name, as above)."""
+    return cls.__module__.startswith("transformers.models.") and any(
+        base.__name__ == "PreTrainedModel" for base in cls.__mro__
+    )
+
+
 def chooses_attention(config: Any) -> bool:
     """Whether a configuration says which attention a model uses."""
     return hasattr(config, "_attn_implementation_internal")
