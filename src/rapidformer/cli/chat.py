@@ -40,10 +40,10 @@ def _say(engine: RapidformerEngine, text: str) -> None:
 
 
 class _LineReader:
-    """Lines of standard input on every rank, of which only the first reads.
+    """Lines of standard input on every rank; only the first rank reads.
 
-    The others must not wait for a line longer than ranks wait for each other, so meanwhile they are
-    told regularly that there is none yet.
+    The others must not wait for a line longer than ranks wait for each other. So until there is
+    one, the first rank keeps sending them that there is none.
     """
 
     def __init__(self, *, is_reading: bool) -> None:

@@ -14,7 +14,7 @@ Numbers = Sequence[int] | np.ndarray[Any, Any]
 
 
 class EpochOrder:
-    """Which sample comes at which place; depends on seed and epoch alone."""
+    """Which sample comes at which place; depends only on the seed and the epoch."""
 
     def __init__(
         self, dataset: Any, seed: int, *, shuffle: bool, draw: Callable[[], Sequence[int]] | None
@@ -28,7 +28,7 @@ class EpochOrder:
         self.is_shuffled = shuffle
 
     def describe(self) -> str:
-        """In words."""
+        """How the samples are ordered, in words."""
         if isinstance(self._draw, GroupedOrder):
             return "grouped by length"
         if self._draw is not None:

@@ -1,4 +1,4 @@
-"""Read a stream of samples alike on every rank.
+"""Read the same stream of samples on every rank.
 
 Every rank reads the whole stream and keeps its slice of each round, so all of them must draw the
 same random numbers for it and get the same rows.
@@ -31,8 +31,8 @@ class StreamReader:
 
     def start(self, epoch: int) -> Take:
         """Start a pass over the stream."""
-        # Not the process's own numbers: all must read the same samples. And one sequence of numbers
-        # for the whole pass: where rounds begin must not change what is read.
+        # Not the process's own numbers: all ranks must read the same samples. And one sequence of
+        # numbers for the whole pass: where rounds begin must not change what is read.
         numbers = random_numbers_from((self._seed, epoch), is_continued=True)
         with numbers:
             rows = iter(self._dataset)
@@ -46,7 +46,7 @@ class StreamReader:
         return take
 
     def _check_equal(self, samples: list[Any]) -> None:
-        """Refuse a stream of which each rank reads another part; looks at one round only."""
+        """Refuse a stream if the ranks read different rows of it; compares one round only."""
         if self._gather_digests is None:
             return
         digests = self._gather_digests(compute_digest(samples))

@@ -18,12 +18,13 @@ from rapidformer.engine.host_numbers import HostNumbers, draw_unused
 _CHECKED_BATCHES = 2
 """On how many batches the first graph is compared with the passes themselves."""
 _LIMIT = 1e-5
+"""How far losses and norms of a replay may differ from those of the passes, relative."""
 _LIMIT_16_BIT = 1e-3
 
 
 @dataclass
 class Graph:
-    """Recorded passes, their results, and what computes these again."""
+    """Recorded passes, their results, and the call that computes these again."""
 
     passes: Passes
     outcome: Outcome
@@ -31,7 +32,7 @@ class Graph:
 
 
 class Recorder:
-    """Runs passes once, records others, and checks that replaying them gives the same."""
+    """Records passes, and checks that a replay gives the results of the passes themselves."""
 
     def __init__(self, capture: Capture, *, is_16_bit: bool, compiles: bool) -> None:
         self._capture = capture
@@ -72,9 +73,10 @@ class Recorder:
         *,
         is_used: bool = True,
     ) -> Graph:
-        """Record passes that leave their gradients in the memory of these, if they are given.
+        """Record passes, and check a replay of them.
 
-        With ``is_used``, this is their update; otherwise nothing changes.
+        If ``gradients`` are given, the passes leave theirs in the same memory. With ``is_used``,
+        the replay is this update; otherwise it does not update the weights.
         """
         # Compiling a block for another size waits for the device as well.
         expected = self._capture.warm_up(passes.rehearse, forbids_reads=not self._compiles).read()

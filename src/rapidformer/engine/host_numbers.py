@@ -14,7 +14,7 @@ from rapidformer.models.plan import LAYER_DROPS, find_plan
 
 
 class HostNumbers:
-    """The generators of the host; made before the passes of an update."""
+    """The state of the host's random number generators before the passes of an update."""
 
     def __init__(self, *, has_device: bool) -> None:
         self._others: list[Any] = [random.getstate(), np.random.get_state()]
@@ -51,7 +51,7 @@ class HostNumbers:
 
 
 def draw_unused(count: int) -> None:
-    """Draw as many numbers as the passes would: later ones must not depend on a replay."""
+    """Draw what the passes would draw: later numbers must not depend on replays."""
     for _ in range(count):
         torch.rand([])
 

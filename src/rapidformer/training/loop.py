@@ -382,7 +382,7 @@ class TrainingLoop:
         has_scaler = self.engine.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
         self._notify("on_log", self._describe(measured))
-        self._saves.look()
+        self._saves.report_if_written()
 
     def _describe(self, measured: Measurement) -> dict[str, Any]:
         updates = len(measured.losses)

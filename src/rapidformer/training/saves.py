@@ -1,7 +1,6 @@
-"""The checkpoints of a training loop: which state has one, and who hears when it is written.
+"""The checkpoints of a training loop: which state has one, and when that is reported.
 
-A save may be written in the background, so it is reported later than it was started, and at most
-once.
+A save may be written in the background, so it is reported once it is complete, and only once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rapidformer.training.report import Reporter
 
 
 class Saves:
-    """Starts saves one after the other, and reports each once it is complete."""
+    """Starts one save at a time, and reports each once it is complete."""
 
     def __init__(
         self, engine: RapidformerEngine, reporter: Reporter, announce: Callable[[Path], None]
@@ -32,11 +31,11 @@ class Saves:
         self._step: int | None = None
         self._progress: Progress | None = None
         self._stall: float | None = None
-        """Seconds that training waited for a save that was not reported yet."""
+        """Seconds that training waited for the save that has not been reported yet, if any."""
         self._is_prepared = False
 
     def prepare(self) -> None:
-        """Let the engine get ready for saves, once."""
+        """Let the engine prepare for saves; only the first call does anything."""
         if not self._is_prepared:
             self._is_prepared = True
             self._engine.prepare_saves()
@@ -81,7 +80,7 @@ class Saves:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the last save, and report it unless that was done."""
+        """Wait for the last save, and report it unless that has been done."""
         stall, self._stall = self._stall, None
         if stall is None:
             return
@@ -94,7 +93,7 @@ class Saves:
             self._reporter.log_save(save.step, stall, save.write_seconds)
         self._announce(save.target)
 
-    def look(self) -> None:
+    def report_if_written(self) -> None:
         """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
         if self._engine.is_saving and broadcast_object(self._engine.is_save_written):
             self.finish()

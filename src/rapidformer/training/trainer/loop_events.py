@@ -103,7 +103,7 @@ class LoopEvents(Callback):
             self._agree(control, "on_log")
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
-        """Copy the comparison, and what the callbacks asked for when ``evaluate`` told them."""
+        """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
         self._follow(loop)
         theirs = self._trainer.control
         for name in _REQUESTS:
