@@ -62,6 +62,18 @@ def test_only_dropout_that_does_something_is_replaced(is_training: bool, replace
     assert targets.count(functional.dropout) == 4 - replaced
 
 
+def test_nested_tensors_keep_torchs_dropout() -> None:
+    torch._dynamo.reset()
+    layer = nn.Dropout(0.5)
+    CompiledBlocks("eager", rewrites=[hash_dropout]).add(layer)
+    rows = [torch.ones(3, 64), torch.ones(5, 64)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    dropped = layer(nested).values()
+    torch._dynamo.reset()
+    assert dropped.shape == (8, 64)
+    assert set(dropped.detach().unique().tolist()) == {0.0, 2.0}
+
+
 def test_a_block_keeps_no_mask_for_its_backward_pass() -> None:
     torch._dynamo.reset()
     layer = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from rapidformer.compat.torch_compile import get_example
+from rapidformer.compat.torch_compile import get_example, is_wrapper
 
 _END = 2**31
 """Signed numbers with 32 bits are below it, and not below -2**31."""
@@ -54,7 +53,8 @@ def _read(node: Node) -> tuple[Any, float] | None:
     value = get_example(source)
     # Places have 32 bits. A size that varies is not known here; such a large one is not expected.
     is_too_large = isinstance(value.numel(), int) and value.numel() >= _END
-    return None if is_too_large or isinstance(value, DTensor) else (source, rate)
+    # Elements of split and nested tensors have no places that one range could number.
+    return None if is_too_large or is_wrapper(value) else (source, rate)
 
 
 def drop(rows: Tensor, rate: float) -> Tensor:

@@ -27,6 +27,7 @@ PRIVATE_NAMES = {
     "torch.amp.autocast_mode._exit_autocast": "the same",
     "torch._C._set_grad_enabled": "regions of a graph without gradients",
     "torch.autograd.grad_mode._enter_inference_mode": "the same",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "split and nested tensors",
 }
 
 Backend = str | Callable[..., Any]
@@ -88,6 +89,13 @@ def rewrite_graphs(backend: Backend, rewrite: Rewrite) -> Callable[..., Any]:
 def get_example(node: Any) -> Any:
     """A tensor without values that stands for a node of a traced graph."""
     return node.meta["example_value"]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, as split (DTensor) and nested ones do."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_autocast_change(node: Any) -> int:
