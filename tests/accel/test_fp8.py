@@ -218,6 +218,10 @@ class Other(Gated):
         super().__init__()
         self._formula = formula
 
+    def keep(self, value: Tensor) -> Tensor:
+        self.kept = value
+        return value
+
     def forward(self, hidden: Tensor) -> Tensor:
         return self._formula(self, hidden)
 
@@ -231,11 +235,15 @@ class Other(Gated):
         lambda m, x: m.down(m.up(x) * functional.silu(m.gate(x)) * 2),
         lambda m, x: m.down(m.up(x) * functional.silu(m.gate(x))) + x,
         lambda m, x: m.down(m.up(x) * functional.silu(m.up(x))),
+        lambda m, x: m.down(m.up(-x if m.training else x) * functional.silu(m.gate(x))),
+        lambda m, x: m.down(m.keep(m.up(x)) * functional.silu(m.gate(x))),
         lambda m, x: x if x.sum() > 0 else -x,
     ],
 )
 def test_only_the_formula_of_a_gated_mlp_is_recognised(formula: Any) -> None:
-    assert find_names(Other(formula)) is None
+    module = Other(formula).eval()
+    assert find_names(module) is None
+    assert not module.training and not hasattr(module, "kept")
 
 
 def test_a_gated_mlp_is_recognised() -> None:

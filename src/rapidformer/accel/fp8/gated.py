@@ -35,15 +35,30 @@ def find_names(module: nn.Module) -> Names | None:
     layers = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     if len(layers) != 3:
         return None
-    try:
-        found = _describe(module)
-    except Exception:  # whatever a model's code raises when it is traced
-        return None
+    found = _trace(module)
     for names in map(Names._make, permutations(layers)):
         activated, up = f"silu({names.gate}(x))", f"{names.up}(x)"
         if found in (f"{names.down}({activated} * {up})", f"{names.down}({up} * {activated})"):
             return names
     return None
+
+
+def _trace(module: nn.Module) -> str:
+    """The formula of a module in training; empty if it has none, or keeps what it computes."""
+    before = dict(vars(module))
+    module.training = True  # --fp8 is for training: code for evaluation may do less
+    kept = dict(vars(module))
+    try:
+        formula = _describe(module)
+        is_pure = vars(module).keys() == kept.keys() and all(
+            value is kept[name] for name, value in vars(module).items()
+        )
+    except Exception:  # whatever a model's code raises when it is traced
+        return ""
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+    return formula if is_pure else ""
 
 
 class _Tracer(fx.Tracer):
