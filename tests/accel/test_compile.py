@@ -98,6 +98,16 @@ def test_a_cache_is_skipped_in_a_model_that_only_passes_the_argument_on() -> Non
     ids = torch.arange(3, 9)[None]
     assert model.train()(input_ids=ids).past_key_values is None
     assert model.eval()(input_ids=ids).past_key_values is not None
+    own = OwnGranite(config)
+    skip_cache_in_training(own)
+    assert own.train()(ids).past_key_values is not None
+
+
+class OwnGranite(GraniteMoeForCausalLM):  # type: ignore[misc]
+    """A user's model, which decides about the cache itself."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return self.model(input_ids, use_cache=True, **kwargs)
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

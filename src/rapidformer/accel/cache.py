@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.plan import shifts_labels
+from rapidformer.overlay import get_own_class
 
 _NAME = "use_cache"
 
@@ -44,7 +46,10 @@ def _list_parameters(model: Any) -> list[str]:
 
 
 def _passes_on(model: Any, names: list[str]) -> bool:
-    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside."""
+    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside.
+
+    A user's model may pass the argument itself, next to its ``**kwargs``.
+    """
     body = getattr(model, "base_model", model)
     takes_any = "kwargs" in names and body is not model and shifts_labels(model)
-    return takes_any and _NAME in _list_parameters(body)
+    return takes_any and is_own_model(get_own_class(model)) and _NAME in _list_parameters(body)

@@ -3,7 +3,7 @@
 cuDNN prepares a plan for every new combination of sizes, which takes longer than a step of a small
 model. Rows of a fixed length are nearly always multiples of 64, and those that were padded to the
 longest one rarely are. The rule depends on a call's sizes alone, so a resumed run chooses the same
-kernels, and so does a block that is recomputed.
+kernels, and so does a block that is recomputed. Compiled blocks choose when they are compiled.
 """
 
 from __future__ import annotations
