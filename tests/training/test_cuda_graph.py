@@ -239,6 +239,8 @@ def test_numbers_drawn_on_the_host_without_effect_do_not_prevent_a_graph() -> No
     torch.rand([])
     with pytest.raises(NotRepeatableError, match="draws random numbers on the host"):
         before.count_unused(unused)
+    own = type("OwnOPT", (OPTForCausalLM,), {"__module__": __name__})(config)
+    assert count_unused_numbers(own) == 0, "a user's model may use them"
     config.layerdrop = 0.1
     assert count_unused_numbers(model) == 0, "now they have an effect"
 

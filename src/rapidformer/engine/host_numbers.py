@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.plan import LAYER_DROPS, find_plan
+from rapidformer.overlay import get_own_class
 
 
 class HostNumbers:
@@ -60,8 +62,11 @@ def count_unused_numbers(model: nn.Module) -> int:
     """How many numbers a forward pass in training draws without using them.
 
     Many of transformers' models draw one for each block to decide whether to skip it, even if they
-    never do.
+    never do. A user's model may draw as many for a purpose of its own.
     """
+    get_base: Any = getattr(model, "get_base_model", None)  # an adapter's
+    if not is_own_model(get_own_class(model if get_base is None else get_base())):
+        return 0
     chances = [getattr(getattr(model, "config", None), name, None) for name in LAYER_DROPS]
     never_skips = not any(chances) and any(chance is not None for chance in chances)
     return len(find_plan(model).blocks) if never_skips else 0
