@@ -222,18 +222,18 @@ def compare(curves: Curves) -> dict[str, float]:
 
 def format_line(workload: str, found: dict[str, float]) -> str:
     spread = found.get("spread")
-    cells = [workload, "failed" if spread is None else f"{spread:.2e}"]
+    cells = [workload, "missing" if spread is None else f"{spread:.2e}"]
     for name in (*OURS, IN_FP8):
         distance = found.get(name)
         if name not in list_runs(workload):
             cells.append("")
         elif spread is None or distance is None:
-            cells.append("failed")
+            cells.append("missing")
         else:
             ratio = f" ({distance / spread:.2f} x)" if spread else ""
             cells.append(f"{distance:.2e}{ratio}")
     fp32 = found.get("fp32")
-    verdict = "failed" if fp32 is None else f"{fp32:.1e}"
+    verdict = "missing" if fp32 is None else f"{fp32:.1e}"
     cells.append(verdict + (f", above {LIMIT:.0e}" if fp32 is not None and fp32 >= LIMIT else ""))
     return "| " + " | ".join(cells) + " |"
 
@@ -281,9 +281,9 @@ def draw(results: dict[str, Curves], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def estimate_memory(work: Workload) -> int:
+def estimate_memory(weights: int) -> int:
     """Bytes of the device that a run may take: its states, a quarter more, and some for CUDA."""
-    return 20 * count_weights(work) + 6 * 2**30
+    return 20 * weights + 6 * 2**30
 
 
 class Room:
@@ -318,17 +318,20 @@ def run_missing(
     results: dict[str, Curves], chosen: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, list[float]]]:
     """The runs that have no losses yet, as many at a time as fit; each is given when it is done."""
+    workloads = list_workloads(options.size)
+    # Here, not in the threads: building a model changes global settings for a moment.
+    weights = {workload: count_weights(workloads[workload]) for workload in chosen}
     room = Room()
 
-    def run(workload: str, name: str, work: Workload) -> tuple[str, str, list[float]]:
-        is_short = name in IN_FP32 and count_weights(work) > LARGE
+    def run(workload: str, name: str) -> tuple[str, str, list[float]]:
+        is_short = name in IN_FP32 and weights[workload] > LARGE
         steps = min(options.steps, options.fp32_steps) if is_short else options.steps
-        with room.reserved(estimate_memory(work)):
+        with room.reserved(estimate_memory(weights[workload])):
             return workload, name, start(name, workload, options.size, steps)
 
     with ThreadPoolExecutor(sum(len(list_runs(workload)) for workload in chosen)) as pool:
         runs = [
-            pool.submit(run, workload, name, list_workloads(options.size)[workload])
+            pool.submit(run, workload, name)
             for workload in chosen
             for name in list_runs(workload)
             if not results[workload].get(name)
