@@ -98,6 +98,10 @@ def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:
     moved["labels"].mul_(2)  # what the host has is out of date
     with pytest.raises(NotImplementedError, match="meta"):
         get_host_copy(moved["labels"])
+    moved = move_to_device(batch, torch.device("meta"))
+    batch["labels"].zero_()  # the loader's next batch
+    with pytest.raises(NotImplementedError, match="meta"):
+        get_host_copy(moved["labels"])
 
 
 @pytest.mark.parametrize("kind", MASKS)

@@ -95,16 +95,20 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same without waiting; None if the values are on the device only."""
     if tensor.device.type == "cpu":
         return tensor
-    copy, version = getattr(tensor, _HOST_COPY, (None, None))
-    return None if copy is None or version != count_changes(tensor) else copy
+    copy, versions = getattr(tensor, _HOST_COPY, (None, None))
+    if copy is None or versions != (count_changes(tensor), count_changes(copy)):
+        return None
+    found: torch.Tensor = copy
+    return found
 
 
 def _keep_host_copy(moved: torch.Tensor, value: torch.Tensor) -> None:
     # Tensors made in inference mode do not count their changes.
-    if value.dim() != 2 or moved.is_inference():
+    if value.dim() != 2 or moved.is_inference() or value.is_inference():
         return
     if value.device.type == "cpu" and not value.is_floating_point():
-        setattr(moved, _HOST_COPY, (value, count_changes(moved)))
+        # A loader may fill the same memory with its next batch.
+        setattr(moved, _HOST_COPY, (value, (count_changes(moved), count_changes(value))))
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:
