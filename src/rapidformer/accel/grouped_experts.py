@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers in 16 bits, and compiled.
+"""transformers' mixtures of experts, in 16 bits and compiled.
 
 transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not know it,
 so under mixed precision the experts, most of a mixture's work, would stay in fp32. torch.compile

@@ -1,7 +1,7 @@
 """Dropout of activations in compiled blocks, with random numbers that are cheap to compute.
 
 inductor computes Philox's four random numbers for each element and uses one, which can take longer
-than reading and writing the element. Here a hash of the element's place and of a random seed
+than reading and writing the element. Here, a hash of the element's index and a random seed
 decides, which takes far fewer operations. The backward pass computes it again, so no mask is kept.
 
 This rewrites the graph that torch.compile has traced. The model and its layers stay as they are.
@@ -20,7 +20,7 @@ from torch.nn import functional
 from rapidformer.compat.torch_compile import get_example, is_wrapper
 
 _END = 2**31
-"""Signed numbers with 32 bits are below it, and not below -2**31."""
+"""32-bit integers are below it, and not below its negative."""
 
 
 def hash_dropout(module: GraphModule) -> None:
@@ -51,9 +51,9 @@ def _read(node: Node) -> tuple[Any, float] | None:
     if not isinstance(rate, float) or not 0 < rate < 1:  # a rate may be computed in the graph
         return None
     value = get_example(source)
-    # Places have 32 bits. A size that varies is not known here; such a large one is not expected.
+    # Indices have 32 bits. A dynamic size is not known here, and is not expected to be this large.
     is_too_large = isinstance(value.numel(), int) and value.numel() >= _END
-    # Elements of split and nested tensors have no places that one range could number.
+    # The elements of split (DTensor) and nested tensors cannot be numbered by one range.
     return None if is_too_large or is_wrapper(value) else (source, rate)
 
 
@@ -61,11 +61,11 @@ def drop(rows: Tensor, rate: float) -> Tensor:
     """Dropout in training."""
     # From the device's generator, as CUDA graphs, recomputation and resuming expect.
     seed = torch.randint(_END - 1, (1,), dtype=torch.int32, device=rows.device)
-    places = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
-    # Places are hashed before they meet the seed: otherwise masks would be permutations of each
-    # other.
+    indices = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
+    # Indices are hashed before the seed is mixed in: otherwise, masks would be permutations of
+    # each other.
     lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
-    is_kept = _mix(_mix(places) ^ seed) >= lowest_kept
+    is_kept = _mix(_mix(indices) ^ seed) >= lowest_kept
     return torch.where(is_kept, rows * (1 / (1 - rate)), 0)
 
 

@@ -1,7 +1,7 @@
-"""What the host knows of a batch, so that attention masks are made without waiting for the device.
+"""What the host knows about a batch, to make attention masks without waiting for the device.
 
-Masks and positions of a batch are known from its copy in host memory. Positions that a model makes
-itself count up if it was given nothing but tokens and made one row of them for the whole batch.
+Masks and positions of a batch are known from its copy in host memory. Positions that transformers'
+own code makes count up if the model was given nothing but tokens, and if all rows share them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def is_packed(positions: Tensor) -> bool | None:
     if values is not None:
         return bool((values[:, 1:] != values[:, :-1] + 1).any())
     call = _CALL.get()
-    # If computed from the tokens of a batch, they would have had a row for each from the start.
+    # Positions computed from tokens would have had one row per sample from the start.
     is_one_row = get_base(positions).dim() == 1
     return False if is_one_row and call is not None and call.has_tokens_only else None
 

@@ -26,7 +26,7 @@ _ORDER = [
 ]
 _FIXED = 64
 _used: list[bool] = []
-"""Not empty while the rule is followed."""
+"""Not empty while the rule applies."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def avoid_plans() -> Iterator[None]:
 
 
 def choose_for_all_sizes() -> AbstractContextManager[None]:
-    """What is compiled in here, for any size, follows the rule, if this run does."""
+    """Code that is compiled for all sizes inside follows the rule, if this run does."""
     if not _used:
         return nullcontext()
     order: AbstractContextManager[None] = attention.sdpa_kernel(_ORDER, set_priority=True)

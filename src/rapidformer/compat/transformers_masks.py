@@ -49,7 +49,7 @@ def ask_host_first(
     is_full: Ask, is_packed: Ask, find_values: Callable[[Tensor], Any | None]
 ) -> None:
     """Let these answer whether a mask has no padding, whether positions start again within a row,
-    and what a tensor's values are. Call it once: it is for the rest of the process.
+    and what a tensor's values are. Call it once: it applies to the whole process.
     """
     from transformers import PreTrainedModel, masking_utils
 
@@ -88,7 +88,7 @@ def _keep_answer(is_full: Ask, original: Any) -> Any:
     ) -> Any:
         found = original(config, inputs_embeds, attention_mask, *rest, **more)
         mask = found[1]
-        # As booleans, it is another tensor, of which the host knows nothing.
+        # The boolean copy is a new tensor, which the host knows nothing about.
         is_copy = isinstance(mask, Tensor) and mask is not attention_mask
         if is_copy and not _is_tracing():
             setattr(mask, _IS_FULL, is_full(attention_mask))
@@ -98,7 +98,7 @@ def _keep_answer(is_full: Ask, original: Any) -> Any:
 
 
 def _is_tracing() -> bool:
-    """Whether what runs now is traced for other batches, about which the host knows nothing."""
+    """Whether a call is being traced, so that what is decided must hold for other batches too."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 

@@ -62,7 +62,7 @@ def count_unused_numbers(model: nn.Module) -> int:
     """How many numbers a forward pass in training draws without using them.
 
     Many of transformers' models draw one for each block to decide whether to skip it, even if they
-    never do. A user's model may draw as many for a purpose of its own.
+    never do. A custom model may draw as many for another purpose.
     """
     get_base: Any = getattr(model, "get_base_model", None)  # an adapter's
     if not is_own_model(get_own_class(model if get_base is None else get_base())):

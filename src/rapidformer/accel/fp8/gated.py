@@ -101,7 +101,7 @@ def multiply_gated(input: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Ten
 
 
 class _GatedProduct(torch.autograd.Function):
-    """Keeps its input and weights in fp8, and what ``gate`` and ``up`` gave."""
+    """Saves its input and weights in fp8, and the outputs of ``gate`` and ``up``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *weights: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class _GatedProduct(torch.autograd.Function):
         gradient, scale = quantize(gradient, BACKWARD)
         to_product = multiply(gradient, scale, down, down_scale)
         largest = operator.find_largest_gradients(gate_output, up_output, to_product)
-        # Two tensors, not two views of one: products want addresses that 16 divides.
+        # Two tensors, not two views of one: products need addresses that are multiples of 16.
         scales = [get_scale(each.amax(), BACKWARD) for each in largest.unbind()]
         to_gate, to_gate_t, to_up, to_up_t, product_t = operator.round_gradients(
             gate_output, up_output, to_product, product_scale, *scales

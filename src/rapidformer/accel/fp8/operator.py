@@ -20,7 +20,7 @@ def can_run(device: torch.device) -> bool:
 
 
 def _try(device: torch.device) -> None:
-    """Compare the kernels with torch's operations, also on values that are cut."""
+    """Compare the kernels with torch's operations, including values that are clamped."""
     from rapidformer.accel.fp8 import kernel
 
     values = torch.linspace(-4, 4, 3 * 64 * 48, device=device).to(torch.bfloat16).view(3, 64, 48)

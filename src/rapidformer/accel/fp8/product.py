@@ -12,7 +12,7 @@ from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, quantize
 from rapidformer.compat.torch_fp8 import multiply_scaled
 
 MULTIPLE = 16
-"""What divides the sizes of a product."""
+"""The sizes of a product must be multiples of this."""
 
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -103,7 +103,7 @@ def _get_gated_builder(names: Names) -> Any:
 
 
 def _can_skip_calls(module: nn.Module, layers: list[Any]) -> bool:
-    """Whether the layers are only weights, all of them trained, and no hook waits for a call."""
+    """Whether the layers are only weights, all of them trained, and no hook would be skipped."""
     is_bare = all(layer.bias is None and layer.weight.requires_grad for layer in layers)
     return is_bare and not any(list_hooks(child) for child in module.children())
 
