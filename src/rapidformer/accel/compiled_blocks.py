@@ -28,6 +28,7 @@ from rapidformer.compat.torch_compile import (
     get_recompile_reason,
     recompute_cheap_activations,
     rewrite_graphs,
+    separate_attention_kernels,
     tell_sizes_apart,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
@@ -56,7 +57,7 @@ class CompiledBlocks:
         self._skips_calls = False
         self._backend = backend
         self._rewrites = rewrites
-        self._lean_backend = recompute_cheap_activations(backend)
+        self._lean_backend = separate_attention_kernels(recompute_cheap_activations(backend))
         for rewrite in rewrites:
             self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
         self._kinds: dict[Hashable, int] = {}

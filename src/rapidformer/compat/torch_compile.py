@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 PRIVATE_NAMES = {
     "torch._dynamo.utils.counters": "counting compiled graphs",
@@ -23,6 +24,7 @@ PRIVATE_NAMES = {
     "torch._functorch.config.patch": "recomputing cheap activations",
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
     "torch._dynamo.lookup_backend": "the same",
+    "torch.nn.attention._cur_sdpa_kernel_backends": "compiled code for each choice of attention",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
     "torch.amp.autocast_mode._exit_autocast": "the same",
     "torch._C._set_grad_enabled": "regions of a graph without gradients",
@@ -125,6 +127,25 @@ def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
         from torch._functorch import config
 
         with config.patch(ban_recompute_materialized_backward=False):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
+
+
+def separate_attention_kernels(backend: Backend) -> Callable[..., Any]:
+    """The backend, with separate files on disk for each order of attention kernels.
+
+    A compiled graph holds the kernel that was chosen for it. torch's cache does not distinguish
+    them, so a run would get the kernel that an earlier run with another ``--attention`` chose.
+    """
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+        from torch.compiler import config
+
+        kernels = _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-untyped-call]
+        names = [config.cache_key_tag, *(kernel.name for kernel in kernels)]
+        with config.patch(cache_key_tag=" ".join(names)):  # type: ignore[attr-defined]
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
