@@ -274,9 +274,14 @@ def draw(results: dict[str, Curves], path: Path) -> None:
         axes.set_title(workload, fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel("loss")
-    shown = [axes.get_legend_handles_labels() for axes in grid.flat]
-    handles, labels = max(shown, key=lambda found: len(found[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    legend = {
+        label: handle
+        for axes in grid.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend), fontsize=8
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
