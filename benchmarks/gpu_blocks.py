@@ -78,7 +78,8 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
             run()
         with torch.cuda.graph(graph, stream=stream):
             run()
-    return graph.replay  # type: ignore[no-any-return]
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def measure(run: Callable[[], None]) -> float:

@@ -8,30 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    masking_utils,
-)
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, masking_utils
 
 from rapidformer.accel import host_masks
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.accel.test_unpad import PAIR, SMALL
+from tests.gpu.test_unpad import MODELS as DECODERS_AND_ENCODERS
 from tests.training.test_templates import LineFinetuner, make_engine
 
-MODELS = {
-    "bert": AutoModelForMaskedLM,
-    "modernbert": AutoModelForMaskedLM,
-    "gpt2": AutoModelForCausalLM,
-    "llama": AutoModelForCausalLM,
-    "mistral": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM,
-    "bart": AutoModelForSeq2SeqLM,
-}
+MODELS = {**DECODERS_AND_ENCODERS, "t5": AutoModelForSeq2SeqLM, "bart": AutoModelForSeq2SeqLM}
 MASKS = {
     "ones": torch.ones(3, 8, dtype=torch.long),
     "padding": (torch.arange(8) < torch.tensor([8, 3, 5])[:, None]).long(),
