@@ -345,10 +345,32 @@ def run_missing(
             yield done.result()
 
 
-def load(path: Path | None) -> dict[str, Curves]:
-    """The losses of an earlier call."""
-    kept: dict[str, Curves] = json.loads(path.read_text()) if path and path.exists() else {}
-    return kept
+def describe(options: argparse.Namespace) -> dict[str, str | int]:
+    """What all curves of one file must have in common."""
+    return {
+        "device": torch.cuda.get_device_name() if HAS_GPU else "CPU",
+        "size": options.size,
+        "steps": options.steps,
+        "fp32 steps": options.fp32_steps,
+    }
+
+
+def load(path: Path | None, setup: dict[str, str | int]) -> dict[str, Curves]:
+    """The losses of earlier calls; exits if they were recorded with another setup."""
+    if not path or not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    differing = [
+        f"{name}: {kept.get(name, 'not recorded')} there, {value} here"
+        for name, value in setup.items()
+        if kept.get(name) != value
+    ]
+    if differing:
+        sys.exit(
+            f"{path} holds curves of another setup ({'; '.join(differing)}). "
+            "Repeat the options they were recorded with, or choose another file."
+        )
+    return dict(kept["workloads"])
 
 
 def main() -> None:
@@ -360,19 +382,23 @@ def main() -> None:
         "--fp32-steps", type=int, default=300, help="of the large models, which are slow in fp32"
     )
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path, help="keep the losses there; what it has is not run")
+    parser.add_argument(
+        "--json", type=Path, help="keep the losses there; what it has is not run again"
+    )
     options = parser.parse_args()
     chosen = options.workloads or list(list_workloads(options.size))
-    print(f"{options.steps} steps, torch {torch.__version__}, {DEVICE.type}, {options.size} models")
+    setup = describe(options)
+    kept = load(options.json, setup)
+    described = ", ".join(f"{name} {value}" for name, value in setup.items())
+    print(f"torch {torch.__version__}, {described}")
     ours = " | ".join((*OURS, "--fp8"))
     print(f"\n| workload | reference's spread | {ours} | fp32, relative |")
     print("|---|---|---|---|---|---|", flush=True)
-    kept = load(options.json)
     results = {workload: kept.get(workload, {}) for workload in {**dict.fromkeys(chosen), **kept}}
     for workload, name, losses in run_missing(results, chosen, options):
         results[workload] = {**results[workload], name: losses}
         if options.json:
-            options.json.write_text(json.dumps(results))
+            options.json.write_text(json.dumps({**setup, "workloads": results}))
     for workload, curves in results.items():
         print(format_line(workload, compare(curves)))
     if options.picture:

@@ -224,13 +224,19 @@ def find_problem(name: str) -> str | None:
 
 
 def load_results(path: Path | None, device: Result, size: str) -> dict[str, dict[str, Result]]:
-    """Those of earlier calls on the same kind of device and for the same sizes of models.
+    """Those of earlier calls, without the runs that failed.
 
-    Runs that failed are left out.
+    Exits if they are from another kind of device or another size of models.
     """
-    kept = json.loads(path.read_text()) if path and path.exists() else {}
-    if kept.get("device", {}).get("name") != device["name"] or kept.get("size", size) != size:
+    if not path or not path.exists():
         return {}
+    kept = json.loads(path.read_text())
+    there, here = (kept["device"]["name"], kept.get("size", size)), (device["name"], size)
+    if there != here:
+        sys.exit(
+            f"{path} holds figures of {there[0]}, size {there[1]}; this is {here[0]}, size "
+            f"{here[1]}. Choose another file."
+        )
     return {
         workload: {name: result for name, result in runs.items() if "problem" not in result}
         for workload, runs in kept["workloads"].items()
