@@ -34,6 +34,16 @@ def test_a_rate_just_below_one_drops_everything() -> None:
     assert not drop(torch.ones(8, 8), 1 - 1e-12).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_infinity_stay_visible_in_both_passes(dtype: torch.dtype) -> None:
+    rows = torch.full((8, 8), torch.nan, dtype=dtype, requires_grad=True)
+    dropped = drop(rows, 0.5)
+    dropped.backward(torch.full_like(rows, torch.inf))
+    assert rows.grad is not None and dropped.dtype == rows.grad.dtype == dtype
+    assert dropped.isnan().all()
+    assert not rows.grad.isfinite().any()  # as in torch: infinity if kept, NaN if dropped
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

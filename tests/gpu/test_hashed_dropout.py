@@ -37,3 +37,14 @@ def test_a_gpu_drops_what_a_cpu_drops_with_the_same_seed(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "randint", lambda *_, device, **__: seed.to(device))
     found = drop(torch.ones(64, 96, device="cuda"), 0.3)
     assert torch.equal(found.cpu(), drop(torch.ones(64, 96), 0.3))
+
+
+def test_generated_code_keeps_nan_in_both_passes() -> None:
+    torch._dynamo.reset()
+    layer = nn.Sequential(nn.Dropout(0.5))
+    CompiledBlocks("inductor", rewrites=[hash_dropout]).add(layer)
+    rows = torch.full((64, 64), torch.nan, device="cuda", requires_grad=True)
+    dropped = layer(rows)
+    dropped.backward(torch.full_like(rows, torch.nan))
+    assert rows.grad is not None and rows.grad.isnan().all()
+    assert dropped.isnan().all()

@@ -66,7 +66,8 @@ def drop(rows: Tensor, rate: float) -> Tensor:
     # each other.
     lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
     is_kept = _mix(_mix(indices) ^ seed) >= lowest_kept
-    return torch.where(is_kept, rows * (1 / (1 - rate)), 0)
+    # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
+    return is_kept * rows * (1 / (1 - rate))
 
 
 def _mix(numbers: Tensor) -> Tensor:
