@@ -393,6 +393,20 @@ def test_an_update_is_a_value() -> None:
     assert [each.epoch for update in loader.iterate_updates() for each in update] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_a_collate_function_may_fill_the_same_memory_again(kind: type[Any]) -> None:
+    """Although an update holds several micro-batches at once."""
+    memory = np.zeros(2, dtype=np.int64)
+
+    def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+        memory[:] = rows
+        return {"input_ids": torch.from_numpy(memory)}
+
+    loader = build(kind(8), collate=collate, rounds_per_update=2)
+    found = [each.batch["input_ids"].tolist() for u in loader.iterate_updates() for each in u]
+    assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_datasets_that_fetch_many_rows_at_once() -> None:
     class Many(Numbers):
         def __getitems__(self, indices: list[int]) -> list[int]:

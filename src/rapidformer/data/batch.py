@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +63,26 @@ def describe_batch(batch: Any) -> BatchInfo:
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """The batch on the device, of the same type; pinned memory is copied without waiting."""
-    if device.type == "cpu":
-        return batch
+    return batch if device.type == "cpu" else _change(batch, lambda tensor: _move(tensor, device))
+
+
+def copy_batch(batch: Any, *, pins: bool) -> Any:
+    """The batch in memory of its own, pinned if asked: a collate function may reuse its memory."""
+
+    def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        return tensor.pin_memory() if pins else tensor.clone()
+
+    return _change(batch, copy_tensor)
+
+
+def _change(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, UserDict):  # a BatchEncoding knows more than its entries: word_ids(), ...
-        moved = copy.copy(batch)
-        moved.data = move_to_device(batch.data, device)
-        return moved
-    return map_tensors(batch, lambda _, tensor: _move(tensor, device))
+        changed = copy.copy(batch)
+        changed.data = _change(batch.data, change)
+        return changed
+    return map_tensors(batch, lambda _, tensor: change(tensor))
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -95,8 +108,8 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same without waiting; None if the values are on the device only."""
     if tensor.device.type == "cpu":
         return tensor
-    copy, versions = getattr(tensor, _HOST_COPY, (None, None))
-    if copy is None or versions != (count_changes(tensor), count_changes(copy)):
+    copy, version = getattr(tensor, _HOST_COPY, (None, None))
+    if copy is None or version != count_changes(tensor):
         return None
     found: torch.Tensor = copy
     return found
@@ -104,11 +117,12 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _keep_host_copy(moved: torch.Tensor, value: torch.Tensor) -> None:
     # Tensors made in inference mode do not count their changes.
-    if value.dim() != 2 or moved.is_inference() or value.is_inference():
+    if value.dim() != 2 or moved.is_inference():
         return
     if value.device.type == "cpu" and not value.is_floating_point():
-        # A loader may fill the same memory with its next batch.
-        setattr(moved, _HOST_COPY, (value, (count_changes(moved), count_changes(value))))
+        # A clone: a loader may fill the same memory with its next batch. If it does so through
+        # NumPy, no version tells.
+        setattr(moved, _HOST_COPY, (value.clone(), count_changes(moved)))
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:

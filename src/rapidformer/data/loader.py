@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from rapidformer.data.batch import BatchInfo, describe_batch
+from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
 from rapidformer.data.fetching import Collate, Dealt, Fetched, Fetcher
 from rapidformer.data.lengths import measure_sample
 from rapidformer.data.order import EpochOrder
@@ -154,6 +154,18 @@ class DistributedLoader:
     def samples_per_update(self) -> int:
         return self.samples_per_round * self._rounds_per_update
 
+    @property
+    def _may_reuse_memory(self) -> bool:
+        """Whether a batch may still be needed when the collate function fills its memory again.
+
+        Not if the batch comes from a worker process or was pinned by torch's loader: both copy it.
+        """
+        if self._device.type == "cuda":
+            return self._is_stream
+        # A step's micro-batches are collected before it runs.
+        has_one = self._rounds_per_update == 1 and not (self._token_budget or self._get_batch_size)
+        return not has_one and (self._is_stream or self._num_workers == 0)
+
     def _count_rounds_after(self, consumed: int) -> int:
         """Rounds until the end of the epoch, of which this many samples are consumed."""
         if not self._drop_last:
@@ -207,6 +219,9 @@ class DistributedLoader:
             self._rounds = 0
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
+        if self._may_reuse_memory:
+            pins = self._device.type == "cuda"
+            rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
         rounds = read_ahead(rounds, self._device, stays_on_host)
         if self._sum_counts is not None:
             rounds = self._count_ahead(rounds, self._sum_counts)
