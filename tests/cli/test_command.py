@@ -10,27 +10,47 @@ from typing import Any
 
 import pytest
 
-
-def test_help_is_grouped_and_names_every_command(command: Any) -> None:
-    done = command("--help")
-    assert done.returncode == 0
-    for part in ("evaluate", "predict", "acceleration switches", "--zero-1-memory-optimization"):
-        assert part in done.stdout
-    for values in (
-        "--cuda-graph auto|on|off ",
-        "--mixed-precision [bf16|fp16] ",
-        "--resume [auto] ",
-    ):
-        assert values in done.stdout  # brackets: the flag may have no value
-    assert max(len(line) for line in done.stdout.splitlines()) <= 120
+from rapidformer.cli.help import TOPICS
+from rapidformer.cli.main import main as run_command
+from rapidformer.config import get_settings
 
 
-def test_nothing_at_all_shows_the_help(command: Any) -> None:
-    assert "usage: rapidformer" in command().stdout
+def show(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    status = run_command(words)
+    said = capsys.readouterr()
+    assert status == (0 if said.out else 1)
+    assert max(map(len, said.out.splitlines()), default=0) <= 80
+    return said.out + said.err
 
 
-def test_help_of_a_sub_command(command: Any) -> None:
-    assert "rapidformer predict" in command("predict", "--help").stdout
+def test_help_starts_short_and_leads_to_every_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = show(capsys)
+    assert page == show(capsys, "--help") == show(capsys, "help")
+    for part in ("evaluate", "--pretrained-model-name-or-path", "--help TOPIC", *TOPICS):
+        assert part in page
+    assert "--zero-1-memory-optimization" not in page
+    everything = show(capsys, "--help", "all")
+    assert all(setting.flag.removeprefix("--") in everything for setting in get_settings().values())
+    assert {setting.section for setting in get_settings().values()} == set(TOPICS.values())
+    # Brackets: the flag may have no value, or a --no- form.
+    for flag in ("--cuda-graph auto|on|off ", "--resume [auto] ", "--[no-]keep-last "):
+        assert flag in everything
+
+
+def test_help_of_a_command_a_topic_a_word_and_a_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = show(capsys, "predict", "--help")
+    assert page.startswith("usage: rapidformer predict") and "--max-new-tokens" in page
+    assert page == show(capsys, "help", "predict") and "--epochs" not in page
+    assert "--zero-1-memory-optimization" in show(capsys, "--help", "switches")
+    assert "--lora-dropout" in show(capsys, "--help", "dropout")
+    assert show(capsys, "--help", "--learning-rate").count("peak learning rate") == 1
+    assert "no flag mentions 'xyzzy'" in show(capsys, "--help", "xyzzy")
 
 
 def test_version(

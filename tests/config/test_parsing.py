@@ -240,7 +240,7 @@ def test_unknown_flag_names_the_nearest(word: str, near: str) -> None:
 
 def test_unknown_flag_without_a_neighbour_points_to_help() -> None:
     (problem,) = problems_of(["--xyzzyqqq", "5"])
-    assert problem == "unknown flag --xyzzyqqq: `rapidformer --help` lists all flags."
+    assert problem == "unknown flag --xyzzyqqq: `rapidformer --help all` lists all flags."
 
 
 def test_abbreviations_are_not_guessed() -> None:

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
     "export": (
         "rapidformer.cli.export",
         False,
-        "write a checkpoint as a folder that plain transformers loads, and prove it",
+        "turn a checkpoint into a Hugging Face folder, and prove it",
     ),
     "launch": ("rapidformer.cli.launch", True, "run a Python script in every process"),
     "verify": (

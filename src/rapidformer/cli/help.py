@@ -9,59 +9,130 @@ from itertools import groupby
 
 from rapidformer.cli.commands import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
+from rapidformer.config.dialects import ALIASES
 from rapidformer.config.render import render_arguments
+from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import plan_launch
 
 _INTRODUCTION = """\
-usage: rapidformer [command] --flag value ...
+usage: rapidformer [COMMAND] --flag value ...
 
-  rapidformer --task sequence_classification --pretrained-model-name-or-path bert-base-cased \\
-      --data-path glue --data-name mrpc --epochs 3 --lr 2e-5 --save runs/mrpc --mixed-precision
-  rapidformer --user-script my_finetuner.py --epochs 3 ...
+  rapidformer --task sequence_classification --data-path glue --data-name mrpc \\
+      --pretrained-model-name-or-path bert-base-cased --lr 2e-5 --save runs/mrpc
+  rapidformer --user-script my_finetuner.py --epochs 3
 """
-_COMMON = {
+_USAGES = {
     "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
-    "predict": "rapidformer predict --load RUN --input TEXT ... | FILE | - [--output FILE]",
+    "predict": "rapidformer predict --load RUN --input TEXT|FILE|- ... [--output FILE]",
     "plot": "rapidformer plot RUN [--output curve.png]",
     "tasks": "rapidformer tasks",
 }
+# The flags that most people need, by command; topics show the others.
+_COMMON = {
+    "train": (
+        "task", "user_script", "config", "pretrained_model_name_or_path", "data_path", "data_name",
+        "validation_split", "seq_length", "epochs", "micro_batch_size", "global_batch_size", "lr",
+        "lora_rank", "mixed_precision", "compile", "nproc_per_node", "save", "load",
+    ),
+    "evaluate": (
+        "load", "task", "data_path", "data_name", "eval_split", "max_eval_samples",
+        "eval_micro_batch_size", "mixed_precision", "nproc_per_node", "output",
+    ),
+    "predict": (
+        "load", "task", "input", "data_path", "output", "max_new_tokens", "do_sample",
+        "temperature", "num_beams", "stream", "chat", "eval_micro_batch_size", "mixed_precision",
+        "nproc_per_node",
+    ),
+}  # fmt: skip
+TOPICS = {
+    "run": "What to run",
+    "model": "Model",
+    "data": "Data",
+    "generation": "Text generation",
+    "training": "Training",
+    "optimizer": "Optimizer and learning rate",
+    "adapters": "Adapters",
+    "switches": "Acceleration switches",
+    "parallelism": "Parallelism",
+    "checkpoints": "Checkpoints",
+    "logging": "Logging",
+    "launch": "Launch",
+}
+_ENDING = """
+Every switch has a --no- form. The names that Hugging Face, Megatron, FlagAI and
+MindFormers use are accepted too (--learning-rate, ...), as are underscores.
+"""
 
 
-def show_help(command: str | None) -> None:
-    """Everything on one page, grouped like the settings."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+def show_help(command: str | None, topic: str | None = None) -> None:
+    """A short page, or the flags of a topic: a section, ``all``, or a word to search for."""
     write = sys.stdout.write
-    if command in ("tasks", "plot"):
-        write(f"usage: {_COMMON[command]}\n\n{COMMANDS[command][2]}\n")
+    if topic is not None:
+        write(_format_topic(topic))
         return
-    if command in _COMMON:
-        write(f"usage: {_COMMON[command]}\n\n{COMMANDS[command][2]}\n")
-    else:
-        write(_INTRODUCTION)
-        write("\ncommands\n")
-        for name, (_, _, text) in COMMANDS.items():
-            write(f"  {name:<12}{text}\n")
-    for section, settings in groupby(get_settings().values(), key=lambda setting: setting.section):
-        write(f"\n{section.lower()}\n")
-        for setting in settings:
-            write(format_setting(setting, width))
+    write(_format_introduction(command))
+    if command in ("tasks", "plot"):
+        return
+    settings = get_settings()
+    write("\ncommon flags\n")
+    for name in _COMMON[command or "train"]:
+        write(format_setting(settings[name]))
     write(
-        "\nEvery switch has a --no- form. The names that Hugging Face, Megatron, FlagAI and\n"
-        "MindFormers use are accepted too (--learning-rate, --per-device-train-batch-size, ...),\n"
-        "as are underscores. --print-config shows every value and where it comes from.\n"
+        "\nmore help\n"
+        f"  rapidformer --help TOPIC     {', '.join(list(TOPICS)[:5])},\n"
+        f"{'':31}{', '.join(list(TOPICS)[5:9])},\n"
+        f"{'':31}{', '.join(list(TOPICS)[9:])}\n"
+        "  rapidformer --help WORD      flags that mention a word, such as dropout\n"
+        f"  rapidformer --help all       all {len(settings)} flags\n"
+        "  rapidformer COMMAND --help   a command and its flags\n"
+        "  --print-config               after your flags: every value and its origin\n"
     )
 
 
-def format_setting(setting: Setting, width: int) -> str:
+def _format_introduction(command: str | None) -> str:
+    if command in _USAGES:
+        return f"usage: {_USAGES[command]}\n\n{COMMANDS[command][2]}\n"
+    lines = [f"  {name:<12}{text}\n" for name, (_, _, text) in COMMANDS.items()]
+    return f"{_INTRODUCTION}\ncommands\n{''.join(lines)}"
+
+
+def _format_topic(topic: str) -> str:
+    settings = _find_settings(topic.lower().replace("_", "-"))
+    if not settings:
+        raise ConfigurationError(
+            f"no flag mentions {topic!r}: use --help with another word, all, or a topic "
+            f"({', '.join(TOPICS)})."
+        )
+    text = ""
+    for section, group in groupby(settings, key=lambda setting: setting.section):
+        text += f"\n{section.lower()}\n" + "".join(map(format_setting, group))
+    return text.removeprefix("\n") + _ENDING
+
+
+def _find_settings(topic: str) -> list[Setting]:
+    settings = get_settings()
+    everything = list(settings.values())
+    if topic == "all":
+        return everything
+    if topic in TOPICS:
+        return [setting for setting in everything if setting.section == TOPICS[topic]]
+    name = topic.removeprefix("--").replace("-", "_")
+    if topic.startswith("--"):
+        name = ALIASES.get(name, name).removeprefix("no_")
+        return [settings[name]] if name in settings else []
+    texts = {setting.name: f"{setting.name} {setting.help}".lower() for setting in everything}
+    return [s for s in everything if name in texts[s.name] or topic in texts[s.name]]
+
+
+def format_setting(setting: Setting) -> str:
+    """The flag, its values and its meaning, as wide as the terminal."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     left = "  " + setting.flag + _format_value(setting)
     text = setting.help
     if _has_many_choices(setting):
         text += f": {', '.join(setting.choices)}"
     if setting.is_switch and setting.default is True:
-        left, text = (
-            "  " + setting.flag.replace("--", "--no-", 1),
-            f"{text} (on by default; this turns it off)",
-        )
+        left, text = "  " + setting.flag.replace("--", "--[no-]", 1), f"{text} (default: on)"
     elif setting.default not in (None, False) and "default" not in text:
         text += f" (default: {setting.default})"
     lines = textwrap.wrap(text, max(width - 40, 30), break_on_hyphens=False) or [""]

@@ -116,4 +116,4 @@ def _show_help() -> None:
     sys.stdout.write(_USAGE)
     for name, setting in get_settings().items():
         if setting.section == "Launch" or name == "config":
-            sys.stdout.write(format_setting(setting, 100))
+            sys.stdout.write(format_setting(setting))

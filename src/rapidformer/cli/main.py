@@ -87,6 +87,8 @@ def _drop_our_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words and words[0] == "help":
+        words = _spell_help(words[1:])
     name = words[0] if words and not words[0].startswith("-") else "train"
     if name not in COMMANDS:
         raise RapidformerError(_describe_unknown(name))
@@ -94,7 +96,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or (name not in OWN_FLAGS and ("--help" in rest or "-h" in rest)):
         from rapidformer.cli.help import show_help
 
-        show_help(name if words and words[0] == name else None)
+        show_help(name if words and words[0] == name else None, _find_topic(rest))
         return 0
     if "--version" in rest and name != "launch":
         from importlib.metadata import version
@@ -113,6 +115,16 @@ def _dispatch(words: list[str]) -> int:
     run: Callable[[list[str]], None] = import_module(module).run
     run(rest)
     return 0
+
+
+def _spell_help(rest: list[str]) -> list[str]:
+    """`rapidformer help predict` is `rapidformer predict --help`."""
+    return [rest[0], "--help"] if rest and rest[0] in COMMANDS else ["--help", *rest]
+
+
+def _find_topic(words: list[str]) -> str | None:
+    """The word after ``--help``, if that is the first flag."""
+    return words[1] if words[:1] in (["--help"], ["-h"]) and len(words) > 1 else None
 
 
 def _starts_processes(name: str, words: list[str]) -> bool:

@@ -211,7 +211,7 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     if reason is not None:
         return f"{name} is not supported: {reason}."
     near = find_nearest(name, known)
-    hint = f"did you mean {near}?" if near else "`rapidformer --help` lists all flags."
+    hint = f"did you mean {near}?" if near else "`rapidformer --help all` lists all flags."
     return f"unknown flag {name}: {hint}"
 
 

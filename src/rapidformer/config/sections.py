@@ -30,8 +30,8 @@ class RunArguments:
     """`rapidformer predict`: texts, JSON objects with the task's columns, files, or - for standard
     input"""
     output: str | None = None
-    """`rapidformer predict`: file for the predictions, by its name .jsonl, .json, .csv, .tsv or
-    .parquet (default: the terminal)"""
+    """file for the predictions of `rapidformer predict`, by its name .jsonl, .json, .csv, .tsv or
+    .parquet (default: the terminal), or for the metrics of `evaluate` (default: a .json in RUN)"""
     local_rank: int | None = None
     """set by launchers; the environment variable LOCAL_RANK overrides it"""
 
