@@ -22,8 +22,10 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile import apply_compile
 from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.unpad import reading, switch
-from rapidformer.accel.unpad.switch import apply_unpadding, find_rows, find_sides
+from rapidformer.accel.unpad import model as unpadded_model
+from rapidformer.accel.unpad import padding_observer
+from rapidformer.accel.unpad.batches import find_rows, find_sides
+from rapidformer.accel.unpad.switch import apply_unpadding
 from rapidformer.models.plan import find_plan, shifts_labels
 from rapidformer.overlay import get_fact
 
@@ -171,7 +173,7 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
 
 def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(reading, "warn_once", lambda text, **_: said.append(text))
+    monkeypatch.setattr(padding_observer, "warn_once", lambda text, **_: said.append(text))
     model = build(AutoModelForSeq2SeqLM, "bart", **PAIR)
     assert apply_unpadding(model, find_plan(model), is_asked=False) is None
     shapes: list[Any] = []
@@ -194,7 +196,11 @@ def test_token_classifiers() -> None:
     ("make", "kind", "reason"),
     [
         (AutoModelForTokenClassification, "t5", "not use both|not the same without padding"),
-        (AutoModelForMaskedLM, "deberta-v2", "DebertaV2ForMaskedLM uses eager|not a model of"),
+        (
+            AutoModelForMaskedLM,
+            "deberta-v2",
+            "DebertaV2ForMaskedLM uses eager|not a transformers model",
+        ),
         (AutoModelForCausalLM, "bloom", "BloomForCausalLM uses eager|not the same without padding"),
     ],
 )
@@ -386,7 +392,7 @@ def test_dropout_of_attention_is_kept() -> None:
 
 def test_it_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    monkeypatch.setattr(switch, "use_rows", lambda rows: used.append(rows) or _nothing())
+    monkeypatch.setattr(unpadded_model, "use_rows", lambda rows: used.append(rows) or _nothing())
     model = build(AutoModelForMaskedLM, "bert").train()
     RapidformerEngine(args={"lr": 0.1, "log_level": "error"}).compose(model)
     used.clear()
@@ -404,7 +410,7 @@ def test_a_loss_of_the_user_that_reads_padding_is_noticed(
     is_masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(reading, "warn_once", lambda text, **_: said.append(text))
+    monkeypatch.setattr(padding_observer, "warn_once", lambda text, **_: said.append(text))
     model, reference = (build(AutoModelForMaskedLM, "bert") for _ in range(2))
     assert apply_unpadding(model, find_plan(model), is_asked=False) is None
     batch = make_batch(model)

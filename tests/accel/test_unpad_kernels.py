@@ -121,7 +121,7 @@ def test_the_operator_from_a_decoder_to_an_encoder() -> None:
     bias = torch.randn(1, 4, 128, 128, requires_grad=True)
     reals = [torch.arange(8) < torch.tensor(each)[:, None] for each in ((2, 1, 3), (5, 8, 7))]
     rows, keys = (Rows.read(real, rounds_up=True) for real in reals)
-    keys.level_with(rows)
+    keys.extend_ends(rows)
     found = kernels.attend(query, key, value, make_row_mask(rows, full, keys), position_bias=bias)
     mask = make_row_mask(Rows.read(reals[0]), full, Rows.read(reals[1]))
     real = (query[:, :, :6], key[:, :, :20], value[:, :, :20])

@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.accel.unpad.reading import PaddingReader
+from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
@@ -417,7 +417,7 @@ class RapidformerEngine(PredictingRun):
             device=self.device,
             topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
-            padding=find_fact(parallelized.model, PaddingReader),
+            padding=find_fact(parallelized.model, PaddingObserver),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
             facts=self._describe_facts(),
             base=self.adapter.base if self.adapter else None,

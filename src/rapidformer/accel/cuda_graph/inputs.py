@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
+from rapidformer.accel.unpad.batches import read_fixed_rows
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.switch import read_fixed_rows
 from rapidformer.data.batch import IGNORED_LABEL, find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import join, map_tensors
 from rapidformer.errors import RapidformerError
@@ -57,7 +57,8 @@ class Inputs:
 
 
 def read_inputs(model: nn.Module, batch: Any, *, sizes_up: int = 0) -> Inputs | None:
-    """Prepare a batch, from host memory only; None if it must run unchanged (``reading.py``).
+    """Prepare a batch, from host memory only; None if it must run unchanged: the loss must be
+    seen on a padded batch first (``padding_observer.py``).
 
     ``sizes_up`` rounds the number of tokens up even further.
     """

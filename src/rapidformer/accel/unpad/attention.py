@@ -1,8 +1,8 @@
 """Attention within each row of an unpadded batch, through Hugging Face's attention interface.
 
-Two functions are registered under our own name. The one for masks gives a ``RowMask`` while a
-model runs unpadded; the one for attention attends row by row if it gets one. In every other case
-they do what ``sdpa`` does.
+Two functions are registered under our own name. While a model runs unpadded, the mask function
+returns a ``RowMask``, and the attention function attends row by row when it gets one. In every
+other case both do what ``sdpa`` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CURRENT: ContextVar[tuple[Rows, Rows | None] | None] = ContextVar("rows", defau
 
 @contextmanager
 def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
-    """Masks made in here are ``RowMask``s; full ones are for a decoder's ``encoder``, if given."""
+    """Inside, masks are ``RowMask``s. With ``encoder``, full ones attend to the encoder's rows."""
     token = _CURRENT.set((rows, encoder))
     try:
         yield
@@ -48,7 +48,7 @@ def register() -> str:
         rows, encoder = _CURRENT.get() or (None, None)
         may_attend = given["mask_function"]
         keys = encoder if may_attend is bidirectional_mask_function else None
-        if rows is not None and _is_about(rows, keys or rows, given):
+        if rows is not None and _covers_batch(rows, keys or rows, given):
             return make_row_mask(rows, may_attend, keys)
         return make_plain_mask(**given)
 
@@ -62,7 +62,7 @@ def register() -> str:
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, RowMask):
             return kernels.attend(query, key, value, attention_mask, **options), None
-        # Looked up here: a later run may replace it by a kernel for its model's bias.
+        # Looked up at each call: a later run may register a kernel for its model's bias.
         attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
         found: tuple[Tensor, Tensor | None] = attend_plainly(
             module, query, key, value, attention_mask, **options
@@ -75,7 +75,7 @@ def register() -> str:
     return name
 
 
-def _is_about(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
+def _covers_batch(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
     """Whether a mask is for the batch itself: no cache, no other tokens, no custom function."""
     size = (given["batch_size"], given["q_length"])
     offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
@@ -84,6 +84,7 @@ def _is_about(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
 
 
 def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowMask:
+    """The mask of these rows; ``keys`` are the rows attended to, if they are others."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     mask = RowMask(

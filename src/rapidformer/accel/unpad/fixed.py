@@ -1,7 +1,7 @@
-"""The rows of a mask whose values are overwritten in place (``--cuda-graph``).
+"""Rows attached to a mask that a CUDA graph overwrites in place.
 
-A replayed model cannot look at its mask. So the rows are read from the batch in host memory first,
-and attached to the mask that the model gets.
+A replayed model cannot read its mask. So the rows are read from the batch in host memory first, and
+attached to the mask that the model gets.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _FIXED = "rapidformer_fixed_rows"
 
 @dataclass(frozen=True)
 class Filling:
-    """A fact on a model: whether its result stays the same if padding fills up its rows."""
+    """A fact on a model: whether rows of padding added to a batch leave its result unchanged."""
 
     is_exact: bool
 
 
 class FixedRows(NamedTuple):
-    """What the model would find in its mask, the same on every replay."""
+    """What the model would read off its mask, the same for every replay."""
 
     rows: Rows | None
-    """None: the batch runs as it is."""
+    """None if the batch runs padded."""
     is_full: bool = False
     """Whether there is no padding."""
 
 
 def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
-    """Attach what the model would find in its mask."""
+    """Attach what the model would read off its mask."""
     setattr(mask, _FIXED, fixed)
 
 
 def get_fixed_rows(mask: Any) -> FixedRows | None:
-    """What was attached to a mask, if anything was."""
+    """What was attached to a mask, or None."""
     found: FixedRows | None = getattr(mask, _FIXED, None)
     return found

@@ -1,6 +1,6 @@
 """Attention over rows laid end to end, by the fastest kernel that is exact for the call.
 
-``_KERNELS`` is a table of conditions and kernels; the first condition that holds decides.
+``_KERNELS``, at the end of this file, lists conditions and kernels; the first one that holds wins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rapidformer.errors import ModelError
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention: tensors are [1, heads, tokens, size]."""
+    """One call of attention. Its tensors are [1, heads, tokens, size]."""
 
     query: Tensor
     key: Tensor
@@ -68,7 +68,7 @@ def attend(
 ) -> Tensor:
     """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
     if softcap is not None or s_aux is not None:
-        # At the comparison in compose(), which then leaves the model padded.
+        # Raised during the comparison in proof.py, which then leaves the model padded.
         raise ModelError("its attention has soft caps or sinks")
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
     if position_bias is not None and position_bias.shape[-1] == 1:
@@ -81,7 +81,7 @@ def attend(
 
 
 def takes_flash(query: Tensor, value: Tensor, largest_head: int) -> bool:
-    """Whether flash attention takes this type and head size; that of values must be the same."""
+    """Whether flash attention takes this dtype and head size, which values must share."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
     size = query.shape[-1]
@@ -89,14 +89,14 @@ def takes_flash(query: Tensor, value: Tensor, largest_head: int) -> bool:
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast does for torch's own attention; it does not know the operators used here."""
+    """Cast as autocast does for torch's own attention: it does not know these operators."""
     if tensor.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))
 
 
 def _attend_with_operator(call: Call) -> Tensor:
-    """One operator, whatever the lengths: a graph of single rows would be different each time."""
+    """One operator for all lengths: a graph of single rows would differ from batch to batch."""
     fused = call.mask.fused
     assert fused is not None
     q, k, v = call.flatten()
@@ -122,6 +122,7 @@ def _attend_with_flash(call: Call) -> Tensor:
 
 
 def _attend_row_by_row(call: Call) -> Tensor:
+    """Call torch's attention for each row, without any padding."""
     mask = call.mask
     lengths = (mask.rows.lengths, mask.key_rows.lengths, mask.key_rows.lengths)
     tensors = (call.query, call.key, call.value)
@@ -138,7 +139,7 @@ def _attend_row_by_row(call: Call) -> Tensor:
 
 
 def attend_in_grid(call: Call) -> Tensor:
-    """Pad the rows for torch's own attention: any mask, bias, type and device."""
+    """Pad the rows for torch's own attention, which takes any mask, bias, dtype and device."""
     mask, rows, keys = call.mask, call.mask.rows, call.mask.key_rows
     layouts = zip((rows, keys, keys), call.flatten(), strict=True)
     q, k, v = (layout.to_grid(tensor).transpose(1, 2) for layout, tensor in layouts)
@@ -155,6 +156,7 @@ def attend_in_grid(call: Call) -> Tensor:
 
 
 def _refuse_fixed(call: Call) -> Tensor:
+    # The other kernels read lengths on the host, and a replay would repeat those of one batch.
     raise ModelError("only flash attention takes lengths that change, and it needs 16 bits")
 
 

@@ -25,16 +25,16 @@ FULL: Window = (-1, -1)
 
 @dataclass(frozen=True)
 class Fused:
-    """What compiled blocks read of a mask: of few different sizes, and nothing that is computed."""
+    """The parts of a mask that compiled blocks read: they have few different sizes."""
 
     ends: Tensor
     longest: int
     key_ends: Tensor
-    """Those of the rows that are attended to: as many as ``ends``."""
+    """The ends of the rows attended to: as many as ``ends``."""
     longest_key: int
     window: Window
     largest_head: int
-    """Of flash attention on this device; 0 if it has none."""
+    """The largest head size of flash attention on this device; 0 if it has none."""
 
     @property
     def sizes(self) -> torch.Size:
@@ -44,10 +44,10 @@ class Fused:
 
 @dataclass(frozen=True)
 class RowMask:
-    """Takes the place of an attention mask: which rows there are, and who attends to whom in one.
+    """Replaces an attention mask: which rows there are, and who attends to whom within one.
 
-    The model itself passes it to every block and from there to attention, so a block that is
-    computed again in the backward pass has it too.
+    The model passes it to every block, and each block to its attention. So a block that is
+    recomputed in the backward pass gets it too.
     """
 
     rows: Rows
@@ -55,30 +55,30 @@ class RowMask:
     is_causal: bool
     is_full: bool
     keys: Rows | None = None
-    """The rows of an encoder, for a decoder that attends to all their tokens."""
+    """The encoder's rows, if a decoder attends to them."""
     fused: Fused | None = None
-    """Given if blocks are compiled."""
+    """Set if blocks are compiled."""
     _masks: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def key_rows(self) -> Rows:
-        """Those that are attended to."""
+        """The rows attended to."""
         return self.rows if self.keys is None else self.keys
 
     def get_mask(self, row: int) -> Tensor | None:
-        """Of one row, [length, length]; None if ``is_causal`` or ``is_full`` says it all."""
+        """The mask of one row, [length, length]; None if it is simply causal or full."""
         if self.is_causal or self.is_full:
             return None
         if row not in self._masks:
             start = sum(self.rows.lengths[:row])
             columns = self.rows.columns[start : start + self.rows.lengths[row]]
-            mask = _ask(self.may_attend, row, columns[:, None], columns[None])
+            mask = _evaluate(self.may_attend, row, columns[:, None], columns[None])
             self._masks[row] = mask.expand(len(columns), len(columns))
         return self._masks[row]
 
     @cached_property
     def grid(self) -> Tensor:
-        """Of all rows, laid out as ``Rows.to_grid`` does: [rows, 1, longest, longest]."""
+        """The mask of all rows, laid out by ``Rows.to_grid``: [rows, 1, longest, longest]."""
         rows = self.rows
         is_real, is_key = (
             each.to_grid(torch.ones_like(each.columns)).bool() for each in (rows, self.key_rows)
@@ -87,16 +87,16 @@ class RowMask:
         if not self.is_full:
             columns = rows.to_grid(rows.columns)
             number = torch.arange(len(columns), device=columns.device)[:, None, None]
-            # The columns of padding are 0: what is said about them does not count.
+            # Padding has column 0 here, so its answers are arbitrary: the other terms decide.
             allowed = allowed & self.may_attend(
                 number, number * 0, columns[:, :, None], columns[:, None, :]
             )
-        # Queries that are padding attend to anything: a row of a softmax must not be empty.
+        # Padding queries attend to anything: a softmax over no keys would be NaN.
         return (allowed | ~is_real[:, :, None])[:, None]
 
     @cached_property
     def window(self) -> Window | None:
-        """The window that says it all, for kernels that take nothing else; None if none does."""
+        """The mask as a sliding window, for kernels that take only those, or None."""
         if self.is_full or self.is_causal:
             return FULL if self.is_full else CAUSAL
         rows = self.rows
@@ -105,7 +105,7 @@ class RowMask:
 
 
 def fuse(mask: RowMask) -> RowMask:
-    """The same mask for compiled blocks."""
+    """The same mask, with what compiled blocks need."""
     if mask.window is None:
         raise ModelError("compiled blocks take full, causal and sliding masks only")
     rows, keys = mask.rows, mask.key_rows
@@ -123,11 +123,11 @@ def get_largest_head(device: torch.device) -> int:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return 0
-    # Its backward pass needs the shared memory of a data-center GPU for larger ones.
+    # Above 128, its backward pass needs the shared memory of a data-center GPU.
     return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 128
 
 
-def _ask(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Tensor:
+def _evaluate(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Tensor:
     number = torch.zeros((), dtype=torch.long, device=key.device)
     answer: Tensor = may_attend(number + row, number, query, key)
     return answer
@@ -136,21 +136,25 @@ def _ask(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Tensor:
 def _find_window(may_attend: MayAttend, size: int) -> Window | None:
     """The window of a sliding mask, read off its first and last query; None if it has none.
 
-    Every query is asked for both edges of its window, and three for all keys: as sure as asking
-    for all pairs, unless a mask has holes in the middle of most queries' windows.
+    Both edges of every query's window are checked, and all keys of three queries. Only holes
+    inside the windows of other queries would be missed.
     """
     columns = torch.arange(size)
     try:
         first, middle, last = (
-            _ask(may_attend, 0, columns[query], columns).expand(size)
+            _evaluate(may_attend, 0, columns[query], columns).expand(size)
             for query in (0, size // 2, size - 1)
         )
-        if last.device != columns.device:  # read off a tensor there, which has it on each row
+        if last.device != columns.device:  # a tensor on the device decides, so rows may differ
             return None
         before, after = int(last.sum()) - 1, int(first.sum()) - 1
-        edges = {offset: _ask_along(may_attend, columns, offset) for offset in (-before, after)}
-        outside = [_ask_along(may_attend, columns, offset) for offset in (-before - 1, after + 1)]
-    except RuntimeError:  # it reads tensors on another device, so it depends on more than columns
+        edges = {
+            offset: _evaluate_diagonal(may_attend, columns, offset) for offset in (-before, after)
+        }
+        outside = [
+            _evaluate_diagonal(may_attend, columns, offset) for offset in (-before - 1, after + 1)
+        ]
+    except RuntimeError:  # it indexes a tensor on another device, so rows may differ
         return None
     distance = columns - size // 2
     is_sliding = (
@@ -165,8 +169,8 @@ def _find_window(may_attend: MayAttend, size: int) -> Window | None:
     return (-1 if before == size - 1 else before, -1 if after == size - 1 else after)
 
 
-def _ask_along(may_attend: MayAttend, columns: Tensor, offset: int) -> Tensor:
-    """Whether each query may attend to the key this far from it, where there is one."""
+def _evaluate_diagonal(may_attend: MayAttend, columns: Tensor, offset: int) -> Tensor:
+    """Whether each query may attend to the key at this distance, for those that have one."""
     keys = columns + offset
     exists = (keys >= 0) & (keys < len(columns))
-    return _ask(may_attend, 0, columns[exists], keys[exists])
+    return _evaluate(may_attend, 0, columns[exists], keys[exists])

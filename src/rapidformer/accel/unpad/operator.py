@@ -1,7 +1,7 @@
-"""Attention row by row on a CPU, as one operator: what compiled blocks call.
+"""Attention row by row on a CPU as one operator, for compiled blocks.
 
-torch.compile does not look inside, so a graph does not depend on the lengths of rows. Autograd
-does not either: the backward pass is written out, and draws the same dropout from the same seed.
+torch.compile does not trace into it, so a graph does not depend on the lengths of rows. Neither
+does autograd, so the backward pass is written out; it draws the same dropout from the same seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend_by_row(
     window: Window,
     scale: float | None,
 ) -> Tensor:
-    """[tokens, heads, size] -> the same; ``ends`` are those of queries and of keys.
+    """[tokens, heads, size] -> the same shape; ``ends`` are the row ends of queries and of keys.
 
     ``bias`` is added to the scores: [1, heads, at least the longest row, at least its keys].
     """
@@ -78,7 +78,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys, values = _repeat(key, query).float(), _repeat(value, query).float()
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    # Zeros: a row of keys may have no queries.
+    # Zeros, not empty: a row of keys may have no queries.
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
     of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     masks = _draw(seed, dropout)
@@ -121,7 +121,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # once: recompute gives each tensor away when it is read
+    saved = ctx.saved_tensors  # once: under recomputation, it can be read only once
     bias = saved[6] if len(saved) > 6 else None
     found: Any = _attend_backward(gradient, *saved[:6], bias, *ctx.options)
     of_bias = None if bias is None else found[3]
@@ -132,7 +132,7 @@ _attend.register_autograd(_run_backward, setup_context=_set_up)
 
 
 def _iterate_rows(ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Each row of queries with its row of keys, which may be empty."""
+    """Each row of queries that is not empty, with its row of keys."""
     pairs = zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True)
     return ((slice(*row), slice(*other)) for row, other in pairs if row[1] > row[0])
 
@@ -153,7 +153,7 @@ def _compute_weights(
 
 
 def _draw(seed: Tensor, dropout: float) -> Iterator[Any]:
-    """For each row in turn, a function from its weights to what dropout multiplies them by."""
+    """For each row in turn, a function that returns the dropout factors of its weights."""
     generator = torch.Generator().manual_seed(int(seed))
     while True:
         if dropout:
@@ -168,11 +168,11 @@ def _draw(seed: Tensor, dropout: float) -> Iterator[Any]:
 
 
 def _repeat(tensor: Tensor, query: Tensor) -> Tensor:
-    """Key or value heads, as often as query heads share them."""
+    """Repeat key or value heads for the query heads that share them."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
 def _join(gradient: Tensor, like: Tensor) -> Tensor:
-    """The sum over query heads that share a key or value head."""
+    """The reverse of ``_repeat`` for gradients: sum over the query heads that share a head."""
     shape = (len(like), like.shape[1], -1, like.shape[2])
     return gradient.reshape(shape).sum(2).to(like.dtype)

@@ -1,7 +1,7 @@
-"""Whether a model gives the same results without padding: asked of the model itself.
+"""Check on the model itself whether it gives the same results without padding.
 
-There is no list of model families. A small padded batch runs through the user's model twice, and
-logits and gradients must agree.
+There is no list of supported model families. A small batch runs through the user's model twice,
+padded and unpadded, and logits and gradients must agree.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def find_difference(
     *,
     is_packed: bool = False,
 ) -> str | None:
-    """Why the two forwards of one model do not agree; None if they do.
+    """How two forward passes of one model differ; None if they agree.
 
-    They are compared in the model's own type and under autocast to ``dtype``, in which a GPU runs
-    other kernels. The batch is a padded one, or one of packed examples.
+    They are compared in the model's own dtype and, on a GPU, under autocast to ``dtype``, which
+    runs other kernels. The batch is padded, or has packed examples.
     """
     was_training = model.training
     device = next(model.parameters()).device
     model.eval()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            # Not torch.manual_seed, which seeds GPUs too: their states are not restored.
+            # Not torch.manual_seed: it also seeds GPUs, whose states are not restored here.
             torch.default_generator.manual_seed(0)
             batch = _make_packed_batch(model) if is_packed else _make_batch(model)
             if is_encoder_decoder(model):
@@ -54,7 +54,7 @@ def find_difference(
             return difference
     except ModelError as error:
         return str(error)
-    except Exception as error:  # whatever a model's own code raises on tensors it does not expect
+    except Exception as error:  # a model's code may raise anything on tensors it does not expect
         reason = str(error).splitlines()[0] if str(error) else ""
         return f"it fails with {type(error).__name__}: {reason}"
     finally:
@@ -69,6 +69,7 @@ def _compare(
     batch: dict[str, Any],
     limit: float = _LIMIT,
 ) -> str | None:
+    """Compare the logits, and the gradients of the first and the last block."""
     blocks = plan.get_blocks(model)
     ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
@@ -78,8 +79,8 @@ def _compare(
         limit = _LIMIT_16_BIT
     names = ["logits", *["gradients"] * len(weights)]
     sizes = [float(each.abs().max()) for each in expected]
-    # A gradient that is zero in theory, such as that of a bias of keys, is noise: it is compared
-    # with the largest gradient.
+    # A gradient that is zero in theory, such as that of the key bias, is nothing but noise. It is
+    # compared relative to the largest gradient instead.
     least = (0.01 if limit == _LIMIT else 0.1) * max(sizes[1:], default=0.0)
     for name, mine, theirs, size in zip(names, found, expected, sizes, strict=True):
         scale = size if name == "logits" else max(size, least)
@@ -91,7 +92,7 @@ def _compare(
 def _make_batch(model: Any) -> dict[str, Any]:
     words = min(int(getattr(model.config, "vocab_size", 0)), 1000)
     if words < 20:
-        raise ModelError("its configuration names no vocabulary")
+        raise ModelError("its configuration has no vocab_size, or one below 20")
     device = next(model.parameters()).device
     ids = torch.randint(10, words, (len(_LENGTHS), max(_LENGTHS)))
     mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
@@ -101,14 +102,14 @@ def _make_batch(model: Any) -> dict[str, Any]:
 
 
 def _add_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """What a decoder is trained on: the same tokens, but other lengths of rows."""
+    """Add labels for a decoder: the same tokens, but with other row lengths than the encoder's."""
     is_label = batch["attention_mask"].flip(0).bool()
     labels = batch["input_ids"].flip(0).masked_fill(~is_label, -100)
     return {**batch, "labels": labels, "use_cache": False}
 
 
 def _make_packed_batch(model: Any) -> dict[str, Any]:
-    """The same tokens in one row: three examples, which positions that start again keep apart."""
+    """The same tokens as three examples in one row, told apart by positions that restart."""
     batch = _make_batch(model)
     ids = batch["input_ids"][batch["attention_mask"].bool()][None]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
@@ -116,6 +117,7 @@ def _make_packed_batch(model: Any) -> dict[str, Any]:
 
 
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of real tokens, and the gradients of ``weights``."""
     outputs = forward(dict(batch))
     if hasattr(outputs, "start_logits"):
         raise ModelError("its loss compares all positions of a row, padding included")
@@ -125,7 +127,7 @@ def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> 
     elif logits.dim() == 3 and "attention_mask" in batch:
         logits = logits[batch["attention_mask"].bool()]
     direction = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
-    # The product of logits and a fixed direction: every logit counts, none cancels out.
+    # The loss is a weighted sum with different weights, so that differences cannot cancel out.
     gradients = (
         torch.autograd.grad((logits.float() * direction).sum(), weights, allow_unused=True)
         if weights

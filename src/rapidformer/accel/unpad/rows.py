@@ -1,4 +1,4 @@
-"""A padded batch without its padding: where the real tokens are, and the way there and back."""
+"""A padded batch without its padding: where the real tokens are, and the way back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Mask = NDArray[np.bool_]
-"""[batch, tokens], true for real tokens. NumPy, since torch takes longer for so few numbers."""
+"""[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,24 @@ class Rows:
     shape: tuple[int, int]
     """Rows and columns of the padded batch."""
     places: Tensor
-    """The place of each real token among all of them."""
+    """The index of each real token in the flattened padded batch."""
     lengths: list[int]
-    """Real tokens per row. If the number of tokens is rounded up, rows of zeros follow."""
+    """Real tokens per row. If their number is rounded up, added rows follow."""
     columns: Tensor
-    """The column that each real token has in its row."""
+    """The column of each real token in its row."""
     is_contiguous: bool
-    """Whether the tokens of every row are neighbours in the padded batch."""
+    """Whether no row has padding between its real tokens."""
     extra: int = 0
-    """Tokens added to round their number up."""
+    """Zeros added to round the number of tokens up."""
     is_rounded: bool = False
-    """Whether their number is one of a few, because blocks are compiled for it."""
+    """Whether the number of tokens was rounded up to one of a few sizes."""
     is_fixed: bool = False
-    """Whether the tensors are overwritten in place: ``lengths`` are those of an earlier batch."""
+    """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def read(real: Mask, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
-        """The rows of a mask. With ``rounds_up``, the number of tokens is one of a few."""
+        """The rows of a mask. ``rounds_up`` adds zeros to reach one of a few sizes."""
         places = torch.from_numpy(np.flatnonzero(real))
         rows = Rows(
             shape=(real.shape[0], real.shape[1]),
@@ -54,7 +54,7 @@ class Rows:
     def read_packed(
         positions: Tensor, device: torch.device | None = None, *, rounds_up: bool = False
     ) -> Rows:
-        """The examples of packed rows: each begins where positions [batch, tokens] start again."""
+        """The examples of packed rows: each begins where positions, [batch, tokens], restart."""
         begins = torch.ones_like(positions, dtype=torch.bool)
         begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         places = torch.arange(positions.numel())
@@ -67,10 +67,10 @@ class Rows:
 
     @staticmethod
     def read_filled(real: Mask, sizes_up: int = 0) -> Rows:
-        """The rows of a mask in host memory, filled up with padding to one of a few sizes.
+        """The rows of a mask in host memory, keeping enough padding to reach one of a few sizes.
 
-        Unlike zeros, padding has its own places in the batch: there are as many places as tokens,
-        and no size depends on how many of them are real. ``sizes_up`` asks for a larger size.
+        Unlike added zeros, padding has places in the batch. So there are as many places as tokens,
+        and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
         size = round_up(len(places), least=128)
@@ -99,13 +99,13 @@ class Rows:
         return self.places, self.columns, self.ends
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
-        """The same rows with other ``tensors``, which may be overwritten in place."""
+        """The same rows with these ``tensors``, which may be overwritten in place."""
         fixed = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
         vars(fixed)["ends"] = ends
         return fixed
 
     def forget_packed(self) -> None:
-        """Forget what was packed for earlier rows: the tensors have been overwritten."""
+        """Drop packed arguments of an earlier batch: the tensors have been overwritten."""
         self._packed.clear()
 
     def _round_up(self) -> Rows:
@@ -131,15 +131,15 @@ class Rows:
 
     @cached_property
     def bound(self) -> int:
-        """The next power of two: it hardly ever changes."""
+        """A power of two that no row exceeds. Unlike ``longest``, it hardly ever changes."""
         bound: int = max(128, 2 ** (self.longest - 1).bit_length())
         return bound
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each row begins, and the end of the last: [0, ...], as fused kernels want it.
+        """Where each row ends, after a leading 0: the offsets that fused kernels take.
 
-        If rounded, rows without tokens follow, so that the number of rows hardly ever changes.
+        If rounded, empty rows follow, so that the number of rows hardly ever changes.
         """
         count = len(self.lengths)
         return self._compute_ends(2 ** count.bit_length() if self.is_rounded else count)
@@ -149,14 +149,14 @@ class Rows:
         ends = np.cumsum([0, *self.lengths, *[0] * added], dtype=np.int32)
         return _send(torch.from_numpy(ends), self.places.device)
 
-    def level_with(self, other: Rows) -> None:
-        """Give rounded rows as many ``ends`` as others have, if those are more."""
+    def extend_ends(self, other: Rows) -> None:
+        """Add empty rows until there are as many ``ends`` as in ``other``."""
         if len(self.ends) < len(other.ends):
             vars(self)["ends"] = self._compute_ends(len(other.ends) - 1)
 
     @cached_property
     def grid(self) -> Tensor:
-        """The place of each token in a grid of rows x ``longest``."""
+        """The index of each token in a flattened grid of rows x ``longest``."""
         lengths = torch.tensor(self.lengths)
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
         start = (lengths.cumsum(0) - lengths)[row]
@@ -164,7 +164,7 @@ class Rows:
         return _send(place, self.places.device)
 
     def is_padded(self, tensor: Tensor) -> bool:
-        """Whether it has a value for every place of the padded batch."""
+        """Whether a tensor has a value for every position of the padded batch."""
         return tensor.dim() > 1 and tuple(tensor.shape[:2]) == self.shape
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Rows:
         return padded.view(*self.shape, *tensor.shape[2:])
 
     def to_grid(self, tensor: Tensor) -> Tensor:
-        """[real tokens, ...] -> [rows, longest, ...]: as little padding as there can be."""
+        """[real tokens, ...] -> [rows, longest, ...]: as little padding as possible."""
         padded = scatter(tensor[None], self.grid, len(self.lengths) * self.longest)
         return padded.view(len(self.lengths), self.longest, *tensor.shape[1:])
 
@@ -189,16 +189,17 @@ class Rows:
         """[rows, longest, ...] -> [real tokens, ...]."""
         return gather(tensor.flatten(0, 1)[None], self.grid).squeeze(0)
 
-    def pack_beside(self, value: Any) -> Any:
-        """What a block gets beside its hidden states, such as positions: tensors per token."""
+    def pack_argument(self, value: Any) -> Any:
+        """An argument of a block other than hidden states, packed if it has a value per token."""
         if isinstance(value, tuple):
-            return tuple(self.pack_beside(each) for each in value)
-        # Not of four dimensions, where the second one is that of heads: there may be as many.
+            return tuple(self.pack_argument(each) for each in value)
+        # In four dimensions the second is heads, of which there may be as many as columns.
         if not isinstance(value, Tensor) or value.dim() not in (2, 3):
             return value
         if value.shape[0] not in (1, self.shape[0]) or value.shape[1] != self.shape[1]:
             return value
-        # The same for every block, so done once. It holds the tensor: an id may be used again.
+        # Blocks get the same tensors, so each is packed once. The tensor is kept too: its id could
+        # be reused otherwise.
         if id(value) not in self._packed:
             whole = value.expand(self.shape[0], *value.shape[1:])
             self._packed[id(value)] = value, self.pack(whole)
@@ -206,34 +207,33 @@ class Rows:
 
 
 def _is_contiguous(real: Mask) -> bool:
-    """Whether no row has padding between its real tokens."""
     starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
     return bool(starts == np.count_nonzero(real.any(1)))
 
 
 def round_up(tokens: int, *, least: int = 64) -> int:
-    """The next of a few sizes: 8 for each doubling, all multiples of ``least``."""
+    """Round up to one of a few sizes: at most 8 per doubling, all multiples of ``least``."""
     step = max(least, (1 << tokens.bit_length()) // 16)
     return -(-tokens // step) * step
 
 
 def _cut(tokens: int, longest: int) -> list[int]:
-    """Rows of at most ``longest`` tokens."""
+    """The lengths of rows that hold this many tokens, at most ``longest`` each."""
     return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
 def gather(padded: Tensor, places: Tensor) -> Tensor:
-    """The rows of ``padded``, [1, size, ...], at these places, each of which is there once.
+    """The rows of ``padded``, [1, size, ...], at these places, which must be distinct.
 
-    Not of [size, ...]: a block's input would be a view of the result, but not that of the next
-    block, and dynamo would compile the two separately.
+    The leading 1 matters. Without it, the first block's input would be a view and the next block's
+    would not, and dynamo would compile the two separately.
     """
     packed: Tensor = _Gather.apply(padded, places)  # type: ignore[no-untyped-call]
     return packed
 
 
 def scatter(packed: Tensor, places: Tensor, size: int) -> Tensor:
-    """The reverse: ``size`` rows, with zeros at all other places."""
+    """The reverse of ``gather``: ``size`` rows, with zeros at all other places."""
     padded: Tensor = _Scatter.apply(packed, places, size)  # type: ignore[no-untyped-call]
     return padded
 
@@ -248,7 +248,7 @@ def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """A copy in both directions: the gradient of index_select would be a slow index_add."""
+    """Copies in both directions: the gradient of ``index_select`` is a slow ``index_add``."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, places: Tensor) -> Tensor:

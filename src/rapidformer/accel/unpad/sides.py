@@ -1,8 +1,8 @@
-"""Encoder-decoder models without padding: the rows of both sides, and what differs per side.
+"""Encoder-decoder models without padding: the rows of both sides.
 
 An encoder's real tokens are those of its mask. A decoder usually gets no mask: it is causal, so
-tokens after a row's last label have no effect on the loss, and count as padding. Masks alone do not
-tell which side asks for them (both may be equally long), so each stack says it.
+tokens after a row's last label cannot affect the loss and count as padding. A mask does not show
+which side it is for, since both may be equally long. So each stack announces itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CURRENT: ContextVar[Sides | None] = ContextVar("sides", default=None)
 
 @contextmanager
 def use_sides(sides: Sides) -> Iterator[None]:
-    """The model's stacks compute on these rows."""
+    """Inside, the model's stacks compute on these rows."""
     token = _CURRENT.set(sides)
     try:
         yield
@@ -52,7 +52,7 @@ def is_encoder_decoder(model: Any) -> bool:
 def read_sides(
     given: dict[str, Any], least_padding: float = 0.0, *, rounds_up: bool = False
 ) -> Sides | None:
-    """The rows of a batch; None if something in it needs padding, or if there is too little."""
+    """The rows of a batch; None if something in it needs padding, or there is too little of it."""
     mask, labels = given.get("attention_mask"), given.get("labels")
     decoder_mask = given.get("decoder_attention_mask")
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (mask, labels)):
@@ -60,9 +60,9 @@ def read_sides(
     assert isinstance(mask, Tensor) and isinstance(labels, Tensor)
     is_real, is_label = _read_bools(mask), (get_host_copy(labels) != -100).numpy()
     is_needed = is_label[:, ::-1].cumsum(1)[:, ::-1] > 0
-    is_needed[:, 0] = True  # every row has a token
+    is_needed[:, 0] = True  # no row may be empty
     if decoder_mask is not None:
-        # With a mask of its own, a token is real if the mask says so.
+        # An explicit mask decides, but must not hide a token that a label needs.
         is_decoded = _read_bools(decoder_mask)
         if is_decoded.shape != is_label.shape or (is_needed & ~is_decoded).any():
             return None
@@ -73,9 +73,9 @@ def read_sides(
     encoder = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     decoder = Rows.read(is_needed, labels.device, rounds_up=rounds_up)
     if rounds_up:  # compiled blocks take as many rows of keys as of queries
-        encoder.level_with(decoder)
-        decoder.level_with(encoder)
-    # A relative bias counts columns; in a row with gaps, neighbours are further apart.
+        encoder.extend_ends(decoder)
+        decoder.extend_ends(encoder)
+    # A relative bias depends on distances in columns, which packing would change in rows with gaps.
     return Sides(encoder, decoder) if encoder.is_contiguous and decoder.is_contiguous else None
 
 
@@ -84,7 +84,7 @@ def _read_bools(mask: Tensor) -> Mask:
 
 
 def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:
-    """The encoder and the decoder, if the model has both: some heads use the encoder alone."""
+    """The encoder and the decoder; None if the model has only one, as some heads do."""
     stacks: list[Any] = [
         getattr(model, name, lambda: None)() for name in ("get_encoder", "get_decoder")
     ]
@@ -93,7 +93,7 @@ def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:
 
 
 def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
-    """Let both stacks say whose rows they compute on, and biases fit the longest row."""
+    """Let each stack use its own rows, and limit biases to the longest row."""
     extend(encoder, "unpad", functools.partial(_build_stack, is_decoder=False))
     extend(decoder, "unpad", functools.partial(_build_stack, is_decoder=True))
     for module in find_biased(model):
@@ -120,7 +120,7 @@ def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
 
 
 def find_biased(model: nn.Module) -> list[Any]:
-    """Attention with T5's relative position bias, or that could have it."""
+    """Attention layers that have, or could have, T5's relative position bias."""
     return [
         module
         for module in model.modules()
@@ -133,7 +133,7 @@ def _build_biased(cls: Any) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
         if mask is not None and kwargs.get("position_bias") is None:
-            # By itself, the layer would make one for all pairs of tokens of the batch.
+            # By itself, the layer would build one for all pairs of tokens in the batch.
             kwargs["position_bias"] = _compute_bias(self, mask)
         return cls.forward(self, *args, **kwargs)
 
@@ -142,6 +142,7 @@ def _build_biased(cls: Any) -> dict[str, Any]:
 
 
 def _compute_bias(module: Any, mask: RowMask) -> Tensor:
+    """The bias of the longest row, which all rows share; one zero if the layer has no bias."""
     if mask.fused is None:
         rows, keys = mask.rows, mask.key_rows
         longest, longest_key, device = rows.longest, keys.longest, rows.places.device

@@ -1,8 +1,8 @@
-"""Whether a loss reads what the model returns for padding, which is not the same without it.
+"""Find out whether a loss reads the model's outputs for padding, which unpadding replaces by zeros.
 
 The model's own loss ignores padding, but a user's may read all of ``outputs.logits``. That cannot
-be known beforehand, so the first batch runs padded, and the gradient tells: it is zero for padding
-if and only if nothing behind the blocks depends on it. Checkpoints hold what was found.
+be known in advance, so the first batch runs padded, and its gradient shows it: for padding it is
+zero if and only if nothing after the blocks depends on padding. The answer is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import Sides
 from rapidformer.log import warn_once
 
-_OBSERVED: ContextVar[tuple[PaddingReader, Rows | Sides] | None] = ContextVar(
+_OBSERVED: ContextVar[tuple[PaddingObserver, Rows | Sides] | None] = ContextVar(
     "padding", default=None
 )
 
 
-class PaddingReader:
-    """What is known about a model's loss."""
+class PaddingObserver:
+    """What is known about a loss: whether it reads outputs for padding."""
 
     def __init__(self, *, is_trusted: bool) -> None:
         self._is_trusted = is_trusted
@@ -35,7 +35,7 @@ class PaddingReader:
 
     @property
     def ignores_padding(self) -> bool:
-        """False without gradients: there, nothing shows who reads the logits."""
+        """False without gradients: nothing shows then who reads the logits."""
         is_seen = self._reads_padding is False and torch.is_grad_enabled()
         return self._is_trusted or is_seen
 
@@ -53,7 +53,7 @@ class PaddingReader:
 
     @contextmanager
     def observe(self, rows: Rows | Sides) -> Iterator[None]:
-        """Look at the gradient of the call inside, unless it is known what the loss reads."""
+        """Watch the gradient of the forward pass inside, unless the answer is known."""
         if self._reads_padding is not None or not torch.is_grad_enabled():
             yield
             return
@@ -69,8 +69,8 @@ class PaddingReader:
         of_real = flat.index_select(0, rows.places)
         total, real = (int(each.count_nonzero()) for each in (flat, of_real))
         if real == 0 and total == 0:
-            return  # a batch without weight says nothing
-        # An encoder's output is looked at after its decoder's.
+            return  # a gradient of zero says nothing
+        # In an encoder-decoder model, this is called for both outputs.
         self._reads_padding = bool(self._reads_padding) or total > real
         if self._reads_padding:
             warn_once(
@@ -81,11 +81,11 @@ class PaddingReader:
 
 
 def observe_output(hidden: Tensor, *, is_decoder: bool) -> None:
-    """Tell the reader, if there is one, of the last block's output on a padded batch."""
+    """Watch the last block's output of a padded batch, if someone observes."""
     observed = _OBSERVED.get()
     if observed is not None and hidden.requires_grad:
-        reader, rows = observed
+        observer, rows = observed
         if isinstance(rows, Sides):
             rows = rows.decoder if is_decoder else rows.encoder
         if rows.is_padded(hidden):
-            hidden.register_hook(partial(reader.look, rows))
+            hidden.register_hook(partial(observer.look, rows))

@@ -1,0 +1,112 @@
+"""Which batches can run without padding: those whose loss cannot change.
+
+The model must get its labels, and every label must belong to a real token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
+from rapidformer.accel.unpad.padding_observer import PaddingObserver
+from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.sides import Sides, read_sides
+from rapidformer.accel.watched import find_asked
+from rapidformer.data.batch import get_host_copy
+from rapidformer.models.plan import shifts_labels
+from rapidformer.overlay import find_fact
+
+_LEAST_PADDING = 0.05
+"""Below this fraction of padding, removing it costs more than it saves."""
+
+
+def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
+    """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(labels, Tensor):
+        return None
+    if find_asked(model, given) or given.get("past_key_values") is not None:
+        return None
+    fixed = get_fixed_rows(mask)
+    if fixed is not None:
+        return fixed.rows
+    is_real = get_host_copy(mask).bool().numpy()
+    # One label per row says nothing about tokens, and reading it would wait for the device.
+    targets = get_host_copy(labels) if labels.shape == mask.shape else labels
+    if not _is_removable(model, is_real, targets):
+        return None
+    rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
+    # Compiled blocks take a sliding window only, and rows with gaps have none.
+    return None if rounds_up and not rows.is_contiguous else rows
+
+
+def read_fixed_rows(
+    model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0
+) -> FixedRows | None:
+    """What ``find_rows`` must return whenever a batch of this size is replayed.
+
+    The values are read in host memory. None if the loss must be seen on a padded batch first.
+    ``sizes_up`` rounds the number of tokens up to a later size.
+    """
+    observer, filling = find_fact(model, PaddingObserver), find_fact(model, Filling)
+    is_proven = observer is not None and filling is not None and filling.is_exact
+    if observer is not None and is_proven and _is_removable(model, is_real, labels):
+        if labels.shape != is_real.shape or observer.ignores_padding:
+            rows = Rows.read_filled(is_real, sizes_up)
+            if rows.is_contiguous:
+                return FixedRows(rows)
+        elif not observer.is_decided:
+            return None
+    return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
+    """Whether there is enough padding, and removing it cannot change the loss."""
+    if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
+        return False
+    is_causal = shifts_labels(model)
+    if labels.shape == is_real.shape and not _are_labels_real(labels, is_real, is_causal):
+        return False
+    # A classifier reads the first token. It must be real, as it was in ``proof.py``.
+    return is_causal or bool(is_real[:, 0].all())
+
+
+def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Sides | None:
+    """As ``find_rows``, for both sides of a model; None for a batch that a graph replays."""
+    if find_asked(model, given) or given.get("past_key_values") is not None:
+        return None
+    if get_fixed_rows(given.get("attention_mask")) is not None:
+        return None
+    # No cache of unpadded tokens can be returned, and without it a tuple would be shorter.
+    if given.get("use_cache") or given.get("return_dict") is False:
+        return None
+    return read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
+
+
+def is_packed(given: dict[str, Any]) -> bool:
+    """Whether only a batch's positions can tell its examples apart."""
+    positions = given.get("position_ids")
+    is_plain = isinstance(positions, Tensor) and positions.dim() == 2
+    return is_plain and given.get("attention_mask") is None and given.get("use_cache") is False
+
+
+def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
+    """The examples of packed rows; None if each row has just one, or something needs full rows."""
+    labels, positions = given.get("labels"), given["position_ids"]
+    if not isinstance(labels, Tensor) or find_asked(model, given):
+        return None
+    if labels.shape != positions.shape or given.get("past_key_values") is not None:
+        return None
+    rows = Rows.read_packed(get_host_copy(positions), positions.device, rounds_up=rounds_up)
+    return rows if len(rows.lengths) > len(positions) else None
+
+
+def _are_labels_real(labels: Tensor, is_real: Mask, is_shifted: bool) -> bool:
+    """Whether every label is predicted from a real token."""
+    is_trained = (labels != -100).numpy()
+    if is_shifted:
+        is_trained, is_real = is_trained[:, 1:], is_real[:, :-1]
+    return not bool((is_trained & ~is_real).any())
