@@ -28,6 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a bias of other lengths": {"bias": (1, HEADS, TOKENS, 1)},
     "causal, with more keys than queries": {"keys": 12, "bias": (1, HEADS, TOKENS, 12)},
     "everything dropped": {"dropout": 1.0},
+    "queries too far apart for 32 bits": {"distance": 2**28},
 }
 
 
@@ -56,8 +57,11 @@ def call(
     needs_gradient: bool = True,
     dropout: float = 0.1,
     mask: Tensor | None = None,
+    distance: int | None = None,
 ) -> Any:
-    query = torch.empty(BATCH, TOKENS, HEADS, size, dtype=dtype).transpose(1, 2)
+    row = distance or HEADS * size
+    strides = (TOKENS * row, size, row, 1)
+    query = torch.empty_strided((BATCH, HEADS, TOKENS, size), strides, dtype=dtype)
     key, value = torch.empty(2, BATCH, key_heads, keys, size, dtype=dtype).unbind()
     learned = None if bias is None else torch.empty(bias, requires_grad=needs_gradient)
     attend = interface.build_attention(plain)
@@ -115,7 +119,7 @@ def test_a_compiled_block_keeps_one_graph_for_all_lengths() -> None:
         return attended * 2
 
     compiled = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)
-    for tokens in (10, 12):
+    for tokens in (10, 16):
         projected = torch.empty(3, BATCH, HEADS, tokens, SIZE, dtype=torch.bfloat16)
         bias = torch.empty(1, HEADS, tokens, tokens, requires_grad=True)
         compiled(projected, bias).sum().backward()

@@ -1,10 +1,12 @@
-"""Whether Triton is there and its kernels run: torch's CPU builds come without it."""
+"""Whether Triton is there and its kernels run, and where: torch's CPU builds come without it."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -22,6 +24,11 @@ def has_triton(device: torch.device) -> bool:
 def _has_triton(device: torch.device) -> bool:
     is_capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (7, 0)
     return is_capable and importlib.util.find_spec("triton") is not None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever tensors it is given."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def works(what: str, trial: Callable[[], None]) -> bool:

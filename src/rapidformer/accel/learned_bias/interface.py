@@ -130,6 +130,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
         and bias.shape[2:] == (queries, keys)
         and queries * keys < _LARGEST
         and (queries + keys) * heads * size < _LARGEST
+        and all(part.shape[2] * part.stride(2) < _LARGEST for part in parts)
     )
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
-from rapidformer.compat.triton import has_triton, works
+from rapidformer.compat.triton import has_triton, on_device, works
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
-from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording, on_device
+from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from rapidformer.compat.triton import on_device
 from rapidformer.optim.multi_tensor.addresses import Addresses
-from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, on_device, send
+from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, send
 
 CHUNK, BLOCK, WARPS = 4096, 1024, 4
 _TENSORS_AT_ONCE = 128

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rapidformer.compat.triton import has_triton, works
+from rapidformer.compat.triton import has_triton, on_device, works
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
     TYPES,
     are_plain,
     build_chunks,
     is_recording,
-    on_device,
     send,
 )
 

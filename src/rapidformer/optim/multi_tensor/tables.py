@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +26,6 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 def is_recording(device: torch.device) -> bool:
     """Whether launches are recorded for a CUDA graph instead of being run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever tensors it is given."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def build_chunks(sizes: Sequence[int], chunk: int) -> Tensor:
