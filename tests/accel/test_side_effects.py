@@ -146,7 +146,7 @@ def test_values_outside_the_code_are_known() -> None:
         (Losses().count, "Losses.count changes self.calls"),
         (Losses().train_head, "uses a Linear with trainable weights outside the model"),
         (Losses().train_number, "uses self.temperature, a trainable weight outside the model"),
-        (eval("lambda batch: batch"), "has no source that could be checked"),
+        (eval("lambda batch: batch"), "has no source code to check"),
     ],
 )
 def test_a_step_that_does_more(step: Any, effect: str) -> None:

@@ -1,1 +1,1 @@
-"""One CUDA graph for the forward and backward passes of an update (``--cuda-graph``)."""
+"""``--cuda-graph``: replay the passes of an optimizer step as one CUDA graph."""

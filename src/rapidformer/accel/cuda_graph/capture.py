@@ -1,4 +1,4 @@
-"""Record what a function does on the device, and replay it without its Python code."""
+"""Record what a function runs on the device, and replay it without running its Python code."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 
 T = TypeVar("T")
 _MOST_RESERVED = 0.5
-"""Fraction of the device's memory above which a recording might not find enough."""
+"""If more of the device's memory is reserved than this, a recording might run out of it."""
 
 
 class Capture(Protocol):
-    """How passes are recorded; tests have one without a GPU."""
+    """How passes are recorded. An interface, so that tests can do it without a GPU."""
 
     @property
     def has_room(self) -> bool:
-        """Whether there is plenty of memory for more recordings."""
+        """Whether there is plenty of memory for further recordings."""
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         """Run the function as it will run while it is recorded.
 
-        With ``forbids_reads``, fail if it waits for the device: a recording cannot.
+        With ``forbids_reads``, fail if it waits for the device, which a recording must not do.
         """
 
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record without executing. Returns the result and a function that fills it: the replay."""
+        """Record without executing. Returns the result and the replay, which fills it."""
 
 
 class CudaCapture:
-    """torch's CUDA graphs, which share their memory."""
+    """Records with torch's CUDA graphs, all of which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,9 +44,9 @@ class CudaCapture:
         return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * total
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
-        """On the stream that records later: libraries set up their memory for each stream."""
+        """Run on the stream that records later: libraries allocate workspaces per stream."""
         current = torch.cuda.current_stream(self._device)
-        # Both ways, so memory of either stream can be used by the other without a mark.
+        # Each stream waits for the other, so memory may be used on both without record_stream().
         self._stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
         try:
@@ -70,15 +70,15 @@ class CudaCapture:
 
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """As ``torch.cuda.graph`` does, but memory is given back only if it may be needed.
+        """As ``torch.cuda.graph``, but cached memory is released only if it may be needed.
 
-        Otherwise the steps that follow would have to allocate it again.
+        Releasing it every time would make the next steps allocate it again.
         """
         if not self.has_room:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
-            # Only this thread is watched: the loader's threads may allocate pinned memory.
+            # Only calls of this thread can spoil it: loader threads may allocate pinned memory.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
@@ -86,7 +86,7 @@ class CudaCapture:
                 graph.capture_end()
 
     def _recover(self) -> None:
-        """Clean up after a failed capture: no random number can be drawn until one succeeds."""
+        """Record a trivial graph: after a failed capture, random numbers need a successful one."""
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         with suppress(RuntimeError):

@@ -1,7 +1,8 @@
-"""Batches at fixed places in memory, which a graph reads whenever it is replayed.
+"""Copy batches to fixed addresses, where a graph reads them at every replay.
 
-A batch's key is everything that Python code can see of it; the values of its tensors are copied.
-There must be few keys, so a batch whose padding is removed is first padded to one of a few widths.
+A batch's key is everything that Python code can see of it except the values of its tensors, and
+there is a graph for each key. To keep keys few, a batch that runs unpadded is first padded to one
+of a few widths.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class NotRepeatableError(RapidformerError):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A micro-batch and what a model would read off its mask."""
+    """A micro-batch, and what the model would read off its mask."""
 
     batch: Any
     arrays: Mapping[str, Array]
-    """The values of its tensors in host memory, padded; by their paths in the batch."""
+    """The padded values of its tensors in host memory, by path in the batch."""
     others: Mapping[str, Tensor]
-    """Tensors on the device, and those of types that NumPy does not have."""
+    """Tensors that are only on the device, or whose dtype NumPy does not have."""
     is_rounded: bool
-    """Whether sizes were rounded up."""
+    """Whether columns were added."""
     fixed: FixedRows | None
     key: Hashable
 
@@ -57,10 +58,10 @@ class Inputs:
 
 
 def read_inputs(model: nn.Module, batch: Any, *, sizes_up: int = 0) -> Inputs | None:
-    """Prepare a batch, from host memory only; None if it must run unchanged: the loss must be
-    seen on a padded batch first (``padding_observer.py``).
+    """Prepare a batch, from host memory only; None if it must run as it is.
 
-    ``sizes_up`` rounds the number of tokens up even further.
+    That is the case until the loss has been seen on a padded batch (``padding_observer.py``).
+    ``sizes_up`` rounds the number of tokens up to a later size.
     """
     columns, fills, fixed = None, dict[str, int](), None
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -87,7 +88,7 @@ def read_inputs(model: nn.Module, batch: Any, *, sizes_up: int = 0) -> Inputs | 
 def _read_values(
     batch: Any, fills: Mapping[str, int], columns: int | None
 ) -> tuple[dict[str, Array], dict[str, Tensor]]:
-    """Arrays and other tensors, by their paths."""
+    """A batch's tensors by path: those in host memory as arrays, and all others."""
     arrays: dict[str, Array] = {}
     others: dict[str, Tensor] = {}
 
@@ -105,7 +106,7 @@ def _read_values(
 
 
 def _widen(array: Array, columns: int | None, fill: int | None) -> Array:
-    """The array with columns added on the right, if it gets any."""
+    """Add columns on the right, unless the array has none to fill."""
     if columns is None or fill is None:
         return array
     wide = np.full((len(array), columns), fill, dtype=array.dtype)
@@ -114,6 +115,7 @@ def _widen(array: Array, columns: int | None, fill: int | None) -> Array:
 
 
 def _pad(tensor: Tensor, columns: int | None, fill: int | None) -> Tensor:
+    """``_widen`` for a tensor."""
     if columns is None or fill is None:
         return tensor
     return functional.pad(tensor, (0, columns - tensor.shape[1]), value=fill)
@@ -122,7 +124,7 @@ def _pad(tensor: Tensor, columns: int | None, fill: int | None) -> Tensor:
 def _choose_columns(
     model: Any, batch: Mapping[str, Any], mask: Tensor
 ) -> tuple[int | None, dict[str, int]]:
-    """The next width and the values to pad with; None if one of these values is unknown."""
+    """The next width and what to pad each tensor with; no width if that is unknown for one."""
     config = getattr(model, "config", None)
     pad = getattr(config, "pad_token_id", None)
     fills = {
@@ -145,7 +147,7 @@ def _choose_columns(
 
 
 class StaticInputs:
-    """A batch whose tensors keep their places."""
+    """A batch whose tensors keep their addresses."""
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
         self._packed = PackedTensors(inputs.list_arrays(), device)
@@ -159,11 +161,11 @@ class StaticInputs:
 
     @property
     def batch(self) -> Any:
-        """For one forward step, which may add and remove entries."""
+        """A copy of the containers, since a forward step may add and remove entries."""
         return map_tensors(self._batch, lambda name, tensor: tensor)
 
     def fill(self, inputs: Inputs) -> None:
-        """Copy a batch with the same key."""
+        """Copy in a batch with the same key."""
         self._packed.fill(inputs.list_arrays())
         for name, tensor in inputs.others.items():
             self._others[name].copy_(tensor, non_blocking=True)

@@ -1,7 +1,7 @@
 """Tensors next to each other in device memory, so that one copy from the host fills them all.
 
-A small model's step has a handful of small inputs. Launching a copy for each of them takes longer
-than the copies.
+A small model's step has a handful of small inputs, and launching a copy for each takes longer than
+copying.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 Array = NDArray[Any]
 _ALIGNMENT = 256
-"""Bytes. Kernels are compiled for aligned inputs."""
+"""In bytes: kernels are compiled for aligned inputs."""
 
 
 class PackedTensors:
-    """Tensors that keep their places."""
+    """Tensors that keep their addresses."""
 
     def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
@@ -42,11 +42,12 @@ class PackedTensors:
         for start, array in zip(self._starts, arrays, strict=False):
             place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
             place[...] = array
-        # Until the copy is done, torch does not use this pinned memory for anything else.
+        # torch does not reuse this pinned memory until the copy is done.
         self._memory.copy_(host, non_blocking=True)
 
 
 def _view(memory: Tensor, array: Array) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    # Views count their changes together, but changing one of these does not change the others.
+    # ``.data``: views share a version counter, so that changing one would invalidate the others,
+    # which autograd may have saved.
     return memory.view(dtype).view(array.shape).data

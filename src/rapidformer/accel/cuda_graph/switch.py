@@ -1,6 +1,6 @@
-"""Applies ``--cuda-graph``: decides whether the passes of this model may be replayed at all.
+"""Applies ``--cuda-graph``: decides whether this model's passes may be replayed at all.
 
-The engine records them later (``engine/graphs.py``), when it has seen them run.
+The engine records them later (``engine/graphs.py``), once it has seen them run.
 """
 
 from __future__ import annotations
