@@ -1,1 +1,1 @@
-"""``--fused-loss``: cross entropy from hidden states, so that no rank holds all logits at once."""
+"""``--fused-loss``: cross entropy straight from hidden states, without ever holding all logits."""

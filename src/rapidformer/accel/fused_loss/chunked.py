@@ -2,9 +2,8 @@
 
 The logits of a large vocabulary are the largest tensor of a step: fp32 logits of 16,384 tokens
 over 128,256 words take 8 GB, and their gradient as much again. Here a chunk's logits exist only
-until its loss and its gradients are known. The gradients of the hidden states and of the head are
-computed in the forward pass, with the loss's own gradient taken to be 1; the backward pass scales
-them.
+until its loss and its gradients are known. So the forward pass already computes the gradients of
+hidden states and head, as if the loss's own gradient were 1, and the backward pass scales them.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
 
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-"""Of a chunk's logits in fp32: large enough for full matrix products, small next to the model."""
+"""Size of a chunk's logits in fp32: enough for fast matrix products, little next to a model."""
 
 _HEADROOM = 2.0**8
-"""By which fp16 rows are divided before they are summed: no bits of a value around 1 are lost."""
+"""fp16 rows are divided by this before they are summed. A power of two costs no bits near 1."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How losses follow from the head's outputs."""
+    """How to compute losses from the head's outputs."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     steps: tuple[Step, ...] = ()
     words: VocabularySlice | None = None
-    """Set if the head has this rank's slice of the words. ``hidden`` is then the same on all ranks,
-    and so is the loss; the gradient of ``hidden`` is this rank's part of a sum."""
+    """Set if the head has only this rank's slice of the vocabulary. Then ``hidden`` and the loss
+    are the same on all ranks, and the gradient of ``hidden`` is this rank's term of a sum."""
 
     def run_steps(self, logits: Tensor) -> Tensor:
-        """The logits that the loss is computed from."""
+        """Apply the steps to the head's outputs."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -56,7 +55,7 @@ def sum_losses(
     ``hidden`` has a row for each label.
     """
     if hidden.device.type == "cpu":
-        # On a GPU, choosing rows would make the host wait for their number.
+        # Not on a GPU: the host would wait to learn how many rows are selected.
         is_kept = labels != recipe.ignore_index
         hidden, labels = hidden[is_kept], labels[is_kept]
     if recipe.words is not None:
@@ -84,10 +83,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, labels = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+        if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
             return *_differentiate_plainly(ctx, gradient), None, None
-        # Given away, so that a gradient can become ``.grad`` without a copy. A second backward pass
-        # through the same graph computes them again.
+        # Drop our reference, so that a gradient can become ``.grad`` without a copy. A second
+        # backward pass through the same graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
@@ -95,11 +94,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients, themselves differentiable, from all logits at once."""
     hidden, weight, bias, labels = ctx.saved_tensors
-    # Aliases: hooks on the parameters must run only if the caller wants their gradients.
+    # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
     hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
     bias = None if bias is None else bias.view_as(bias)
-    # Autocast, which would cast the weight, has ended by now.
+    # Cast by hand: autocast has ended by now.
     offset = None if bias is None else bias.to(hidden.dtype)
     product = functional.linear(hidden, weight.to(hidden.dtype), offset)
     words = ctx.recipe.words
@@ -127,7 +127,7 @@ def _compute(
     table = weight.to(dtype)
     offset = None if bias is None else bias.to(dtype)
     of_hidden = torch.empty_like(hidden) if needs[0] else None
-    # Sums over all rows, which fp16 may not hold; autograd casts them once they are scaled.
+    # Sums over all rows may overflow fp16. Autograd casts them back after they are scaled.
     wide = torch.float32 if weight.dtype == torch.float16 else weight.dtype
     of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
@@ -151,24 +151,24 @@ def _compute(
 
 
 def get_compute_type(hidden: Tensor) -> torch.dtype:
-    """The type that a linear layer computes in here."""
+    """The dtype that a linear layer would compute in, here and now."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _choose_chunk(rows: int, width: int, device: torch.device) -> int:
-    """A power of two: matrix products run best on such sizes."""
+    """Rows per chunk: a power of two, which suits matrix products best."""
     most = max(_CHUNK_BYTES.get(device.type, 2**28) // (4 * width), 128)
     return 1 << min(most.bit_length() - 1, max(rows - 1, 0).bit_length())
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
-    """Add ``gradient.T @ rows``; sums of 16-bit products are kept in the weight's own type."""
+    """Add ``gradient.T @ rows`` to ``total``, which may have a wider dtype."""
     if total.is_cuda and total.dtype == torch.float32 != gradient.dtype:
-        # Added in fp32 by the matrix product itself.
+        # The matrix product itself adds in fp32.
         torch.addmm(total, gradient.T, rows, out_dtype=torch.float32, out=total)
     elif gradient.dtype == torch.float16:
-        # A chunk's sum may overflow. A smaller loss scale could not prevent it: it comes later.
+        # A chunk's sum may overflow, and the loss scale is applied too late to prevent that.
         total.add_(gradient.T @ (rows / _HEADROOM), alpha=_HEADROOM)
     elif total.dtype == gradient.dtype:
         total.addmm_(gradient.T, rows)
@@ -185,13 +185,13 @@ def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, 
         changed = recipe.run_steps(leaf)
     values = changed.detach()
     if _overwrites(values, recipe):
-        values = values.clone()  # the gradient of tanh, say, needs what tanh returned
+        values = values.clone()  # a step's gradient may need its output, as that of tanh does
     losses, gradient = _differentiate_fast(values, labels, recipe)
     return losses, torch.autograd.grad(changed, leaf, gradient)[0]
 
 
 def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """The fastest way to ``differentiate``, which may overwrite the logits."""
+    """``differentiate`` in the fastest way available, which may overwrite the logits."""
     if recipe.words is not None:
         run = recipe.words.differentiate
     elif _overwrites(logits, recipe):
@@ -202,22 +202,22 @@ def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple
 
 
 def _overwrites(logits: Tensor, recipe: Recipe) -> bool:
-    """Whether the gradient of these logits replaces them: the Triton kernel's does."""
+    """Whether ``_differentiate_fast`` overwrites these logits: the Triton kernel does."""
     return recipe.words is None and has_triton(logits.device)
 
 
 def differentiate(
     logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' cross entropies, and its gradient in the logits' own type."""
+    """The sum of the rows' cross entropies, and its gradient in the logits' dtype."""
     is_ignored = (labels == ignore_index)[:, None]
     index = labels[:, None].masked_fill(is_ignored, 0)
-    chances = functional.log_softmax(logits.float(), -1)
-    losses = chances.gather(1, index) * (smoothing - 1)
+    log_probabilities = functional.log_softmax(logits.float(), -1)
+    losses = log_probabilities.gather(1, index) * (smoothing - 1)
     if smoothing:
-        losses -= smoothing * chances.mean(-1, keepdim=True)
+        losses -= smoothing * log_probabilities.mean(-1, keepdim=True)
     # In place from here on: this is the largest tensor.
-    gradient = chances.exp_()
+    gradient = log_probabilities.exp_()
     if smoothing:
         gradient -= smoothing / gradient.shape[-1]
     gradient.scatter_add_(1, index, torch.full_like(losses, smoothing - 1))

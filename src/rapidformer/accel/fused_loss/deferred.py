@@ -1,9 +1,9 @@
 """Logits that are computed only if something other than a cross entropy needs them.
 
-In training, the head returns ``DeferredLogits``: they know their shape, follow the reshaping,
-shifting and scaling that models and losses do, and give a cross entropy chunk by chunk. Any other
-operation computes them whole, as the head would have. So a model's own loss, a user's loss over
-``outputs.logits`` and an accuracy that is printed now and then all work unchanged.
+In training, the head returns ``DeferredLogits``. They know their shape, record the reshaping,
+shifting and scaling that models and losses do, and compute a cross entropy chunk by chunk. Any
+other operation computes all of them, as the head would have. So a model's own loss, a user's loss
+over ``outputs.logits`` and an accuracy printed now and then all work unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import ConfigurationError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits that can be deferred. Their losses are computed in fp32."""
+"""Dtypes of logits that can be deferred. Losses are computed in fp32."""
 
 ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
 """Rows of hidden states, their labels, a recipe -> the sum of the losses."""
@@ -41,15 +41,18 @@ class DeferredLogits(torch.Tensor):
 
     _head: Head
     _hidden: Tensor
-    """Shaped as the logits are, except for the last dimension."""
+    """Same shape as the logits, except for the last dimension."""
     _steps: tuple[Step, ...]
     _computed: Tensor | None
     _is_followed: bool
-    """Whether something was derived from these logits without computing them."""
+    """Whether something was derived without computing the logits: it is too late for hooks then."""
 
     def get_hidden(self) -> Tensor:
-        """What the head is applied to. Its gradient runs hooks that were registered on the logits:
-        FSDP gathers weights in one on every output of the model."""
+        """What the head is applied to.
+
+        Its gradient runs the hooks that were registered on the logits: FSDP puts one on every
+        output of the model, to gather weights.
+        """
         self._is_followed = True
         hidden: Tensor = _Through.apply(self._hidden, self)  # type: ignore[no-untyped-call]
         return hidden
@@ -58,7 +61,7 @@ class DeferredLogits(torch.Tensor):
         """The logits as a plain tensor, with their gradient."""
         if self._computed is not None:
             return self._computed
-        # With a gradient even if asked for under no_grad: a loss may use them afterwards.
+        # With a gradient even under no_grad: the result is kept, and a loss may use it later.
         with torch.enable_grad():
             logits = self._head.compute(_Through.apply(self._hidden, self))  # type: ignore[no-untyped-call]
             for step in self._steps:
@@ -95,7 +98,7 @@ def defer(
     head: Head, hidden: Tensor, width: int, dtype: torch.dtype, steps: tuple[Step, ...] = ()
 ) -> DeferredLogits:
     """The outputs of ``head`` for ``hidden``, not computed yet."""
-    # Without memory: one value, expanded. Only autograd sees it, which runs hooks on it.
+    # One value, expanded, takes no memory. Only autograd sees it, to run hooks.
     stand_in = _StandIn.apply(hidden, width, dtype)  # type: ignore[no-untyped-call]
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits._head, logits._hidden, logits._steps = head, hidden, steps
@@ -104,6 +107,8 @@ def defer(
 
 
 class _StandIn(torch.autograd.Function):
+    """A tensor with the logits' shape and place in the autograd graph, but without values."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         value = torch.full((), float("nan"), dtype=dtype, device=hidden.device)
@@ -111,8 +116,8 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        # ``_Through`` sends one zero, expanded. Anything else would be lost here: custom autograd
-        # functions bypass ``__torch_function__``, so they took these logits for real ones.
+        # ``_Through`` sends one zero, expanded. Any other gradient comes from a custom autograd
+        # function, which bypasses ``__torch_function__`` and took this for real logits.
         if any(gradient.stride()) and bool(gradient.any()):
             raise ConfigurationError(
                 "The logits were used by a torch.autograd.Function, which --fused-loss cannot "
@@ -122,7 +127,7 @@ class _StandIn(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """Hidden states, as if they came out of the logits."""
+    """Passes hidden states on as if they came from the logits, so that hooks on the logits run."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, logits: Tensor) -> Tensor:
@@ -134,7 +139,9 @@ class _Through(torch.autograd.Function):
         return gradient, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
 
 
-# ---- what can be followed without computing ------------------------------------------------------
+# ---- operations on logits that do not compute them -----------------------------------------------
+#
+# Each returns NotImplemented if the logits must be computed after all.
 
 
 def _compute_loss(
@@ -152,7 +159,7 @@ def _compute_loss(
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
     if not is_plain or not is_labelled or logits.dim() != 2 or reduction not in ("mean", "sum"):
         return NotImplemented
-    # The loss is computed in fp32 anyway.
+    # Widening to fp32 is not a step: the loss is computed in fp32 anyway.
     steps = () if set(logits._steps) <= {Tensor.float} else logits._steps
     recipe = Recipe(ignore_index=ignore_index, label_smoothing=label_smoothing, steps=steps)
     total = logits._head.compute_loss(logits.get_hidden(), target, recipe)
@@ -190,7 +197,7 @@ def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
     return _replace(logits, logits.get_hidden()[index])
 
 
-def _lay_out(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
+def _make_contiguous(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
     if logits._hidden.is_contiguous():
@@ -199,7 +206,7 @@ def _lay_out(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
 
 
 def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    # On a tensor of one element, to see what the call asks for.
+    # Try the call on one element, to see which dtype and device it asks for.
     kind = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
     if kind.device != logits.device or kind.dtype not in DTYPES:
         return NotImplemented
@@ -219,7 +226,7 @@ def _scale(func: Any, logits: DeferredLogits, factor: Any = None, **kwargs: Any)
     return _replace(logits, step=lambda x: func(x, factor))
 
 
-def _bend(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
+def _apply_tanh(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
     return NotImplemented if kwargs else _replace(logits, step=func)
 
 
@@ -240,10 +247,10 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     Tensor.view: _reshape, Tensor.reshape: _reshape,
     Tensor.flatten: _flatten, torch.flatten: _flatten,
     Tensor.__getitem__: _index,
-    Tensor.contiguous: _lay_out,
+    Tensor.contiguous: _make_contiguous,
     Tensor.float: _cast, Tensor.to: _cast,
     Tensor.mul: _scale, Tensor.__mul__: _scale, Tensor.__rmul__: _scale,
     Tensor.div: _scale, Tensor.__truediv__: _scale,
     torch.mul: _scale, torch.div: _scale,
-    Tensor.tanh: _bend, torch.tanh: _bend,
+    Tensor.tanh: _apply_tanh, torch.tanh: _apply_tanh,
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """The loss of a chunk of logits and its gradient in one Triton kernel.
 
 Eager torch reads and writes a chunk's logits about ten times; here each row is read twice, the
-second time from the cache, and the gradient is written once, over the logits. It does not need
-``--compile``: the kernel is ready in a second and takes any number of rows.
+second time from the cache, and the gradient is written once, over the logits. This does not need
+``--compile``: the kernel is ready within a second and takes any number of rows.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -18,7 +18,7 @@ from triton import language as tl
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LANES = 1024
 _COUNT = 8
-"""Columns that a lane, which is one thread, has of each block; it adds them up on its own."""
+"""Columns of a block that one lane, which is one thread, reduces on its own."""
 
 
 def differentiate_in_place(
@@ -31,7 +31,8 @@ def differentiate_in_place(
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     rows, width = logits.shape
     lanes = min(max(triton.next_power_of_2(width) // _COUNT, 128), _LANES)
-    # Neighbours are read at once if rows are aligned. Otherwise neighbouring threads read them.
+    # If rows are aligned, a thread loads adjacent columns at once. Otherwise adjacent threads load
+    # adjacent columns.
     axis = 1 if width % 16 == 0 and logits.stride(0) % 16 == 0 else 0
     _differentiate_row[(rows,)](
         logits, logits.stride(0), labels, labels.stride(0), losses, width, ignore_index,
@@ -58,7 +59,7 @@ def _differentiate_row(  # type: ignore[no-untyped-def]
     label = tl.load(labels + row * label_step)
     logits += row * step
     block: tl.constexpr = lanes * count
-    if axis == 1:  # that of a lane's columns
+    if axis == 1:  # the axis of a lane's columns
         columns = tl.arange(0, lanes)[:, None] * count + tl.arange(0, count)[None, :]
     else:
         columns = tl.arange(0, count)[:, None] * lanes + tl.arange(0, lanes)[None, :]
@@ -67,11 +68,11 @@ def _differentiate_row(  # type: ignore[no-untyped-def]
             tl.store(logits + start + columns, 0.0, mask=start + columns < width)
         tl.store(losses + row, 0.0)
         return
-    # Each lane has its own largest value and sum: threads wait for each other only after the row.
+    # Each lane keeps its own largest value and sum, so threads wait for each other once per row.
     largest = tl.full((lanes,), -1.0e38, tl.float32)
     exponentials = tl.zeros((lanes,), tl.float32)
     total = tl.zeros((lanes,), tl.float32)
-    # Whole blocks, which need no mask, and the rest of the row.
+    # Full blocks need no mask; the rest of the row does.
     whole = width // block * block
     for start in range(0, whole, block):
         values = tl.load(logits + start + columns).to(tl.float32)
@@ -92,7 +93,7 @@ def _differentiate_row(  # type: ignore[no-untyped-def]
         even = smoothing / width
         loss -= even * tl.sum(total, 0)
     tl.store(losses + row, loss)
-    # Every thread has read the label's logit before one of them overwrites it.
+    # All threads must have read the label's logit before one of them overwrites it.
     tl.debug_barrier()
     scaled = normalizer * _LOG2_E
     tl.store(logits + whole + columns, tl.exp2(rest * _LOG2_E - scaled) - even, mask=is_word)
@@ -112,6 +113,6 @@ def _add_exponentials(  # type: ignore[no-untyped-def]
 ):
     """Add a block's exponentials to each lane's sum, with the lane's largest value taken out."""
     above = tl.maximum(largest, tl.max(values, axis))
-    # A power of 2 takes one instruction less than one of e: product and difference are one.
+    # exp2 takes one instruction less than exp: its multiplication and subtraction are fused.
     powers = tl.exp2(values * _LOG2_E - tl.expand_dims(above * _LOG2_E, axis))
     return above, exponentials * tl.exp(largest - above) + tl.sum(powers, axis)

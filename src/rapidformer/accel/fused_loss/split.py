@@ -1,9 +1,9 @@
-"""The same loss on ranks that share the work: each has a slice of the words, of the rows, or both.
+"""The fused loss split over ranks: each has a slice of the vocabulary, of the rows, or both.
 
-Under tensor parallelism each rank computes the logits of its words. For every chunk of rows, two
-small reductions pass between the ranks, as for logits that are held whole. Under context
-parallelism every rank has the hidden states of all tokens after the last block, so each takes some
-of the rows, whichever tokens they are, and the sums are added up.
+Under tensor parallelism, each rank computes the logits of its words, and ranks exchange two small
+reductions per chunk of rows, as they do for undeferred logits. Under context parallelism, every
+rank has the hidden states of all tokens after the last block. So each takes a slice of the rows,
+whichever tokens they belong to, and the sums are added up.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rapidformer.dist.vocabulary import check_ids, compare_rows
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """This rank's slice of the words."""
+    """This rank's slice of the vocabulary."""
 
     group: Group
     length: int
-    """Words on all ranks."""
+    """Words in the whole vocabulary."""
 
     @property
     def width(self) -> int:
-        """Words of the largest slice: chunks must be equal on all ranks."""
+        """Words in the largest slice: all ranks must choose the same chunks."""
         return -(-self.length // dist.get_world_size(self.group))
 
     def cut(self, weight: Tensor) -> Tensor:
-        """This rank's slice of a weight, if it is the whole one."""
+        """This rank's slice of a weight, unless it is a slice already."""
         return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
 
     def join(self, logits: Tensor) -> Tensor:
@@ -63,5 +63,5 @@ class VocabularySlice:
 
 
 def take_rows(hidden: Tensor, labels: Tensor, region: ContextRegion) -> tuple[Tensor, Tensor]:
-    """This rank's slice of the rows. ``region.sum`` adds up what ranks compute from them."""
+    """This rank's slice of the rows; ``region.sum`` adds up the results of all ranks."""
     return region.enter(hidden[None])[0], region.slice(labels[None])[0]

@@ -1,8 +1,8 @@
 """Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
 
-The loss runs inside a second call of the head, so that a module which is sharded on its own is
-gathered when its weight is used. A head with a user's hooks is left as it is. Tensor parallelism
-has split the head by now; context parallelism comes later and leaves its region on the head.
+The loss runs inside a second call of the head, so that a head which is sharded on its own is
+gathered when its weight is used. A head with a user's hooks is not changed. Tensor parallelism has
+already split the head; context parallelism is applied later and puts its region on the head.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, list_layers
 
 _LARGE = 4096
-"""Words from which ``auto`` uses it: below, the logits are no larger than other activations."""
+"""Smallest vocabulary for ``auto``: below, logits are no larger than other activations."""
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Let the head's outputs exist only chunk by chunk, if there is a large head."""
+    """Defer the logits, if the model has a large head."""
     mode = assembly.args.fused_loss
     head = find_head(assembly.model)
     obstacle = _find_obstacle(assembly, head)
     if obstacle is not None:
-        # Of a pipeline, only the last stage has the head.
+        # In a pipeline, only the last stage has the head.
         if mode == "on" and assembly.pipeline is None:
             raise ConfigurationError(f"--fused-loss on: {obstacle}. Leave the flag out.")
         return None
@@ -53,8 +53,8 @@ def apply(assembly: Assembly) -> str | None:
         return None
 
     def gather(parameter: Tensor) -> Tensor:
-        # A loss over ``outputs.logits`` may come after the forward pass, when weights are sharded
-        # again. The synchronizer is made by a later switch.
+        # A loss over ``outputs.logits`` may run after the forward pass, when weights are sharded
+        # again. Looked up late: a later switch creates the synchronizer.
         return gather_weight(assembly.synchronizer, parameter)
 
     apply_fused_loss(head, always=mode == "on", gather=gather)
@@ -62,7 +62,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
-    """The layer that gives a logit for each word of the vocabulary."""
+    """The layer that computes a logit for each word of the vocabulary."""
     find: Any = getattr(model, "get_output_embeddings", None)
     head: Any = find() if callable(find) else None
     # Not a subclass: its forward may do more than a product.
@@ -108,7 +108,7 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
             if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
                 head = Head(functools.partial(self, is_wanted=True), self)
                 width = self.out_features if words is None else words.length
-                # Cast now: the logits may be needed after autocast has ended.
+                # Cast now: autocast may have ended when the logits are needed.
                 return defer(head, hidden.to(dtype), width, dtype)
             result: Tensor = cls.forward(self, hidden)
             return result
@@ -155,5 +155,5 @@ def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _pays(head: nn.Linear, hidden: Tensor) -> bool:
-    """Whether the logits take more memory than the head's gradient, which is held instead."""
+    """Whether the logits would take more memory than the head's gradient, held in their place."""
     return hidden.shape[:-1].numel() * 2 >= head.in_features
