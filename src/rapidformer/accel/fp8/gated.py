@@ -1,7 +1,7 @@
-"""Gated MLPs, ``down(silu(gate(x)) * up(x))``: all their fp8 products as one function.
+"""Gated MLPs, ``down(silu(gate(x)) * up(x))``, as one function with fp8 products.
 
-Between its products, a gated MLP reads and writes its largest tensors. Known as a whole, it takes
-two passes over them in the forward pass and two in the backward pass.
+Between its products, a gated MLP reads and writes its largest tensors. Written as one function, it
+reads them twice in the forward pass and twice in the backward pass.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def find_names(module: nn.Module) -> Names | None:
 
 
 def _trace(module: nn.Module) -> str:
-    """The formula of a module in training; empty if it has none, or keeps what it computes."""
+    """The formula of a module in training; empty if there is none, or the module changes itself."""
     before = dict(vars(module))
-    module.training = True  # --fp8 is for training: code for evaluation may do less
+    module.training = True  # fp8 is used in training only, and a module may do less in evaluation
     kept = dict(vars(module))
     try:
         formula = _describe(module)
         is_pure = vars(module).keys() == kept.keys() and all(
             value is kept[name] for name, value in vars(module).items()
         )
-    except Exception:  # whatever a model's code raises when it is traced
+    except Exception:  # a model's code may raise anything when it is traced
         return ""
     finally:
         vars(module).clear()
@@ -62,14 +62,14 @@ def _trace(module: nn.Module) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Does not look into a module's layers."""
+    """Treats every layer of a module as one call."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
 def _describe(module: nn.Module) -> str:
-    """What a module computes from its only argument x, as a formula."""
+    """What a module computes from its only argument, as a formula such as ``down(up(x))``."""
     formulas: dict[Any, str] = {}
     for node in _Tracer().trace(module).nodes:
         values = [formulas.get(each, repr(each)) for each in node.args]
@@ -87,6 +87,7 @@ def _describe(module: nn.Module) -> str:
 
 
 def _name(module: nn.Module, node: fx.Node) -> str:
+    """The name of a call in a formula: ``silu`` for both forms of it, a layer's attribute."""
     if node.op == "call_module":
         is_activation = is_silu(type(module.get_submodule(str(node.target))))
     else:
@@ -95,7 +96,7 @@ def _name(module: nn.Module, node: fx.Node) -> str:
 
 
 def multiply_gated(input: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The MLP with these weights, under autocast."""
+    """Run the MLP with these weights, under autocast."""
     rows, added = lay_out(input)
     return restore(_GatedProduct.apply(rows, gate, up, down), input, added)
 
@@ -132,7 +133,7 @@ class _GatedProduct(torch.autograd.Function):
         gradient, scale = quantize(gradient, BACKWARD)
         to_product = multiply(gradient, scale, down, down_scale)
         largest = operator.find_largest_gradients(gate_output, up_output, to_product)
-        # Two tensors, not two views of one: products need addresses that are multiples of 16.
+        # Two tensors, not views of one: scaled products need addresses that are multiples of 16.
         scales = [get_scale(each.amax(), BACKWARD) for each in largest.unbind()]
         to_gate, to_gate_t, to_up, to_up_t, product_t = operator.round_gradients(
             gate_output, up_output, to_product, product_scale, *scales
@@ -141,8 +142,8 @@ class _GatedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             to_rows = multiply(to_gate, scales[0], gate, gate_scale)
             to_rows = to_rows + multiply(to_up, scales[1], up, up_scale)
-        # A kernel of its own: torch.compile would transpose in the kernel of a normalization, whose
-        # programs have one row each and would write single bytes.
+        # A separate kernel: torch.compile would transpose in a normalization's kernel, whose
+        # programs handle one row each and would write single bytes.
         rows_t = operator.transpose(rows)
         multiply = functools.partial(multiply_scaled, dtype=weight_dtype)
         return (

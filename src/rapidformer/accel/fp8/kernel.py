@@ -1,8 +1,8 @@
 """Triton kernels between the fp8 products of a gated MLP.
 
-They read ``gate`` and ``up`` twice, once for the largest value and once to round, because writing
-the values in between to memory would take longer than computing them again. Rounding to fp8
-saturates in Triton, and NaN stays NaN.
+They read ``gate`` and ``up`` twice, once to find the largest value and once to round: writing the
+values in between to memory would take longer than computing them again. In Triton, rounding to fp8
+saturates, and NaN stays NaN.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -20,9 +20,9 @@ from triton import language as tl
 from rapidformer.accel.fp8.rounding import PART
 
 LINE = (PART, 4)
-"""Elements of a program that reads a tensor from start to end, and its warps."""
+"""Elements and warps of a program that reads a tensor from start to end."""
 TILE = (64, 64, 4)
-"""Rows and columns of a program that also writes transposed, and its warps."""
+"""Rows, columns and warps of a program that also writes its tile transposed."""
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -84,7 +84,7 @@ def _get_grid(tensor: Tensor) -> tuple[int, int]:
 
 
 def _get_words(transposed: Tensor) -> Tensor:
-    """Four rows of the original per word."""
+    """A transposed tensor as 32-bit words: each has four rows of the original."""
     return transposed.view(torch.uint32)
 
 
@@ -150,16 +150,16 @@ def _round_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_tile(quarter, columns, block_r: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tile starts, and each fourth row's places from there; then both in words, transposed.
+    """A tile's start and the offsets of every fourth row; the same in transposed words; the mask.
 
-    The bytes of four rows are written as one word of a column: to exchange single bytes, threads
-    would need four times as many instructions. ``quarter`` is a fourth of the number of rows.
+    The bytes of four rows are written as one word of a column, since threads would need four times
+    as many instructions to exchange single bytes. ``quarter`` is a fourth of the number of rows.
     """
     row = tl.program_id(1) * (block_r // 4)
     column = tl.program_id(0) * block_c
     r = tl.arange(0, block_r // 4)[:, None]
     c = tl.arange(0, block_c)[None, :]
-    # Only a tile's start may need 64 bits.
+    # Offsets within a tile fit in 32 bits; its start may not.
     start = 4 * row.to(tl.int64) * columns + column
     start_in_words = column.to(tl.int64) * quarter + row
     mask = (r < quarter - row) & (c < columns - column)
@@ -168,7 +168,7 @@ def _find_tile(quarter, columns, block_r: tl.constexpr, block_c: tl.constexpr): 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(tensor, step, mask):  # type: ignore[no-untyped-def]
-    """Four rows of each place, in fp32."""
+    """Four adjacent rows, ``step`` elements apart, in fp32."""
     a = tl.load(tensor, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(tensor + step, mask=mask, other=0.0).to(tl.float32)
     c = tl.load(tensor + 2 * step, mask=mask, other=0.0).to(tl.float32)
@@ -208,8 +208,8 @@ def _round_gradients(  # type: ignore[no-untyped-def]
     g_factor = 1.0 / tl.load(gate_scale)
     u_factor = 1.0 / tl.load(up_scale)
     p_factor = 1.0 / tl.load(product_scale)
-    # The same again, so that words are rounded separately: ptxas 12.8 confuses bytes that are
-    # stored in a row as well as in a word.
+    # Loaded a second time, so that words are rounded separately: ptxas 12.8 mixes up bytes that are
+    # stored both in a row and in a word.
     g_again = 1.0 / tl.load(gate_scale, volatile=True)
     u_again = 1.0 / tl.load(up_scale, volatile=True)
     g0, u0, p0 = _differentiate(g0, u0, d0)

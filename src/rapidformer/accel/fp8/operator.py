@@ -1,4 +1,7 @@
-"""The kernels as operators of torch, so that torch.compile does not look inside."""
+"""The kernels as torch operators, which torch.compile does not trace into.
+
+Each runs ``kernel.py`` if Triton works on the device, and ``plain.py`` otherwise.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rapidformer.compat.triton import has_triton, works
 
 @functools.cache
 def can_run(device: torch.device) -> bool:
-    """Whether the kernels run on a device: they are tried once, and a warning says why not."""
+    """Whether the kernels work on a device. They are tried once; a warning says why they do not."""
     return has_triton(device) and works("fp8", functools.partial(_try, device))
 
 
@@ -34,6 +37,7 @@ def _try(device: torch.device) -> None:
 
 
 def _run(module: ModuleType, values: Tensor, scale: Tensor) -> list[Tensor]:
+    """The results of all functions of ``kernel`` or ``plain``."""
     gate, up, gradient = values.unbind()
     rounded, outputs = torch.empty_like(gate, dtype=FORWARD), _make_outputs(gate)
     transposed = rounded.new_empty(rounded.shape[::-1])
@@ -45,6 +49,7 @@ def _run(module: ModuleType, values: Tensor, scale: Tensor) -> list[Tensor]:
 
 
 def _choose(device: torch.device) -> ModuleType:
+    """The module that computes on a device."""
     if not can_run(device):
         return plain
     from rapidformer.accel.fp8 import kernel

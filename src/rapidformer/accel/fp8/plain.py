@@ -1,4 +1,4 @@
-"""What ``kernel`` computes, in torch's operations: for CPUs, and if Triton is missing or fails."""
+"""The functions of ``kernel.py`` in plain torch, for CPUs and if Triton is missing or fails."""
 
 from __future__ import annotations
 

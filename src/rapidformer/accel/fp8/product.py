@@ -1,4 +1,4 @@
-"""A linear layer whose products, forward and backward, are in fp8."""
+"""A linear layer whose three matrix products, one forward and two backward, are in fp8."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lay_out(input: Tensor) -> tuple[Tensor, int]:
-    """The input in autocast's dtype as rows, and how many rows of zeros were added.
+    """The input as rows in autocast's dtype, and how many rows of zeros were added.
 
-    The weight's gradient sums over rows, and the kernel sums over multiples of 16.
+    The weight's gradient is a sum over rows, of which fp8 products need a multiple of 16.
     """
     dtype = torch.get_autocast_dtype(input.device.type)
     rows = input.to(dtype).reshape(-1, input.shape[-1])
@@ -42,7 +42,7 @@ def restore(output: Tensor, input: Tensor, added: int) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``rows @ weight.t()``; what it keeps for the backward pass is in fp8 too."""
+    """``rows @ weight.t()``. What it keeps for the backward pass is in fp8 too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:

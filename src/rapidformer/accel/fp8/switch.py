@@ -1,9 +1,9 @@
 """``--fp8``: the blocks' large matrix products in 8-bit floating point.
 
 Each tensor is scaled by its largest value right before it is rounded, so there is no history of
-scales to keep: weights, gradients, optimizer and checkpoints are those of a bf16 run. Inputs and
-weights are rounded to e4m3, gradients, which have a wider range, to e5m2. Evaluation and generation
-use bf16, like everything outside these products.
+scales to keep, and weights, gradients, optimizer and checkpoints are those of a bf16 run. Inputs
+and weights are rounded to e4m3; gradients, which have a wider range, to e5m2. Evaluation and
+generation use bf16, like everything outside these products.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, get_own_class, list_layers
 
-# Below this, rounding costs more time than the faster product saves.
 SMALLEST = 1024
+"""Inputs and outputs of a layer: below, rounding costs more time than the faster product saves."""
 _FIRST_CAPABILITY = (8, 9)
 
 
 def find_fp8_problem(device: torch.device) -> str | None:
-    """Why a device cannot be used: it has no fp8 products."""
+    """Why ``--fp8`` cannot work on a device; None if it can."""
     if device.type == "cpu":
         if processor.is_emulation_wanted():
             return None
         name = "a CPU"
     else:
-        # AMD's GPUs have another fp8 format.
+        # AMD GPUs use another fp8 format.
         is_nvidia = torch.version.hip is None
         if is_nvidia and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY:
             return None
@@ -59,7 +59,7 @@ def apply(assembly: Assembly) -> str:
 
 
 def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -> tuple[int, int]:
-    """Convert the large linear layers; how many, and of how many."""
+    """Convert the large linear layers; returns how many, and how many linear layers there are."""
     modules = (module for block in plan.get_blocks(model) for module in block.modules())
     # Blocks may share layers (ALBERT's do).
     layers = [module for module in dict.fromkeys(modules) if _get_builder(module) is not None]
@@ -78,7 +78,7 @@ def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -
 
 
 def _extend_gated(model: nn.Module) -> None:
-    """Let gated MLPs whose layers have been converted run as a whole."""
+    """Let gated MLPs whose layers have all been converted run as one function."""
     for module in model.modules():
         names = find_names(module)
         if names and all("fp8" in list_layers(module.get_submodule(name)) for name in names):
@@ -103,12 +103,13 @@ def _get_gated_builder(names: Names) -> Any:
 
 
 def _can_skip_calls(module: nn.Module, layers: list[Any]) -> bool:
-    """Whether the layers are only weights, all of them trained, and no hook would be skipped."""
+    """Whether the layers have trained weights and nothing else: no biases, no hooks to run."""
     is_bare = all(layer.bias is None and layer.weight.requires_grad for layer in layers)
     return is_bare and not any(list_hooks(child) for child in module.children())
 
 
 def _get_builder(layer: nn.Module) -> Any:
+    """What builds the overlay of a linear layer; None for any other module."""
     cls = get_own_class(layer)
     if cls is nn.Linear:
         return _build_linear
@@ -140,6 +141,6 @@ def _build_transposed(cls: Any) -> dict[str, Any]:
 
 
 def _is_due(layer: nn.Module, input: Tensor) -> bool:
-    """In training, on at least one row: an expert may get none."""
+    """Whether to use fp8: in training, on at least one row (an expert may get none)."""
     is_training = layer.training and torch.is_grad_enabled()
     return is_training and torch.is_autocast_enabled(input.device.type) and input.numel() > 0

@@ -1,7 +1,7 @@
 """Attention with a bias on the scores, backward, in Triton.
 
-The gradient of the scores is written once, in 16 bits: the gradients of the queries and of the bias
-are both sums over it. There are no atomic additions, so two runs give the same bits.
+The gradient of the scores is written once, in 16 bits, and the gradients of queries and bias are
+both computed from it. There are no atomic additions, so two runs give the same bits.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -40,7 +40,7 @@ _PRODUCT_TILES = {
     64: Tile(queries=128, keys=64, warps=4, stages=3),
     128: Tile(queries=128, keys=64, warps=8, stages=3),
 }
-"""The same for the gradient of the queries."""
+"""By head size, for the gradient of the queries."""
 
 
 def attend_backward(
@@ -233,8 +233,8 @@ def _sum_score_gradients(
 ) -> None:
     """Fill the gradient of the bias: the sum over the rows and heads that share it.
 
-    Hidden keys contribute nothing, not even in a row without a visible key. Under ``is_causal``,
-    what is right of the diagonal was never written.
+    Hidden keys contribute nothing, even in a row where all keys are hidden. Under ``is_causal``,
+    scores right of the diagonal were never written, and count as 0.
     """
     lengths, block_q, block_k = call.lengths, 16, 128
     rows, heads = of_bias.shape[:2]

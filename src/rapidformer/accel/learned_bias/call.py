@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors and options, in the order of the operators' arguments."""
+    """The tensors and options of a call, in the order of the operators' arguments."""
 
     query: Tensor
     """[batch, heads, queries, size]"""
@@ -20,7 +20,7 @@ class Call:
     seen: Tensor | None
     """False for keys that a query must not see."""
     kept: Tensor | None
-    """Which weights dropout keeps, one bit for each: ``dropout.draw``."""
+    """Which weights dropout keeps, one bit for each, from ``dropout.draw``."""
     dropout: float
     scale: float
     is_causal: bool
@@ -32,19 +32,19 @@ class Call:
 
 
 def allocate_output(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the statistics that the backward pass reads: ``forward.attend``."""
+    """Memory for the output and for the statistics of ``forward.attend``."""
     return allocate_like(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
 def allocate_gradients(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of these four."""
+    """Memory for the gradients of these four."""
     found = allocate_like(query), allocate_like(key), allocate_like(value)
     return (*found, bias.new_empty(bias.shape))
 
 
 def allocate_like(tensor: Tensor) -> Tensor:
-    """Heads of a token next to each other, as projections give and take them."""
+    """Memory with a token's heads next to each other, as projections produce and consume them."""
     batch, heads, tokens, size = tensor.shape
     return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)

@@ -31,9 +31,9 @@ _TILE = Tile(queries=64, keys=64, warps=4, stages=2)
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """The output, and statistics [2, batch, heads, queries] for the backward pass.
 
-    The statistics are the largest score of a row and the reciprocal of its sum of exponentials.
-    Merged into one logarithm, the sum would be lost if all keys of a row are masked: the largest
-    score is then the lowest number of the bias's type.
+    The statistics are the largest score of each row and the reciprocal of its sum of exponentials.
+    They are not merged into one logarithm: in a row whose keys are all masked, the largest score is
+    the dtype's lowest number, and adding the sum's logarithm to it would lose the sum.
     """
     output, statistics = allocate_output(call.query)
     launch(

@@ -1,8 +1,8 @@
-"""Which calls of transformers' ``sdpa`` attention go to the kernel for a learned bias.
+"""Choose which calls of transformers' ``sdpa`` attention run in the kernel for a learned bias.
 
-Those of a training step on a GPU in 16 bits whose position bias needs a gradient. torch's fast
-kernels cannot compute that gradient; its memory-efficient kernel can, but was written for Ampere.
-Every other call is passed on unchanged.
+These are calls in a 16-bit training step on a GPU whose position bias needs a gradient. torch's
+fast kernels cannot compute that gradient; its memory-efficient kernel can, but was written for
+Ampere. Every other call is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def fits(device: torch.device) -> bool:
 
 @functools.cache
 def can_run(device: torch.device) -> bool:
-    """Whether the kernel runs on a device: it is tried once, and a warning says why not."""
+    """Whether the kernel works on a device. It is tried once; a warning says why it does not."""
     trial = functools.partial(_try, device)
     return fits(device) and works("attention with a learned bias", trial)
 
 
 def _try(device: torch.device) -> None:
-    """Run both passes where all scores are equal, without dropout: no random number is drawn."""
+    """Run both passes on equal scores. Without dropout, so that no random number is drawn."""
     query, key, value = (
         torch.ones(2, 64, 2, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
         for _ in range(3)
@@ -70,7 +70,7 @@ def use_kernel() -> Iterator[None]:
 
 
 def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function for transformers' interface; ``plain`` gets the calls left over."""
+    """An attention function for transformers' interface; ``plain`` runs all other calls."""
 
     @functools.wraps(plain)
     def attend_with_bias(
@@ -112,7 +112,7 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
-    """Whether the kernel can take these tensors, and their bias needs it."""
+    """Whether the kernel can compute this call, and its bias needs a gradient."""
     if not (query.device.type == _DEVICE and bias.requires_grad and torch.is_grad_enabled()):
         return False
     parts = (query, key, value)
@@ -135,7 +135,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
 
 
 def _is_causal(module: nn.Module, asked: bool | None) -> bool:
-    """What transformers decides for a call without a mask."""
+    """Whether transformers treats a call without a mask as causal."""
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
@@ -146,7 +146,7 @@ def _is_plain_mask(mask: Tensor, keys: int) -> bool:
 
 
 def _add_mask(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias with the mask's hidden keys, as transformers gives it to torch's attention."""
+    """The bias merged with a mask, as transformers does for torch's attention."""
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, torch.finfo(dtype).min)
     return bias + mask

@@ -1,4 +1,4 @@
-"""What the kernels have in common: how they take tensors, and which tile a program works on.
+"""What the kernels share: how they take tensors, and which tile a program works on.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -87,7 +87,7 @@ def get_strided(tensor: Tensor) -> Strided:
 
 
 def _get_shared(tensor: Tensor) -> Strided:
-    """A bias or mask, which may have one row, head or query for all."""
+    """A bias or mask for a kernel. A dimension of 1 is shared, so it gets a stride of 0."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     batch, head, row, _ = (0 if length == 1 else stride for length, stride in strides)
     return Strided(tensor, batch, head, row)
@@ -105,7 +105,8 @@ def launch(
 def find_tile(tokens, batch, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first token of this program's tile, its row of the batch and its head.
 
-    Programs that run at the same time share keys and values (tiles of a row) and bias (rows).
+    Programs that run at the same time read the same keys and values (tiles of a row) and the same
+    bias (rows of a batch).
     """
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, block)
@@ -116,5 +117,5 @@ def find_tile(tokens, batch, block: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def find_head(tensor, row, head):  # type: ignore[no-untyped-def]
-    """The address of a head."""
+    """The address of one head of one row."""
     return tensor.start + (row * tensor.batch + head * tensor.head)

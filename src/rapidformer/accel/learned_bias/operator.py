@@ -1,7 +1,7 @@
-"""Attention with a learned bias as operators of torch, forward and backward.
+"""Attention with a learned bias as torch operators, forward and backward.
 
-torch.compile does not look inside, so a block keeps one graph and does not recompute attention in
-its backward pass. Dropout is an argument, one bit for each weight, that both passes read.
+torch.compile does not trace into them, so a block stays one graph and does not recompute attention
+in its backward pass. Dropout is drawn beforehand, one bit per weight, and read by both passes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def attend(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """[batch, heads, tokens, size] -> the same.
+    """[batch, heads, tokens, size] -> the same shape.
 
-    ``seen`` is a mask, False for keys that a query must not see. It and the bias may have one row
-    or one head for all; the mask also one query.
+    ``seen`` is a mask, False for keys that a query must not see. Both it and the bias may have a
+    batch dimension or a head dimension of 1; the mask also a query dimension of 1.
     """
     kept = None
     if dropout:
