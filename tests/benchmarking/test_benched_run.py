@@ -73,8 +73,49 @@ def test_the_trainer_of_hugging_face_gets_the_same_work(tmp_path: Path) -> None:
     theirs = measure_trainer(make_job(tmp_path, peer="hf"), train)
     assert (theirs.rows, theirs.model) == (ours.rows, ours.model)
     assert theirs.tokens < theirs.slots
-    assert "x as fast" in describe_ratio(ours, theirs)
+    assert "x as fast" in describe_ratio([ours], [theirs])
     assert "x as fast" in describe_gain(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.001, 500), (0.1, 400), (5.0, 8), (60.0, 8), (0.0, 500)]
+)
+def test_short_steps_are_timed_more_often(seconds: float, expected: int) -> None:
+    job = Job(folder="", name="run", steps=8, warm_up=3, seconds=5.0)
+    assert job.count_steps(seconds) == expected
+    assert replace(job, seconds=0.0).count_steps(seconds) == 8
+
+
+def test_a_script_that_ends_after_enough_steps_is_timed(tmp_path: Path) -> None:
+    """This one trains for an epoch of four steps, however many it is asked for."""
+    job = Job(folder=str(tmp_path), name="run", steps=2, warm_up=1, seconds=1e9)
+
+    def train_one_epoch() -> None:
+        engine = RapidformerEngine(args=SETTINGS)
+        loader = engine.build_data_loader(ROWS)
+        model, *_ = engine.compose(Bench(engine).model_optimizer_lr_scheduler_provider()[0])
+        for update in engine.iterate_updates(loader):
+            engine.run_update(lambda batch: model(**batch).loss, update)
+            engine.step()
+
+    assert len(measure_run(job, train_one_epoch).step_times) == 3
+
+
+def test_the_ratios_of_runs_in_turn_are_shown() -> None:
+    def make_result(seconds: float) -> Result:
+        return Result(
+            model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
+            first_step=1.0, step_times=[seconds], tokens=120, peak_memory=8,
+        )  # fmt: skip
+
+    steady = describe_ratio([make_result(1), make_result(2)], [make_result(2), make_result(4)])
+    assert steady == (
+        "40 tokens/s: rapidformer is 2.00 x as fast (2.00 and 2.00 in turn), with 100% of its "
+        "memory"
+    )
+    far_apart = describe_ratio([make_result(1), make_result(2)], [make_result(2), make_result(2)])
+    assert "1.33 x as fast (2.00 and 1.00 in turn)" in far_apart
+    assert "use an idle machine" in far_apart
 
 
 def test_a_run_that_ends_early_is_an_error(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rapidformer.benchmarking.job import Job, Result
+from rapidformer.cli import bench
 from rapidformer.cli.bench import run
 from rapidformer.errors import ConfigurationError
 
@@ -35,6 +37,27 @@ def test_help_names_its_own_flags(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "--against" in text
     assert "--bench-steps" in text
+
+
+def test_both_sides_of_a_comparison_run_twice_in_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    jobs: list[Job] = []
+
+    def start_run(words: list[str], args: Any, *, job: str, **_: Any) -> None:
+        jobs.append(Job.from_text(job))
+        Result(
+            model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
+            first_step=1.0, step_times=[1.0 + bool(jobs[-1].peer)] * 30, rows=8, tokens=60,
+            slots=80, peak_memory=8, matrix_rate=1.0,
+        ).save(jobs[-1].get_path(0))  # fmt: skip
+
+    monkeypatch.setattr(bench, "start_run", start_run)
+    run(["--task", "causal_lm", "--device", "cpu", "--against", "hf", "--no-tries"])
+    assert [job.name for job in jobs] == ["run", "hf", "run-2", "hf-2"]
+    assert jobs[0].seconds > 0
+    assert [(job.steps, job.seconds) for job in jobs[1:]] == [(30, 0.0)] * 3
+    assert "rapidformer is 2.00 x as fast (2.00 and 2.00 in turn)" in capsys.readouterr().out
 
 
 def test_a_benchmark_prints_json(

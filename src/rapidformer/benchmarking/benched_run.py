@@ -21,6 +21,7 @@ from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.matrix_rate import measure_rank_rate
 from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_settings
 from rapidformer.config import Settings
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import find_fact
@@ -63,12 +64,14 @@ class BenchedRun(RunObserver):
         self._job = job
         self._engine: Any = None
         self._steps = 0
+        self._last = 0
+        """Of the steps to time, once it is known how long they take."""
         self._counts = [0, 0, 0, 0]
         self._clock: Clock | None = None
         self._profiler: Any = None
         self._profiled_since = 0.0
         self._graphs_before = 0
-        self._started_at = 0.0
+        self._started_at = self._timed_since = 0.0
         self.result: Result | None = None
 
     def change_settings(self, args: Settings) -> Settings:
@@ -117,13 +120,25 @@ class BenchedRun(RunObserver):
             self._graphs_before = self._count_graphs()
             self._clock = Clock(self._engine.device)
             self._clock.mark("update")
-        elif timed == self._job.steps:
-            self._finish()
-        elif timed == self._job.steps + PROFILED_STEPS:
+            self._timed_since = time.perf_counter()
+        if timed == self._job.steps:
+            # All ranks must stop after the same step.
+            seconds = gather_from_all(time.perf_counter() - self._timed_since)
+            self._last = self._job.count_steps(max(seconds))
+        if timed == self._last > 0:
+            self.read_times()
+            self._start_profile()
+        elif timed == self._last + PROFILED_STEPS and self._profiler is not None:
             self._read_profile()
             raise MeasuringFinished
 
-    def _finish(self) -> None:
+    @property
+    def has_enough_steps(self) -> bool:
+        """Whether at least the first of the steps to time are done, and have not been read yet."""
+        return self._clock is not None and self._last > 0
+
+    def read_times(self) -> None:
+        """Complete the result; the steps after this are not timed."""
         assert self._clock is not None and self.result is not None
         result, clock = self.result, self._clock
         result.step_times, result.phases = split_steps(clock.read())
@@ -138,6 +153,8 @@ class BenchedRun(RunObserver):
         result.graphs = self._count_graphs()
         result.late_graphs = result.graphs - self._graphs_before
         self._clock = None
+
+    def _start_profile(self) -> None:
         if self._engine.device.type != "cuda":
             raise MeasuringFinished
         # A few more steps, since the profiler slows down the host.
@@ -175,6 +192,8 @@ def measure_run(job: Job, train: Callable[[], None]) -> Result:
     run = BenchedRun(job)
     with observe_runs(run), contextlib.suppress(MeasuringFinished):
         train()
+    if run.has_enough_steps:
+        run.read_times()  # the script trains for fewer steps than would be timed
     if run.result is None or not run.result.step_times:
         raise RapidformerError(
             f"the run ended before {job.warm_up + job.steps} optimizer steps. Does it train with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from rapidformer.config import Settings
 SOURCE = "rapidformer bench"
 PROFILED_STEPS = 3
 """Further steps on a GPU, which are not timed."""
+_MOST_STEPS = 500
+"""To time, if their number depends on how long they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +23,21 @@ class Job:
     folder: str
     name: str
     steps: int
+    """To time; with ``seconds``, at least this many."""
     warm_up: int
+    seconds: float = 0.0
+    """Time more steps until they have taken about this long together; 0 for no more."""
     peer: str | None = None
     """Another trainer that gets the same model and data: ``hf`` or ``hf-compile``."""
+
+    @property
+    def most_steps(self) -> int:
+        return max(self.steps, _MOST_STEPS) if self.seconds else self.steps
+
+    def count_steps(self, seconds: float) -> int:
+        """How many steps to time in all, if the first ``steps`` of them took this long."""
+        needed = math.ceil(self.steps * self.seconds / max(seconds, 1e-6))
+        return min(max(self.steps, needed), self.most_steps)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -83,7 +98,7 @@ class Result:
 
 def change_settings(args: Settings, job: Job) -> Settings:
     """The user's settings for a short run that keeps nothing and evaluates nothing."""
-    steps = job.warm_up + job.steps + PROFILED_STEPS + 1
+    steps = job.warm_up + job.most_steps + PROFILED_STEPS + 1
     return args.keep_nothing(SOURCE).replace(
         SOURCE,
         train_iters=steps, epochs=None, train_samples=None, train_tokens=None,

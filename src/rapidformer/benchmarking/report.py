@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from rapidformer.benchmarking.job import Result
 
@@ -15,6 +16,7 @@ _PHASES = {
     "loop": "training loop",
 }
 _GIB = 2**30
+_FAR_APART = 1.1
 
 
 def describe_result(result: Result) -> list[str]:
@@ -36,13 +38,20 @@ def describe_result(result: Result) -> list[str]:
     return [*lines, *_describe_phases(result)]
 
 
-def describe_ratio(base: Result, other: Result) -> str:
-    """How much faster ``base`` is than another trainer, per token."""
-    ratio = get_rate(base) / get_rate(other)
-    memory = base.peak_memory / other.peak_memory if other.peak_memory else 0.0
-    return f"{get_rate(other):,.0f} tokens/s: rapidformer is {ratio:.2f} x as fast, with " + (
+def describe_ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> str:
+    """How much faster we are than another trainer, per token; run in turn with it."""
+    rate = get_rate(*theirs)
+    ratio = get_rate(*ours) / rate
+    ratios = [get_rate(mine) / get_rate(other) for mine, other in zip(ours, theirs, strict=True)]
+    each = " and ".join(f"{one:.2f}" for one in ratios)
+    memory = ours[0].peak_memory / theirs[0].peak_memory if theirs[0].peak_memory else 0.0
+    line = (
+        f"{rate:,.0f} tokens/s: rapidformer is {ratio:.2f} x as fast ({each} in turn), with "
         f"{memory:.0%} of its memory"
     )
+    if max(ratios) < _FAR_APART * min(ratios):
+        return line
+    return f"{line}. These ratios are far apart: use an idle machine, or larger --bench-steps"
 
 
 def describe_gain(base: Result, changed: Result) -> str:
@@ -60,9 +69,9 @@ def _describe_late_graphs(result: Result) -> str:
     return f"{late} of them in the timed steps: try a larger --bench-warmup" if late else ""
 
 
-def get_rate(result: Result) -> float:
+def get_rate(*runs: Result) -> float:
     """Real tokens per second; a sample of a model without tokens counts as one."""
-    return result.tokens / result.seconds
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
 def _describe_spread(times: list[float]) -> str:

@@ -32,7 +32,10 @@ PEERS = {
 }
 # Switches to try, and the setting that shows whether the run has it already.
 _CANDIDATES = (("--mixed-precision", "mixed_precision"), ("--compile", "compile"))
+# The least number of steps to time, and steps before them.
 _GPU_STEPS, _CPU_STEPS = (50, 15), (8, 3)
+_SECONDS = 5.0
+"""About how long the timed steps take together: a few short ones would not tell much."""
 
 
 def run(argv: list[str]) -> None:
@@ -67,14 +70,17 @@ def _build_parser() -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--bench-steps", type=int, metavar="N", help="steps to time (default: 50, on a CPU 8)"
-    )
+        "--bench-steps", type=int, metavar="N",
+        help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, at least 50, on a "
+        "CPU 8)",
+    )  # fmt: skip
     parser.add_argument(
         "--bench-warmup", type=int, metavar="N", help="steps before them (default: 15, on a CPU 3)"
     )
     parser.add_argument(
         "--against", action="append", default=[], choices=PEERS,
-        help="also time Hugging Face's Trainer on the same model and data; may be repeated",
+        help="also time Hugging Face's Trainer on the same model and data, in turn with the run; "
+        "may be repeated",
     )  # fmt: skip
     parser.add_argument("--no-tries", action="store_true", help="do not try further switches")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -117,20 +123,30 @@ class _Benchmark:
         self._folder = folder
         self._is_on_gpu = args.device != "cpu" and count_gpus() > 0
         self._results: dict[str, Result] = {}
+        self._steps = 0
+        """To time; decided by the first run."""
 
     def run(self) -> None:
         base = self._measure("run", "the run as given")
         if not self._own.json:
             _write(["", _describe_run(base, self._processes), "", *describe_result(base), ""])
-        for peer in self._own.against:
-            other = self._measure(peer, PEERS[peer], peer=peer)
-            self._tell(f"{PEERS[peer]}: {describe_ratio(base, other)}")
+        if self._own.against:
+            self._compare(base)
         for flag in self._list_tries():
             changed = self._try(flag)
             if changed is not None:
                 self._tell(f"With {flag}: {describe_gain(base, changed)}")
         if self._own.json:
             _write([json.dumps({name: asdict(each) for name, each in self._results.items()})])
+
+    def _compare(self, base: Result) -> None:
+        """Time the peers twice, in turn with the run: a machine is not always equally fast."""
+        peers = {peer: PEERS[peer] for peer in self._own.against}
+        first = {peer: self._measure(peer, name, peer=peer) for peer, name in peers.items()}
+        again = self._measure("run-2", "the run as given, again")
+        for peer, name in peers.items():
+            second = self._measure(f"{peer}-2", f"{name}, again", peer=peer)
+            self._tell(f"{name}: {describe_ratio([base, again], [first[peer], second])}")
 
     def _list_tries(self) -> list[str]:
         if self._own.no_tries:
@@ -151,11 +167,14 @@ class _Benchmark:
 
     def _measure(self, name: str, description: str, *more: str, peer: str | None = None) -> Result:
         """Run it in new processes and read what they measured."""
-        steps, warm_up = _GPU_STEPS if self._is_on_gpu else _CPU_STEPS
+        least, warm_up = _GPU_STEPS if self._is_on_gpu else _CPU_STEPS
+        # After the first run, as many as there: so all runs see the same batches.
+        steps = self._own.bench_steps or self._steps
         job = Job(
             folder=str(self._folder),
             name=name,
-            steps=self._own.bench_steps or steps,
+            steps=steps or least,
+            seconds=0.0 if steps else _SECONDS,
             warm_up=self._own.bench_warmup or warm_up,
             peer=peer,
         )
@@ -170,6 +189,7 @@ class _Benchmark:
             raise
         result = merge([Result.load(job.get_path(rank)) for rank in range(self._processes)])
         self._results[name] = result
+        self._steps = self._steps or len(result.step_times)
         return result
 
 
