@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.compile import apply_compile, find_outer_norms, keep_compiled_code
@@ -231,10 +233,12 @@ def test_names_and_classes_stay_and_the_model_can_be_pickled() -> None:
     assert get_fact(copied, CompiledBlocks).graphs == 0
 
 
-def test_norms_outside_the_blocks_are_found_unless_torch_has_them_or_they_have_hooks() -> None:
+def test_norms_outside_the_blocks_are_found_unless_they_are_torchs_or_have_hooks() -> None:
     llama: Any = build_model("small-llama", 0.0, layers=1)
     assert find_outer_norms(llama, find_plan(llama)) == [llama.model.norm]
     llama.model.norm.register_forward_hook(lambda *_: None)
+    assert find_outer_norms(llama, find_plan(llama)) == []
+    llama.model.norm = Dinov2LayerScale(SimpleNamespace(layerscale_value=1.0, hidden_size=8))
     assert find_outer_norms(llama, find_plan(llama)) == []
     bert = build_model("small-bert", 0.0, layers=1)
     assert find_outer_norms(bert, find_plan(bert)) == []

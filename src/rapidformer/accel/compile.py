@@ -94,11 +94,15 @@ def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 
 
 def _is_written_norm(module: nn.Module) -> bool:
-    """Recognized by its parameters, which are vectors, and by what it does not have."""
+    """Recognized by its class's name, its parameters (vectors), and by what it does not have.
+
+    A LayerScale has nothing but a vector, too; transformers calls every norm a norm.
+    """
     parameters = list(module.parameters(recurse=False))
     author = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     return (
-        bool(parameters)
+        any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
+        and bool(parameters)
         # A subclass of nn.Parameter is a weight that is split over ranks, or absent.
         and all(type(each) is nn.Parameter and each.dim() == 1 for each in parameters)
         and not [*module.buffers(recurse=False), *module.children(), *list_hooks(module)]
