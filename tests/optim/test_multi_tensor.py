@@ -105,9 +105,10 @@ def test_a_kernel_that_fails_is_replaced_by_torch(
     monkeypatch.setattr(adamw, "has_triton", lambda _: True)
     monkeypatch.setitem(sys.modules, f"{package.__name__}.kernel", None)
     monkeypatch.delattr(package, "kernel", raising=False)
-    adamw._works.cache_clear()
+    adamw._start_trial.cache_clear()
+    optimizer.start_trials()
     train(optimizer, parameters, 0, 2)
-    adamw._works.cache_clear()
+    adamw._start_trial.cache_clear()
     train(plain, expected, 0, 2)
     assert [torch.equal(a, b) for a, b in zip(parameters, expected, strict=True)] == [True] * 3
     assert len(warnings) == 1

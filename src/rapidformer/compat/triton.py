@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +30,23 @@ def _has_triton(device: torch.device) -> bool:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whatever tensors it is given."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def works_later(what: str, device: torch.device, trial: Callable[[], None]) -> Future[bool]:
+    """``works``, while the caller goes on: compiling a kernel for the first time takes a second."""
+
+    def run() -> bool:
+        if device.type != "cuda":
+            return works(what, trial)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            return works(what, trial)
+
+    return _get_thread().submit(run)
+
+
+@functools.cache
+def _get_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="rapidformer-kernels")
 
 
 def works(what: str, trial: Callable[[], None]) -> bool:

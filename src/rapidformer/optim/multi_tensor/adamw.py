@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
-from rapidformer.compat.triton import has_triton, on_device, works
+from rapidformer.compat.triton import has_triton, on_device, works_later
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
 from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
@@ -48,6 +49,14 @@ class MultiTensorAdamW(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._launch = None  # it would keep the earlier moments in memory
+
+    def start_trials(self) -> None:
+        """Compile the kernels in the background, so that the first step need not wait for them."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for device, dtype in {(p.device, p.dtype) for p in parameters}:
+            if has_triton(device) and dtype in TYPES:
+                kinds = Kinds(dtype, dtype, self.moment_dtype or dtype)
+                _start_trial(device, kinds, self.rounds_randomly)
 
     def step_on_host(self) -> None:
         """The step without our kernels."""
@@ -142,12 +151,15 @@ def _are_laid_out_like(
     return are_split_alike and are_plain(list(map(get_local, tensors)))
 
 
-@functools.cache
 def _works(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> bool:
+    return TYPES.issuperset(kinds) and _start_trial(device, kinds, rounds_randomly).result()
+
+
+@functools.cache
+def _start_trial(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> Future[bool]:
     """Try the kernels on a few numbers before they change a weight."""
-    if not TYPES.issuperset(kinds):
-        return False
-    return works("AdamW", functools.partial(_try, device, kinds, rounds_randomly))
+    trial = functools.partial(_try, device, kinds, rounds_randomly)
+    return works_later("AdamW", device, trial)
 
 
 def _try(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> None:

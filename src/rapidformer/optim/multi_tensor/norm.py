@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rapidformer.compat.triton import has_triton, on_device, works
+from rapidformer.compat.triton import has_triton, on_device, works_later
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
     TYPES,
@@ -114,12 +115,23 @@ def _build_parts(
     return parts
 
 
-@functools.cache
+def start_trials(tensors: Iterable[Tensor]) -> None:
+    """Compile the kernels for such tensors in the background."""
+    for device, dtype in {(tensor.device, tensor.dtype) for tensor in tensors}:
+        if has_triton(device) and dtype in TYPES:
+            _start_trial(device, dtype)
+
+
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in TYPES and _start_trial(device, dtype).result()
+
+
+@functools.cache
+def _start_trial(device: torch.device, dtype: torch.dtype) -> Future[bool]:
     def trial() -> None:
+        ones = torch.ones(19, dtype=dtype, device=device)
         total = float(_add_up([ones], _build_parts(device, (dtype,), (19,))))
         if total != 19:
             raise RuntimeError(f"19 squares of 1 gave {total:g}")
 
-    ones = torch.ones(19, dtype=dtype, device=device)
-    return dtype in TYPES and works("the gradient's norm", trial)
+    return works_later("the gradient's norm", device, trial)
