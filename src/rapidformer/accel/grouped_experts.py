@@ -1,9 +1,10 @@
-"""transformers' mixtures of experts, in 16 bits and compiled.
+"""Run transformers' mixtures of experts in 16 bits and compiled.
 
-transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not know it,
-so under mixed precision the experts, most of a mixture's work, would stay in fp32. torch.compile
-knows it in bf16 only, and would split every block into many graphs. Here the products are cast as
-any other, and those in fp32 are an operator that torch.compile does not look into.
+transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not cover
+it, so under mixed precision the experts, most of a mixture's work, would stay in fp32.
+torch.compile supports it in bf16 only, and would otherwise split every block into many graphs. Here
+its inputs are cast like those of any other product, and the fp32 product is an operator of our own,
+which torch.compile does not trace into.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rapidformer.compat.transformers_models import apply_expert_gate, get_expert
 
 
 def apply_grouped_experts(model: nn.Module, device: torch.device) -> None:
-    """Let transformers' models compute their experts here, unless the user chose another way."""
+    """Let transformers' models compute experts here, unless the user chose an implementation."""
     if not _has_grouped_products(device):
         return
     for config in find_configs(model):
@@ -29,6 +30,7 @@ def apply_grouped_experts(model: nn.Module, device: torch.device) -> None:
 
 
 def _has_grouped_products(device: torch.device) -> bool:
+    """Whether torch has ``grouped_mm`` on a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu"
@@ -36,6 +38,7 @@ def _has_grouped_products(device: torch.device) -> bool:
 
 @functools.cache
 def _register() -> str:
+    """Add our implementation to transformers'; returns its name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     name = "rapidformer_grouped"
@@ -44,11 +47,12 @@ def _register() -> str:
 
 
 def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-    """What transformers' experts return: for each token, the weighted sum of those chosen for it.
+    """For each token, the weighted sum of the outputs of its experts, as in transformers.
 
     ``hidden`` is [tokens, size]; ``chosen`` and ``factors`` are [tokens, experts per token].
     """
     count = chosen.shape[-1]
+    # Sorted by expert, the rows of each one are next to each other.
     ids, order = chosen.flatten().sort()
     experts = torch.arange(self.num_experts, device=ids.device)
     ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
@@ -76,7 +80,7 @@ def multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     The rows of expert i end at ``ends[i]``.
     """
     kind = rows.device.type
-    # The kernel reads 16 bytes at once.
+    # The kernel reads 16 bytes at a time, which is 8 elements of 16 bits.
     is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
     if torch.is_autocast_enabled(kind) and is_aligned:
         dtype = torch.get_autocast_dtype(kind)

@@ -1,7 +1,9 @@
-"""What the host knows about a batch, to make attention masks without waiting for the device.
+"""Answer transformers' questions about a batch from host memory, without waiting for the device.
 
-Masks and positions of a batch are known from its copy in host memory. Positions that transformers'
-own code makes count up if the model was given nothing but tokens, and if all rows share them.
+To build an attention mask, transformers asks whether a batch has padding, and whether its positions
+restart. The batch's copy in host memory has the answers. For positions that transformers' own code
+creates there is no copy; they simply count up if the model was given nothing but tokens, and if all
+rows share them.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ _TOKENS = {"input_ids", "inputs_embeds", "labels"}
 
 @dataclass(frozen=True)
 class _Call:
-    """What the running model was given."""
+    """The arguments of the model that is running."""
 
     tensors: dict[Hashable, Tensor]
-    """By their places in memory: a model may look at a tensor through a view of the same shape."""
+    """By address: a model may pass on a view of a tensor instead of the tensor itself."""
     has_tokens_only: bool
 
 
@@ -41,13 +43,13 @@ _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 def make_masks_from_host(model: nn.Module) -> None:
-    """Let transformers ask the host about the batches of its models."""
+    """Let transformers build this model's masks from what the host knows."""
     if not find_configs(model):
         return
     _answer_transformers()
     for outermost in _find_outermost(model):
         _watch_calls(outermost)
-    # Hooks are kept out of a model compiled as a whole, like torch's own.
+    # If the whole model is compiled, our hooks stay out of its graph, as torch's own do.
     add_mask = torch.compiler.disable(_add_mask)
     for module in model.modules():
         if makes_own_mask(module):
@@ -60,7 +62,7 @@ def _answer_transformers() -> None:
 
 
 def _add_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the module the mask that it would make, so that the host knows it."""
+    """Pass the module the full mask that it would build itself, so that the host knows it."""
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens = embeddings if ids is None else ids
     has_mask = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
@@ -81,18 +83,18 @@ def is_full(mask: Tensor) -> bool | None:
 
 
 def is_packed(positions: Tensor) -> bool | None:
-    """Whether positions start again within a row; None if only the device knows."""
+    """Whether positions restart within a row; None if only the device knows."""
     values = find_values(positions)
     if values is not None:
         return bool((values[:, 1:] != values[:, :-1] + 1).any())
     call = _CALL.get()
-    # Positions computed from tokens would have had one row per sample from the start.
+    # Positions computed from the tokens would have a row per sample, not one for all.
     is_one_row = get_base(positions).dim() == 1
     return False if is_one_row and call is not None and call.has_tokens_only else None
 
 
 def find_values(tensor: Tensor) -> NDArray[Any] | None:
-    """The values of a tensor in host memory; None if they are on the device only."""
+    """A tensor's values in host memory; None if they are only on the device."""
     if not has_storage(tensor):
         return None
     copy = find_host_copy(_find_given(tensor))
@@ -100,7 +102,7 @@ def find_values(tensor: Tensor) -> NDArray[Any] | None:
 
 
 def _find_given(tensor: Tensor) -> Tensor:
-    """The tensor of the batch that this one is, or that it is a view of."""
+    """The tensor of the batch at the same address, or the tensor itself."""
     call = _CALL.get()
     if call is None or type(tensor) is not Tensor:
         return tensor
@@ -112,14 +114,14 @@ def _locate(tensor: Tensor) -> Hashable:
 
 
 def _find_outermost(module: nn.Module) -> list[nn.Module]:
-    """transformers' models inside adapters and the user's code, which may make any positions."""
+    """The outermost transformers models: code around them may create any positions."""
     if is_own_model(get_own_class(module)):
         return [module]
     return [found for child in module.children() for found in _find_outermost(child)]
 
 
 def _watch_calls(model: nn.Module) -> None:
-    """Note what the model is given, for as long as the call lasts."""
+    """Remember the model's arguments while it runs."""
     names = list(inspect.signature(inspect.unwrap(model.forward)).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""Attention over lengths that differ from batch to batch: without cuDNN, which plans for each one.
+"""Keep cuDNN out of attention whose lengths differ from batch to batch.
 
 cuDNN prepares a plan for every new combination of sizes, which takes longer than a step of a small
-model. Rows of a fixed length are nearly always multiples of 64, and those that were padded to the
-longest one rarely are. The rule depends on a call's sizes alone, so a resumed run chooses the same
-kernels, and so does a block that is recomputed. Compiled blocks choose when they are compiled.
+model. Rows of a fixed length are nearly always multiples of 64, and rows padded to the longest of a
+batch rarely are. So for all other lengths, cuDNN comes after torch's own fused kernels.
+
+The rule depends on a call's sizes alone, so a resumed run and a recomputed block choose the same
+kernels. Compiled blocks choose when they are compiled.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ _ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
-_FIXED = 64
+_MULTIPLE = 64
+"""Lengths that are multiples of this count as fixed."""
 _used: list[bool] = []
 """Not empty while the rule applies."""
 
 
 @contextmanager
 def avoid_plans() -> Iterator[None]:
-    """Let ``sdpa`` attention, of every model in this process, follow the rule."""
+    """Inside, ``sdpa`` attention of every model in this process follows the rule."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -39,8 +42,10 @@ def avoid_plans() -> Iterator[None]:
 
     @functools.wraps(plain)
     def attend(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-        # A compiled block chooses once for all sizes, see below.
-        if torch.compiler.is_compiling() or not (query.shape[2] % _FIXED or key.shape[2] % _FIXED):
+        # A compiled block chooses once for all sizes: ``choose_for_all_sizes``.
+        if torch.compiler.is_compiling() or not (
+            query.shape[2] % _MULTIPLE or key.shape[2] % _MULTIPLE
+        ):
             return plain(module, query, key, *args, **options)
         with attention.sdpa_kernel(_ORDER, set_priority=True):
             return plain(module, query, key, *args, **options)
@@ -55,7 +60,7 @@ def avoid_plans() -> Iterator[None]:
 
 
 def choose_for_all_sizes() -> AbstractContextManager[None]:
-    """Code that is compiled for all sizes inside follows the rule, if this run does."""
+    """Inside, code compiled for all sizes follows the rule, if this run does."""
     if not _used:
         return nullcontext()
     order: AbstractContextManager[None] = attention.sdpa_kernel(_ORDER, set_priority=True)

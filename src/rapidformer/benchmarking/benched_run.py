@@ -1,7 +1,7 @@
-"""A run that is timed from inside: the user's task, template or loop, stopped after a few steps.
+"""Time a run from inside: the user's task, template or loop, stopped after a few steps.
 
-The clock is read when a part of a step ends. On a GPU, an event is recorded instead, and all of
-them are read at the end: nothing waits for the device in between.
+The clock is read whenever a part of a step ends. On a GPU, an event is recorded instead. All events
+are read at the end, so nothing waits for the device in between.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +28,7 @@ from rapidformer.overlay import find_fact
 
 
 class MeasuringFinished(BaseException):
-    """Enough steps were timed. Not an Exception, so that no handler of the script catches it."""
+    """Enough steps were timed. Not an Exception, so that the script does not catch it."""
 
 
 class Clock:
@@ -58,15 +58,15 @@ class Clock:
 
 
 class BenchedRun(RunObserver):
-    """Times a run's steps."""
+    """Times a run's steps: warm-up, then timed steps, then a few with a profiler on a GPU."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._engine: Any = None
         self._steps = 0
         self._last = 0
-        """Of the steps to time, once it is known how long they take."""
-        self._counts = [0, 0, 0, 0]
+        """The last step to time, once it is known how long they take."""
+        self._counts = Counter[str]()
         self._clock: Clock | None = None
         self._profiler: Any = None
         self._profiled_since = 0.0
@@ -99,8 +99,9 @@ class BenchedRun(RunObserver):
         self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
     ) -> None:
         if self._clock is not None and info is not None:
-            counts = (info.rows, info.tokens, info.slots, info.labels)
-            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+            self._counts.update(
+                rows=info.rows, tokens=info.tokens, slots=info.slots, labels=info.labels
+            )
 
     def see_phase(self, phase: str) -> None:
         if self._clock is not None:
@@ -142,10 +143,11 @@ class BenchedRun(RunObserver):
         assert self._clock is not None and self.result is not None
         result, clock = self.result, self._clock
         result.step_times, result.phases = split_steps(clock.read())
-        result.rows, result.tokens, result.slots, labels = self._counts
+        counts = self._counts
+        result.rows, result.tokens, result.slots = counts["rows"], counts["tokens"], counts["slots"]
         result.operations = self._engine.work.count(
             tokens=result.tokens,
-            targets=labels,
+            targets=counts["labels"],
             rows=result.rows,
             is_packed=bool(self._engine.args.packing),
         )
@@ -157,7 +159,7 @@ class BenchedRun(RunObserver):
     def _start_profile(self) -> None:
         if self._engine.device.type != "cuda":
             raise MeasuringFinished
-        # A few more steps, since the profiler slows down the host.
+        # Profile separate steps: the profiler slows down the host.
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profiler.start()
         self._profiled_since = time.perf_counter()
@@ -176,7 +178,7 @@ class BenchedRun(RunObserver):
 
 
 def split_steps(marks: list[tuple[str, float]]) -> tuple[list[float], dict[str, float]]:
-    """The duration of every step, and of each part of a step over all steps."""
+    """The duration of each step, and the total duration of each part of a step."""
     steps, phases, current = [], defaultdict[str, float](float), 0.0
     for name, seconds in marks:
         phases[name] += seconds
@@ -188,7 +190,7 @@ def split_steps(marks: list[tuple[str, float]]) -> tuple[list[float], dict[str, 
 
 
 def measure_run(job: Job, train: Callable[[], None]) -> Result:
-    """Let ``train`` run until enough steps were timed."""
+    """Run ``train`` until enough steps have been timed."""
     run = BenchedRun(job)
     with observe_runs(run), contextlib.suppress(MeasuringFinished):
         train()
@@ -196,9 +198,8 @@ def measure_run(job: Job, train: Callable[[], None]) -> Result:
         run.read_times()  # the script trains for fewer steps than would be timed
     if run.result is None or not run.result.step_times:
         raise RapidformerError(
-            f"the run ended before {job.warm_up + job.steps} optimizer steps. Does it train with "
-            "an engine, on enough data? --bench-steps and --bench-warmup make the benchmark "
-            "shorter."
+            f"the run ended before {job.warm_up + job.steps} optimizer steps. Check that it trains "
+            "with an engine and has enough data, or set smaller --bench-steps and --bench-warmup."
         )
     return run.result
 

@@ -1,13 +1,14 @@
-"""The same model, data and settings in Hugging Face's Trainer, to compare with.
+"""Time Hugging Face's Trainer with the same model, data and settings, to compare with.
 
-The user's run is started as usual and interrupted when it has its data and its model, which then go
-to the Trainer. It gets what makes it fast: fused AdamW and, on request, ``torch.compile``.
+The user's run starts as usual and is interrupted once it has its data and its model, which are then
+given to the Trainer. It gets what makes it fast: fused AdamW and, on request, ``torch.compile``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ _COUNTS = "rapidformer_counts"
 
 
 class _HandedOver(BaseException):
-    """The run has built what is needed. Not an Exception, so that no handler catches it."""
+    """The run has built what is needed. Not an Exception, so that the script does not catch it."""
 
 
 class _Handover(RunObserver):
@@ -58,19 +59,20 @@ def measure_trainer(job: Job, train: Callable[[], None]) -> Result:
         train()
     if taken.model is None or taken.data is None or taken.args is None:
         raise RapidformerError(
-            "--against hf needs a run that builds its loader with the engine and then composes "
-            "its model: a task, Finetuner, PreTrainer or Trainer."
+            "--against hf needs a run that builds its data loader with the engine before it "
+            "composes its model, as a task, Finetuner, PreTrainer or Trainer does."
         )
     first = taken.collate([taken.data[0]]) if hasattr(taken.data, "__getitem__") else None
     if not isinstance(first, dict) or "labels" not in first:
         raise RapidformerError(
-            "--against hf needs batches with labels, from which the model computes its own loss: "
-            "this run's batches have none."
+            "--against hf needs batches with labels, so that the model computes its own loss. "
+            "This run's batches have none."
         )
     return _train(job, taken.args, taken.model, taken.data, taken.collate)
 
 
 def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) -> Result:
+    """Run the Trainer, and measure what ``BenchedRun`` does."""
     from transformers import Trainer, TrainingArguments
 
     watch = _Stopwatch(job)
@@ -99,15 +101,15 @@ def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) 
         global_batch=args.global_batch_size or 0,
         first_step=watch.first_step,
         step_times=[watch.seconds / job.steps] * job.steps,
-        rows=watch.counts[0],
-        tokens=watch.counts[1],
-        slots=watch.counts[2],
+        rows=watch.counts["rows"],
+        tokens=watch.counts["tokens"],
+        slots=watch.counts["slots"],
         peak_memory=read_peak_memory(device),
     )
 
 
 class _Counting:
-    """Adds the counts of each batch, taken on the host."""
+    """Collates a batch and adds its counts, so that they need not be read from the device."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
@@ -115,29 +117,30 @@ class _Counting:
     def __call__(self, rows: Any) -> Any:
         batch = self._collate(rows)
         info = describe_batch(batch)
-        return {**batch, _COUNTS: [info.rows, info.tokens, info.slots]}
+        counts = {"rows": info.rows, "tokens": info.tokens, "slots": info.slots}
+        return {**batch, _COUNTS: counts}
 
 
 class _Stopwatch:
-    """Starts after the warm-up steps."""
+    """Times the steps after the warm-up."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._began = self._timed_since = 0.0
         self._last_step = -1
         self.first_step = self.seconds = 0.0
-        self.counts = [0, 0, 0]
+        self.counts = Counter[str]()
 
     def start(self) -> None:
         self._began = time.perf_counter()
 
-    def begin_micro_batch(self, counts: list[int], step: int) -> None:
-        """At the beginning of a micro-batch of optimizer step ``step``, counted from 0."""
+    def begin_micro_batch(self, counts: dict[str, int], step: int) -> None:
+        """Called when a micro-batch of optimizer step ``step``, counted from 0, begins."""
         if step != self._last_step:
             self._last_step = step
             self._begin_step(step)
         if step >= self._job.warm_up:
-            self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+            self.counts.update(counts)
 
     def _begin_step(self, step: int) -> None:
         if step in (1, self._job.warm_up):

@@ -1,4 +1,4 @@
-"""One run of a benchmark: what to measure, and what was measured. Imports no torch."""
+"""One run of a benchmark: what to measure, and what was measured. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rapidformer.config import Settings
 
 SOURCE = "rapidformer bench"
 PROFILED_STEPS = 3
-"""Further steps on a GPU, which are not timed."""
+"""Steps after the timed ones that run with a profiler, on a GPU."""
 _MOST_STEPS = 500
-"""To time, if their number depends on how long they take."""
+"""Limit if the number of timed steps depends on how long they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one rank measured; counts are of the timed steps."""
+    """What one rank measured. Counts cover the timed steps only."""
 
     model: str
     parameters: int
@@ -60,29 +60,33 @@ class Result:
     precision: str
     global_batch: int
     first_step: float
-    """Seconds: compilation and other preparations included."""
+    """Seconds, including compilation."""
     step_times: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of all timed steps, by part of the step."""
+    """Seconds in all timed steps, by part of a step."""
     rows: int = 0
     tokens: int = 0
+    """Without padding."""
     slots: int = 0
+    """Tokens and padding."""
     peak_memory: int = 0
-    """Bytes: of the GPU, or of the process on a CPU."""
+    """Bytes, of the GPU or, on a CPU, of the process."""
     operations: float = 0.0
+    """Floating-point operations of the model, for the MFU."""
     formula: str = ""
+    """How ``operations`` were counted."""
     matrix_rate: float | None = None
-    """Floating-point operations per second; None if ranks share the CPU's cores."""
+    """Operations per second of a large matrix product; None if ranks share the CPU's cores."""
     busy: float | None = None
-    """The fraction of the time in which the GPU computes; None on a CPU."""
+    """Fraction of the time that the GPU is busy; None on a CPU."""
     graphs: int = 0
-    """Compiled by torch.compile, in all steps."""
+    """Graphs that torch.compile compiled, in all steps."""
     late_graphs: int = 0
-    """Those of the timed steps, which they slowed down."""
+    """Those compiled during timed steps, which they slowed down."""
     is_counted: bool = True
     """False for a rank that sees the same rows as another."""
     ranks: int = 1
-    """How many ranks the counts are of."""
+    """Ranks whose results were merged."""
 
     @property
     def seconds(self) -> float:
@@ -97,7 +101,7 @@ class Result:
 
 
 def change_settings(args: Settings, job: Job) -> Settings:
-    """The user's settings for a short run that keeps nothing and evaluates nothing."""
+    """The user's settings, changed for a short run that saves nothing and evaluates nothing."""
     steps = job.warm_up + job.most_steps + PROFILED_STEPS + 1
     return args.keep_nothing(SOURCE).replace(
         SOURCE,
@@ -110,7 +114,7 @@ def change_settings(args: Settings, job: Job) -> Settings:
 
 
 def merge(results: list[Result]) -> Result:
-    """The run as a whole, from what its ranks measured."""
+    """The result of a run from those of its ranks."""
     first = results[0]
     counted = [result for result in results if result.is_counted]
     first.rows = sum(result.rows for result in counted)

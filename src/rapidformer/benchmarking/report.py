@@ -1,4 +1,4 @@
-"""The benchmark's results as text. Imports no torch."""
+"""The benchmark's results as text. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def describe_result(result: Result) -> list[str]:
     """A table with one figure per line."""
     times = result.step_times
     rows = [
-        ("tokens/s", f"{result.tokens / result.seconds:,.0f}", "padding is not counted"),
+        ("tokens/s", f"{result.tokens / result.seconds:,.0f}", "without padding"),
         ("samples/s", f"{result.rows / result.seconds:,.1f}", ""),
         ("step", _format_time(statistics.median(times)), _describe_spread(times)),
-        ("first step", _format_time(result.first_step), "with compilation and other preparations"),
+        ("first step", _format_time(result.first_step), "including compilation"),
         ("MFU", *_describe_utilization(result)),
         ("peak memory", f"{result.peak_memory / _GIB:.2f} GiB", _name_memory(result)),
         ("padding", f"{_get_padding(result):.0%}", "of the positions in the batches"),
@@ -55,7 +55,7 @@ def describe_ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> str:
 
 
 def describe_gain(base: Result, changed: Result) -> str:
-    """What a further switch gives."""
+    """What one more switch gives."""
     gain = get_rate(changed) / get_rate(base)
     memory = (changed.peak_memory - base.peak_memory) / _GIB
     line = f"{gain:.2f} x as fast, {memory:+.2f} GiB, first step {changed.first_step:.1f} s"
@@ -70,7 +70,7 @@ def _describe_late_graphs(result: Result) -> str:
 
 
 def get_rate(*runs: Result) -> float:
-    """Real tokens per second; a sample of a model without tokens counts as one."""
+    """Tokens per second, without padding. In models without tokens, a sample counts as one."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
@@ -99,10 +99,10 @@ def _describe_phases(result: Result) -> list[str]:
         for name, text in _PHASES.items()
         if name in result.phases
     ]
-    lines = ["", f"A step is: {', '.join(parts)}."] if parts else []
+    lines = ["", f"Time per step: {', '.join(parts)}."] if parts else []
     if result.busy is not None:
         lines.append(
-            f"The GPU computes {result.busy:.0%} of the time, and otherwise waits for the host."
+            f"The GPU is busy {result.busy:.0%} of the time, and waits for the host otherwise."
         )
     return lines
 
