@@ -286,7 +286,19 @@ def format_line(name: str, result: dict[str, Any], base: float | None) -> str:
     )
 
 
-def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
+COLORS = {
+    "HF Trainer": "0.8",
+    "HF Trainer + compile": "0.65",
+    "HF Trainer + Liger": "0.5",
+    "plain loop + compile": "0.3",
+    "rapidformer": "tab:blue",
+    "rapidformer, padded": "tab:cyan",
+    "rapidformer --compile": "tab:orange",
+    "rapidformer --compile --fp8": "tab:green",
+}
+
+
+def draw(results: dict[str, dict[str, Result]], path: Path) -> None:
     """Bars relative to Hugging Face's Trainer, one group per workload."""
     import matplotlib
 
@@ -294,21 +306,22 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 4.5))
-    names = list(dict.fromkeys(name for runs in results.values() for name in runs))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        places, heights = [], []
-        for place, runs in enumerate(results.values()):
-            base, rate = runs.get("HF Trainer", {}).get("rate"), runs.get(name, {}).get("rate")
-            if base and rate:
-                places.append(place + (number - len(names) / 2 + 0.5) * width)
-                heights.append(rate / base)
-        bars = axes.bar(places, heights, width, label=name)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7)
+    width = 0.15
+    for place, runs in enumerate(results.values()):
+        base = runs.get("HF Trainer", {}).get("rate")
+        shown = [name for name in COLORS if base and "rate" in runs.get(name, {})]
+        for number, name in enumerate(shown):
+            left = place + (number - len(shown) / 2 + 0.5) * width
+            ratio = runs[name]["rate"] / base
+            bars = axes.bar(left, ratio, 0.9 * width, color=COLORS[name], label=name)
+            axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.set_xticks(range(len(results)), list(results))
     axes.set_ylabel("speed relative to HF Trainer")
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.legend(fontsize=8)
+    handles, labels = axes.get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))
+    found = [name for name in COLORS if name in legend]
+    axes.legend([legend[name] for name in found], found, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

@@ -72,7 +72,8 @@ def test_flags_in_the_docs_exist() -> None:
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}
-    others |= {"--picture", "--runs", "--size", "--starts", "--workloads"}  # benchmarks
+    benchmarks = {"--limit", "--picture", "--runs", "--size", "--starts", "--steps", "--workloads"}
+    others |= benchmarks
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # Slurm
     others |= {"--" + name.replace("_", "-") for name in REFUSED}  # listed with the reason
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
