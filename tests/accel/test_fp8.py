@@ -204,6 +204,15 @@ def test_a_gated_mlp_with_hooks_or_frozen_layers_stays_in_parts() -> None:
     assert measure_difference(differentiate(frozen), kept) == 0
 
 
+def test_a_layer_whose_forward_was_replaced_keeps_its_own() -> None:
+    model = GatedStack()
+    for block in model.blocks:
+        block[0].up.forward = lambda input: 3 * input.repeat(1, 2)
+    gradients = differentiate(switch_on(model, fuses_gated=True))
+    assert not any("up" in name for name in gradients)
+    assert not list_layers(model.blocks[0][0].up) and list_layers(model.blocks[0][0].gate)
+
+
 class Optional(Gated):
     """Takes a second argument."""
 

@@ -36,6 +36,19 @@ def test_ids_of_any_shape(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(table.weight.grad, expected)
 
 
+def test_gradients_of_each_row_can_be_taken() -> None:
+    table, ids = nn.Embedding(3, 4), torch.tensor([[0, 1], [2, 2]])
+
+    def add_up(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = torch.func.functional_call(table, {"weight": weight}, (row,))
+        return values.sum()
+
+    take = torch.func.vmap(torch.func.grad(add_up), in_dims=(None, 0))
+    expected = take(table.weight, ids)
+    apply_small_tables(table)
+    assert torch.equal(take(table.weight, ids), expected)
+
+
 def test_a_table_that_does_more_than_look_up_stays_as_it_is() -> None:
     for options in ({"max_norm": 1.0}, {"sparse": True}):
         table = nn.Embedding(3, 4, **options)

@@ -147,6 +147,21 @@ def test_a_mask_that_only_the_device_knows_is_read(monkeypatch: pytest.MonkeyPat
         model(ids, position_ids=positions, use_cache=False)
 
 
+@pytest.mark.parametrize("positions", [torch.arange(8)[None], (torch.arange(8) % 4)[None]])
+def test_one_row_of_positions_for_the_whole_batch_is_not_read(
+    positions: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    make_masks_from_host(model)
+    ids = torch.arange(24).view(3, 8) + 5
+    expected = model(ids, position_ids=positions.repeat(3, 1), use_cache=False).logits
+    known = {id(each): each for each in (ids, positions)}
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
+    with Refusing():
+        found = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+
+
 class Restarting(torch.nn.Module):
     """Code of a user that packs two texts into each row."""
 

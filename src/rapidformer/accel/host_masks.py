@@ -84,7 +84,9 @@ def is_full(mask: Tensor) -> bool | None:
 
 def is_packed(positions: Tensor) -> bool | None:
     """Whether positions restart within a row; None if only the device knows."""
-    values = find_values(positions)
+    # transformers expands a single row to all rows of the batch.
+    is_expanded = positions.dim() == 2 and positions.stride(0) == 0
+    values = find_values(positions[:1] if is_expanded else positions)
     if values is not None:
         return bool((values[:, 1:] != values[:, :-1] + 1).any())
     call = _CALL.get()
@@ -110,7 +112,9 @@ def _find_given(tensor: Tensor) -> Tensor:
 
 
 def _locate(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    # The stride of a dimension of size 1 means nothing.
+    strides = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tuple(strides), tensor.device
 
 
 def _find_outermost(module: nn.Module) -> list[nn.Module]:

@@ -44,11 +44,17 @@ def _build_table(cls: Any) -> dict[str, Any]:
 
 
 class _Lookup(torch.autograd.Function):
+    generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
+
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+    def forward(ids: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        return functional.embedding(ids, table)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ids, table = inputs
         ctx.save_for_backward(ids)
         ctx.rows = len(table)
-        return functional.embedding(ids, table)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

@@ -81,7 +81,8 @@ def _extend_gated(model: nn.Module) -> None:
     """Let gated MLPs whose layers have all been converted run as one function."""
     for module in model.modules():
         names = find_names(module)
-        if names and all("fp8" in list_layers(module.get_submodule(name)) for name in names):
+        # Whatever else a layer's call does would be left out.
+        if names and all(list_layers(module.get_submodule(name)) == ["fp8"] for name in names):
             extend(module, "fp8", _get_gated_builder(names), is_shared=True)
 
 
@@ -110,6 +111,8 @@ def _can_skip_calls(module: nn.Module, layers: list[Any]) -> bool:
 
 def _get_builder(layer: nn.Module) -> Any:
     """What builds the overlay of a linear layer; None for any other module."""
+    if "forward" in vars(layer):
+        return None  # replaced on the object itself: ours would never be called
     cls = get_own_class(layer)
     if cls is nn.Linear:
         return _build_linear
