@@ -25,8 +25,11 @@ LAYERS = [
     {"models", "data"},
     {"dist"},
     {"compat"},
-    {"config", "errors", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay"},
-]
+    {
+        "config", "errors", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay",
+        "host_memory",
+    },
+]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 BOTTOM = LEVEL["config"]
 # The exceptions, each with its reason.

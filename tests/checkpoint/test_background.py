@@ -18,12 +18,12 @@ from rapidformer.checkpoint import disk_space
 from rapidformer.checkpoint import save as save_module
 from rapidformer.checkpoint.background import BackgroundSave
 from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.checkpoint.host_memory import measure_free_memory
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
 from rapidformer.checkpoint.saving import prepare_save, save_checkpoint
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import WriteError
+from rapidformer.host_memory import measure_free_memory
 from rapidformer.log import configure_logging
 from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, make_engine

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models import memory
 from rapidformer.models.build import build_pretrained, load_image_processor, load_tokenizer
 
 from .conftest import SMALL, make_args
@@ -136,6 +137,18 @@ def test_from_scratch_with_the_sizes_of_a_folder(folder: Path) -> None:
     assert model.config.num_hidden_layers == 3 and model.config.hidden_size == 16
     assert model.config.max_position_embeddings == 64
     assert model.config.hidden_dropout_prob == 0.3
+
+
+def test_a_model_larger_than_the_memory_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "measure_free_memory", lambda: 1000.0)
+    for args in (
+        make_args(model_type="bert", **SMALL),
+        make_args(pretrained_model_name_or_path=str(folder)),
+    ):
+        with pytest.raises(ModelError, match=r"too large .* G parameters take .* GiB of memory"):
+            build_pretrained("AutoModelForSequenceClassification", args)
 
 
 def test_tokenizer_from_a_vocabulary_file(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rapidformer.checkpoint.host_memory import measure_free_memory
 from rapidformer.checkpoint.index import Sizes
 from rapidformer.checkpoint.pieces import Piece
 from rapidformer.checkpoint.save import Save
 from rapidformer.dist.collectives import gather_from_all, is_alone
+from rapidformer.host_memory import measure_free_memory
 
 SMALLEST_BYTES = 64 * 2**20
 """``--async-save auto`` writes smaller states at once: that takes a moment anyway."""

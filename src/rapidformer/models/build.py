@@ -39,6 +39,7 @@ from rapidformer.models.location import (
     lacks_file,
     quiet_transformers,
 )
+from rapidformer.models.memory import check_fits
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def build_pretrained(
 
     config = load_config(args, **config_overrides)
     if not splits_weights(args) or any(getattr(args, name) for name in _TRIED_OUT):
+        if args.quantize_base is None:
+            check_fits(config, lambda: _build_fresh(auto_class_name, args, config))
         return _build(auto_class_name, args, config, must_be_trained)
     return build_for_split(args, lambda: _build(auto_class_name, args, config, must_be_trained))
 
@@ -69,13 +72,9 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     import torch
     import transformers
 
-    auto_class = getattr(transformers, auto_class_name)
     if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
         # Weights of a checkpoint are loaded later, into a model that is already split.
-        with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):
-            initialised = auto_class.from_config(
-                config, dtype=torch.float32, trust_remote_code=args.trust_remote_code
-            )
+        initialised = _build_fresh(auto_class_name, args, config)
         adapted = hide_learned_tokens(add_adapters(initialised, args))
         forget_base(adapted)
         return adapted
@@ -84,6 +83,7 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     check_folder(base, needs_weights=True)
     if must_be_trained:
         check_head(auto_class_name, config.architectures, location)
+    auto_class = getattr(transformers, auto_class_name)
     with quiet_transformers(base), explain_failure(base, auto_class_name):
         model, report = auto_class.from_pretrained(
             base,
@@ -105,6 +105,18 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
         _refuse_fresh_weights(report, location)
     _report_fresh_weights(report, location)
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
+
+
+def _build_fresh(auto_class_name: str, args: Any, config: Any) -> nn.Module:
+    import torch
+    import transformers
+
+    auto_class = getattr(transformers, auto_class_name)
+    with quiet_transformers(None), explain_failure(config.model_type, auto_class_name):
+        model: nn.Module = auto_class.from_config(
+            config, dtype=torch.float32, trust_remote_code=args.trust_remote_code
+        )
+    return model
 
 
 def load_tokenizer(args: Any, **options: Any) -> Any:

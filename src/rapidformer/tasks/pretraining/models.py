@@ -9,6 +9,7 @@ from rapidformer.errors import ModelError
 from rapidformer.models.build import build_pretrained, load_tokenizer
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location, is_from_scratch
+from rapidformer.models.memory import check_fits
 from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
@@ -105,7 +106,7 @@ def count_usable_tokens(objective: Objective) -> int:
 
 
 def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
-    from rapidformer.models.deferred import build_for_split
+    from rapidformer.models.deferred import build_for_split, splits_weights
     from rapidformer.models.gpt import GPTModel, config_from_arguments
 
     location = get_model_location(args)
@@ -114,6 +115,8 @@ def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
         return build_for_split(args, lambda: GPTModel.from_pretrained(location))
     config = config_from_arguments(args, max(args.vocab_size or 0, tokenizer.vocab_size))
     config.eos_token_id = tokenizer.eod if tokenizer.has_special("eod") else None
+    if not splits_weights(args):
+        check_fits(config, lambda: GPTModel(config))
     return build_for_split(args, lambda: GPTModel(config))
 
 

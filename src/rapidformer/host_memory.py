@@ -1,4 +1,4 @@
-"""How much host memory is free: for copies that a run can do without."""
+"""How much host memory is free."""
 
 from __future__ import annotations
 
