@@ -52,7 +52,8 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     done = command("evaluate", "--load", run)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    trained = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (trained,) = (line for line in lines if "eval_loss" in line)
     assert found["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5), "the same rows"
     assert found["examples"] == 5 and found["seconds"] > 0
     assert "evaluated 5 examples of validation in" in done.stderr
@@ -77,6 +78,7 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     table = tmp_path / "answers.csv"
     done = command("predict", "--load", run, "--data-path", rows, "--output", table)
     assert done.returncode == 0, done.stderr
+    assert f"written   20 predictions: {table}" in done.stderr
     answers = list(csv.DictReader(table.open()))
     assert [answer["id"] for answer in answers] == [f"r{i}" for i in range(20)]
     assert [answer["label"] for answer in answers] == ["no", "yes"] * 10, "the gold labels"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rapidformer.cli.checks import check_command
+from rapidformer.cli.main import main as run_command
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
@@ -122,6 +123,13 @@ def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:
         check_command("predict", [*words, "--input", '{"text": x}'])
 
 
+def test_a_missing_file_is_not_taken_for_a_text(find: Find) -> None:
+    words = "--task sequence_classification --load model --input"
+    assert find("predict", f"{words} rosw.jsonl") == ["--input rosw.jsonl: there is no such file."]
+    assert find("predict", f"{words} rows.jsonl") == []
+    assert find("predict", f"{words} Really?") == []
+
+
 def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "best").mkdir(parents=True)
@@ -129,7 +137,7 @@ def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
         (run / "best" / name).write_text("{}")
     (run / ARGUMENTS_FILE).write_text(
         "task: sequence_classification\ntext_column: body\nlabel_column:\n"
-        f"data_path: {tmp_path / 'own.jsonl'}\nseq_length: 32\nseed: 7\n"
+        f"data_path: {tmp_path / 'own.jsonl'}\ndata_name: mrpc\nseq_length: 32\nseed: 7\n"
     )
     (tmp_path / "own.jsonl").write_text(json.dumps({"body": "x", "label": 1}) + "\n")
     for load in ("run", "run/best"):
@@ -142,6 +150,8 @@ def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
     (problem,) = find("predict", "--load run --data-path rows.jsonl")
     assert "--text-column body: the data has no such column" in problem
     assert find("predict", "--load run --data-path rows.jsonl --text-column text") == []
+    (problem,) = find("predict", "--load run")
+    assert problem.startswith("no data: give --input TEXT ... or --data-path")
 
 
 def test_negative_numbers_reach_their_flag() -> None:
@@ -155,6 +165,18 @@ def test_negative_numbers_reach_their_flag() -> None:
 )
 def test_only_near_names_are_suggested(typed: str, meant: str | None) -> None:
     assert find_nearest(typed, ["--epochs", "--micro-batch-size", "--hysteresis"]) == meant
+
+
+def test_bad_values_do_not_hide_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--lr", "abc", "--epochz", "3"]) == 1
+    said = capsys.readouterr().err
+    assert "--lr needs a number, got 'abc'." in said
+    assert "unknown flag --epochz: did you mean --epochs?" in said
+
+
+def test_a_missing_script_is_noticed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--user-script", "missing.py", "--epochz", "3"]) == 1
+    assert capsys.readouterr().err == "error: --user-script missing.py is not a file.\n"
 
 
 def test_nothing_heavy_is_imported_before_problems_are_known(find: Find) -> None:

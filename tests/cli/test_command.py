@@ -64,8 +64,11 @@ def test_version(
     assert capsys.readouterr().out == shown
 
 
-def test_tasks_are_listed_with_their_columns(command: Any) -> None:
-    listing = command("tasks").stdout
+def test_tasks_are_listed_with_their_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listing = show(capsys, "tasks")
     for name in (
         "sequence_classification", "token_classification", "question_answering", "masked_lm",
         "causal_lm", "casual_lm", "seq2seq_lm", "multiple_choice", "image_classification",

@@ -18,7 +18,7 @@ from rapidformer.models.build import build_pretrained, load_image_processor, loa
 from .conftest import SMALL, make_args
 
 
-def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any) -> None:
+def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any, tmp_path: Path) -> None:
     args = make_args(pretrained_model_name_or_path=str(folder), num_layers=2)
     with caplog.at_level(logging.INFO, logger="rapidformer"):
         logging.getLogger("rapidformer").propagate = True
@@ -26,6 +26,10 @@ def test_local_folder_in_fp32_with_a_fresh_head(folder: Path, caplog: Any) -> No
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.num_labels == 5 and model.classifier.out_features == 5
     assert "classifier.weight (saved (3, 16), needed (5, 16))" in caplog.text
+    caplog.clear()
+    args.load = str(tmp_path)  # a run, whose checkpoint has trained the head
+    build_pretrained("AutoModelForSequenceClassification", args, num_labels=5)
+    assert "newly initialised" not in caplog.text
 
 
 def rename(folder: Path, target: Path, change: Callable[[str], str]) -> str:

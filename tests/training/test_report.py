@@ -117,8 +117,11 @@ def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFix
     for step in range(1, 101):
         reporter.advance(step, 0.12345, 2e-5)
     reporter.log_training(LINE)
+    reporter.close_bar()
+    reporter.say("saved     nothing")
     reporter.close()
     text = capsys.readouterr().err
+    assert text.rstrip().endswith("saved     nothing"), "the bar ends above the closing lines"
     assert "100/100" in text
     assert "loss 0.1235" in text
     assert "ms/step" not in text, "no line beside the bar"

@@ -102,7 +102,10 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
         )
     # Where the run computes and saves does not matter here.
     here = args.replace("data show", device="cpu", save=None)
-    problems += find_task_problems(here, "train", 0)
+    if args.task is None:
+        problems.append("nothing to show: give --task and --data-path, or --load RUN.")
+    else:
+        problems += find_task_problems(here, "train", 0)
     if problems:
         raise ConfigurationError(problems)
     configure_logging(args.log_level)

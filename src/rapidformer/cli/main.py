@@ -129,8 +129,6 @@ def _find_topic(words: list[str]) -> str | None:
 
 def _starts_processes(name: str, words: list[str]) -> bool:
     """Start one process per GPU, if there are several; False if this process is enough."""
-    from rapidformer.config import parse_arguments
-    from rapidformer.config.parse import drop_unknown_flags
     from rapidformer.launch.environment import is_launched
 
     if is_launched():
@@ -141,7 +139,11 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         if wants_help(words):
             return False
         return _start(read_launch_settings(words), [name, *words])
-    args = parse_arguments(drop_unknown_flags(words))
+    args = _read_known_flags(words)
+    if args.user_script is not None and args.hostfile is None:
+        from rapidformer.cli.train import check_script
+
+        check_script(args.user_script)
     plan = None
     if args.user_script is None and args.hostfile is None:
         # Checked before any process is started, except for scripts, which may have their own flags
@@ -153,6 +155,19 @@ def _starts_processes(name: str, words: list[str]) -> bool:
     if args.log_level in ("debug", "info"):
         _say_loading(args)
     return _start(args, [name, *words], plan)
+
+
+def _read_known_flags(words: list[str]) -> Settings:
+    """The settings, without flags that a script may define itself."""
+    from rapidformer.config import parse_arguments
+    from rapidformer.config.parse import drop_unknown_flags
+
+    try:
+        return parse_arguments(drop_unknown_flags(words))
+    except RapidformerError:
+        if not any(word.replace("_", "-").startswith("--user-script") for word in words):
+            parse_arguments(words)  # there is no script, so unknown flags are errors too
+        raise
 
 
 def _say_loading(args: Settings) -> None:

@@ -132,6 +132,8 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     stored = _read(file)
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
+    if command == "predict" and not has_data:
+        names.remove("data_name")  # on its own, it would name a data set to predict on
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
@@ -10,11 +12,22 @@ from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, lis
 def run(argv: list[str]) -> None:
     """Print every task."""
     for task in list_tasks():
-        names = ", ".join([task.name, *(f"{alias}" for alias in task.aliases)])
-        sys.stdout.write(f"{names}\n    {task.description}\n")
+        _write(task.name)
+        _write(task.description, "    ")
+        _write(f"also called {', '.join(task.aliases)}" if task.aliases else "", "    ")
         for role in task.columns:
             need = "" if role.required else " (optional)"
-            sys.stdout.write(f"    {role.name:<14}{role.holds}{need}\n")
-            sys.stdout.write(f"    {'':<14}names tried: {', '.join(role.candidates)}\n")
+            _write(f"{role.holds}{need}", f"    {role.name:<14}")
+            _write(f"found as: {', '.join(role.candidates)}", f"    {'':<14}")
         sys.stdout.write("\n")
-    sys.stdout.write(f"{PRETRAINING}\n    {PRETRAINING_DESCRIPTION}\n")
+    _write(PRETRAINING)
+    _write(PRETRAINING_DESCRIPTION, "    ")
+
+
+def _write(text: str, start: str = "") -> None:
+    """Wrap a paragraph after its ``start``, as wide as the terminal."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    lines = textwrap.wrap(text, width - len(start), break_on_hyphens=False)
+    for line in lines:
+        sys.stdout.write(f"{start}{line}\n")
+        start = " " * len(start)

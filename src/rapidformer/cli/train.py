@@ -36,10 +36,14 @@ def run(argv: list[str]) -> None:
     engine.close()
 
 
-def run_script(script: str, argv: list[str]) -> None:
-    """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
+def check_script(script: str) -> None:
     if not Path(script).is_file():
         raise ConfigurationError(f"--user-script {script} is not a file.")
+
+
+def run_script(script: str, argv: list[str]) -> None:
+    """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
+    check_script(script)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
     provide_megatron_names()

@@ -37,6 +37,7 @@ from rapidformer.models.location import (
     is_checkpoint_model,
     is_from_scratch,
     lacks_file,
+    loads_checkpoint,
     quiet_transformers,
 )
 from rapidformer.models.memory import check_fits
@@ -103,7 +104,8 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     check_names(report, trunk, base, allows_partial=args.allow_partial_load)
     if must_be_trained:
         _refuse_fresh_weights(report, location)
-    _report_fresh_weights(report, location)
+    if args.allow_partial_load or not loads_checkpoint(args):
+        _report_fresh_weights(report, location)
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
 
 

@@ -61,6 +61,12 @@ def is_checkpoint_model(location: str | Path) -> bool:
     return Path(location).name == DESCRIPTION and (Path(location).parent / "run.json").is_file()
 
 
+def loads_checkpoint(args: Any) -> bool:
+    """Whether ``--load`` names a run or a checkpoint, which will replace all weights."""
+    folder = Path(args.load or "").expanduser()
+    return bool(args.load) and folder.is_dir() and not is_model_folder(folder)
+
+
 def is_from_scratch(args: Any) -> bool:
     """Whether weights are freshly initialised: requested, or only a model type was given."""
     return bool(args.from_scratch) or get_model_location(args) is None

@@ -160,11 +160,22 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
             f"--input mixes texts ({plain[:40]!r}) and JSON objects ({objects[0][:40]!r}): give "
             "either texts, or objects with the same columns."
         )
+    for text in texts:
+        if _looks_like_missing_file(text):
+            yield f"--input {text}: there is no such file."
     for text in objects:
         try:
             json.loads(text)
         except ValueError as reason:
             yield f"--input {text!r} is not valid JSON: {reason}. Texts must not begin with {{."
+
+
+def _looks_like_missing_file(text: str) -> bool:
+    """Whether a single word ends like a data file; a text may well end in .txt or .json."""
+    from rapidformer.data.files import get_format
+
+    is_name = len(text) < 256 and not any(letter.isspace() for letter in text)
+    return is_name and get_format(Path(text)) is not None and not Path(text).expanduser().is_file()
 
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:

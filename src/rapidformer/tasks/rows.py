@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from rapidformer.compat.datasets import get_fingerprint
 from rapidformer.errors import DataError
+from rapidformer.log import get_logger
 
 Columns = dict[str, list[Any]]
 # rows by column, and the numbers of those rows in the table
@@ -99,7 +101,10 @@ def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequ
         rows = rows.with_format(None)
     text = repr((get_fingerprint(rows), _hash_own_code(), *key))
     is_small = len(rows) < _SMALL_TABLE
-    with _quiet_datasets() if is_small else contextlib.nullcontext():
+    shows_bar = not is_small and sys.stderr.isatty()
+    if not is_small and not shows_bar:
+        get_logger().info(f"preparing {len(rows):,} rows")
+    with contextlib.nullcontext() if shows_bar else _quiet_datasets():
         return rows.map(
             function,
             with_indices=True,

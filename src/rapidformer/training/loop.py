@@ -335,6 +335,7 @@ class TrainingLoop:
             self.engine.export(Path(self.args.save) / LAST, self.processor)
         elif self.meter.has_updates():
             self._log()
+        self.reporter.close_bar()  # the lines that follow are the last on the screen
         best = self.progress.get_best()
         kept = describe_results(self.args, step=self.step, total=self.train_iters, best=best)
         for sentence in kept:

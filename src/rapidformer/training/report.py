@@ -107,9 +107,12 @@ class Reporter(Callback):
                 f"saved step {step} | training waited {stall:.2f} s | written in {seconds:.2f} s"
             )
 
-    def close(self) -> None:
+    def close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def close(self) -> None:
+        self.close_bar()
         if self._file is not None:
             self._file.flush()
         if self._board is not None:
