@@ -60,6 +60,7 @@ class UpdatingRun(ComposedRun):
     """Forward and backward passes, and the updates they make."""
 
     _first_update = 0
+    _compiles_update = False
     _started: _StartedMicroBatch | None = None
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -186,6 +187,7 @@ class UpdatingRun(ComposedRun):
         called after them all. ``steps_at_once`` says that nothing looks at the gradients before
         ``step``: a CUDA graph may then update the weights, too.
         """
+        self._compile_update()
         pipeline = self.parallelized.pipeline
         if pipeline is None:
             results = self._run_graphed(forward, update, steps_at_once=steps_at_once)
@@ -197,6 +199,12 @@ class UpdatingRun(ComposedRun):
             for _ in range(len(update) - 1):
                 after_micro_batch()
         return results
+
+    def _compile_update(self) -> None:
+        """Compile the optimizer's kernels during the first passes."""
+        if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
+            self._compiles_update = True
+            self.optimizer.start_trials()
 
     def _run_in_turn(
         self,

@@ -19,7 +19,6 @@ from rapidformer.config.sections import OptimizerArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
-from rapidformer.optim.multi_tensor import norm
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 
 # Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
@@ -69,12 +68,8 @@ def _build_adamw(
 
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     # Without Triton, it would be torch's own under another name.
-    if not _have_triton(groups):
-        return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
-    optimizer = MultiTensorAdamW(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
-    optimizer.start_trials()
-    norm.start_trials(p for group in groups for p in group["params"])
-    return optimizer
+    cls = MultiTensorAdamW if _have_triton(groups) else AdamW
+    return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 
 def _have_triton(groups: Iterable[dict[str, Any]]) -> bool:

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.compat.triton import has_triton, on_device, works_later
+from rapidformer.optim.multi_tensor import norm
 from rapidformer.optim.multi_tensor.addresses import record_addresses
 from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
 from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
@@ -51,12 +52,17 @@ class MultiTensorAdamW(AdamW):
         self._launch = None  # it would keep the earlier moments in memory
 
     def start_trials(self) -> None:
-        """Compile the kernels in the background, so that the first step need not wait for them."""
+        """Compile this optimizer's and the norm's kernels in the background.
+
+        Call it when the data's worker processes have been started. A process forked while a kernel
+        is compiled may inherit a pipe of the compiler, which then never ends.
+        """
         parameters = [p for group in self.param_groups for p in group["params"]]
         for device, dtype in {(p.device, p.dtype) for p in parameters}:
             if has_triton(device) and dtype in TYPES:
                 kinds = Kinds(dtype, dtype, self.moment_dtype or dtype)
                 _start_trial(device, kinds, self.rounds_randomly)
+        norm.start_trials(parameters)
 
     def step_on_host(self) -> None:
         """The step without our kernels."""
