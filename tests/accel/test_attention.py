@@ -46,7 +46,7 @@ def test_the_kernel_tried_first(asked: str, device: Device, chosen: str | None) 
      ("t5", "flash", HOPPER, "does not take the relative position bias of T5For"),
      ("bert", "flex", CPU, "FlexAttention has no backward pass on CPUs"),
      ("t5", "flex", HOPPER, "FlexAttention has no dropout"),
-     ("custom", "eager", CPU, "is not a model of transformers")],
+     ("custom", "eager", CPU, "is not a transformers model")],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_the_reason(
     family: str, asked: str, device: Device, reason: str

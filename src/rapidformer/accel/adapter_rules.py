@@ -39,6 +39,6 @@ def _find_problems(adapter: Adapter, args: Settings) -> Iterator[str]:
     if kind == "PREFIX_TUNING" and recompute.is_on(args):
         yield (
             f"{recompute.describe(args)} cannot be combined with {kind}: a recomputed block has no "
-            "cache, in which the learned keys and values are. Use LoRA (--lora-rank), or leave one "
+            "cache, which holds the learned keys and values. Use LoRA (--lora-rank), or leave one "
             "of them out."
         )

@@ -97,7 +97,7 @@ def choose(asked: str, device: Device) -> str | None:
 
 
 def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
-    """Why this model cannot use the attention asked for on this device."""
+    """Why this model cannot use the requested attention on this device."""
     if asked in _NAMES:
         return _find_obstacle_of_model(model, asked, device)
     if asked not in _ORDERS:
@@ -117,7 +117,7 @@ def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
 def _find_obstacle_of_model(model: Any, asked: str, device: Device) -> str | None:
     name = type(model).__name__
     if not find_configs(model):
-        return f"{name} is not a model of transformers, and computes attention itself"
+        return f"{name} is not a transformers model, and computes attention itself"
     if asked == "flex":
         if device.kind == "cpu":
             return "FlexAttention has no backward pass on CPUs"

@@ -1,8 +1,8 @@
-"""No key/value cache where a loss is computed: a Hugging Face model would fill one in every call.
+"""Turn off the key/value cache when a loss is computed.
 
-It is for generation, and otherwise only keeps all keys and values alive. The configuration stays
-as it is, so ``generate`` and an exported model use the cache as before; so does a call that says
-``use_cache=True``.
+A Hugging Face model fills one in every call. It is meant for generation, and otherwise only keeps
+all keys and values alive. The configuration does not change, so ``generate`` and an exported model
+use the cache as before; so does a call with ``use_cache=True``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rapidformer.models.adapters import find_adapter
 
 
 def apply_lean_adapters(model: nn.Module, precision: Precision) -> None:
-    """Drop needless casts, and round frozen linear layers if their files have them in full."""
+    """Drop needless casts, and round frozen linear layers if the base model's files have them."""
     adapter = find_adapter(model)
     if precision.dtype is None or adapter is None:
         return
@@ -39,7 +39,7 @@ def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
     }
     for module in model.modules():
         for parameter in get_parameter_table(module).values() if _is_linear(module) else ():
-            # A head may be tied to the embedding, which needs all digits.
+            # A head may be tied to the embedding, which stays in full precision.
             if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
                 continue
             parameter.data = parameter.data.to(dtype)
@@ -50,7 +50,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _keep_input(module: Any) -> None:
-    """peft turns inputs into fp32, and autocast turns them back: without dropout, for nothing."""
+    """Stop peft from casting inputs to fp32: without dropout, autocast just casts them back."""
     dropouts = getattr(module, "lora_dropout", None)
     if isinstance(dropouts, nn.ModuleDict) and all(
         isinstance(dropout, nn.Identity) for dropout in dropouts.values()

@@ -135,7 +135,7 @@ def _find_eager(module: nn.Module) -> Callable[..., Any]:
         found: Callable[..., Any] | None = getattr(module_of, "eager_attention_forward", None)
         if found is not None:
             return found
-    raise AssertionError(f"{type(module).__name__} has no attention of its own")
+    raise AssertionError(f"{type(module).__name__} has no eager_attention_forward in its file")
 
 
 _OTHER_MEETINGS = {

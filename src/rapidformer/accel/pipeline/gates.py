@@ -45,7 +45,7 @@ class StageContext:
     """What a model's blocks know about the current pass."""
 
     dtype: torch.dtype
-    """Of hidden states between stages."""
+    """The dtype of hidden states between stages."""
     returns_tuple: bool
     """Whether the model expects its blocks to return tuples."""
     splits_backward: bool = False

@@ -52,7 +52,7 @@ class SharedGradients:
                 _sum_gradients(trained, self._groups[holders])
 
     def list_parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """Those that other ranks hold too."""
+        """The parameters that other ranks hold too."""
         parameters = dict(model.named_parameters())
         return [parameters[name] for names in self._names.values() for name in names]
 

@@ -72,7 +72,7 @@ class Pipeline:
         self.layout = layout
         self.plan = plan
         self.num_parameters, self.num_trained = counts
-        """Of the whole model."""
+        """Counts of the whole model, not of this rank's stages."""
         self.holdings = holdings
         self._context = context
         self._mesh = topology.mesh
@@ -287,10 +287,49 @@ def build_pipeline(
     if problems:
         raise ConfigurationError(problems)
     usage = find_usage(model, plan)
+    layout = _build_layout(model, plan, usage, args, topology)
+    problem = _find_schedule_problem(model, layout, usage)
+    problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
+    if problem:
+        raise ConfigurationError(problem)
+    holdings = find_holdings(model, plan, layout, usage)
+    context = StageContext(
+        dtype=_choose_dtype(model, is_mixed=is_mixed),
+        returns_tuple=usage.returns_tuple,
+        splits_backward=layout.schedule == "zero-bubble",
+    )
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    pipeline = Pipeline(
+        plan,
+        layout,
+        holdings,
+        context,
+        topology=topology,
+        device=device,
+        seed=args.seed,
+        counts=(total, trained),
+    )
+    prefixes = tuple(f"{block}." for block in plan.blocks)
+    apply_cut(
+        model,
+        holdings.get_held(topology.get_rank("pipeline")),
+        device,
+        lambda name: explain_absence(context, name.startswith(prefixes), name),
+    )
+    # Kept: the blocks can no longer be found by their parameters.
+    put_fact(model, pipeline.local_plan)
+    return pipeline
+
+
+def _build_layout(
+    model: nn.Module, plan: ModelPlan, usage: Usage, args: Settings, topology: Topology
+) -> Layout:
+    """Balance the stages by the number of parameters that each computes with."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     last = len(plan.blocks) - 1
     lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    layout = build_layout(
+    return build_layout(
         [sum(p.numel() for p in block.parameters()) for block in plan.get_blocks(model)],
         before=sum(
             sizes.get(name, 0) * (_LOOKUP_COST if name in lookups else 1.0)
@@ -307,37 +346,6 @@ def build_pipeline(
         layers_per_stage=args.num_layers_per_virtual_pipeline_stage,
         model=type(model).__name__,
     )
-    problem = _find_schedule_problem(model, layout, usage)
-    problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
-    if problem:
-        raise ConfigurationError(problem)
-    holdings = find_holdings(model, plan, layout, usage)
-    context = StageContext(
-        dtype=_choose_dtype(model, is_mixed=is_mixed),
-        returns_tuple=usage.returns_tuple,
-        splits_backward=layout.schedule == "zero-bubble",
-    )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    pipeline = Pipeline(
-        plan,
-        layout,
-        holdings,
-        context,
-        topology=topology,
-        device=device,
-        seed=args.seed,
-        counts=(sum(sizes.values()), trained),
-    )
-    prefixes = tuple(f"{block}." for block in plan.blocks)
-    apply_cut(
-        model,
-        holdings.get_held(topology.get_rank("pipeline")),
-        device,
-        lambda name: explain_absence(context, name.startswith(prefixes), name),
-    )
-    # Kept: the blocks can no longer be found by their parameters.
-    put_fact(model, pipeline.local_plan)
-    return pipeline
 
 
 def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> str:
@@ -376,7 +384,7 @@ def _find_problems(model: Any, plan: ModelPlan) -> list[str]:
 
 
 def _choose_dtype(model: nn.Module, *, is_mixed: bool) -> torch.dtype:
-    """Of hidden states between stages: as wide as the widest of the weights."""
+    """The dtype of hidden states between stages: that of the widest weight."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if is_mixed or torch.float32 in dtypes or not dtypes:
         return torch.float32

@@ -290,7 +290,7 @@ class Rowwise(Style):
 
 
 class RowwiseSplit(Rowwise):
-    """The same for a whole input."""
+    """``Rowwise`` for an input that is whole: takes this rank's slice of it first."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(slice_in(hidden, -1, get_fact(self, Split).group))
