@@ -261,6 +261,18 @@ def test_neither_embeddings_nor_the_loss_are_compiled() -> None:
     assert "cross_entropy" not in text
 
 
+def test_an_encoder_of_torch_is_evaluated_uncompiled_on_its_nested_tensors() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    hidden, padding = torch.rand(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    with torch.no_grad():
+        expected = model.eval()(hidden, src_key_padding_mask=padding)
+        compiled = compile_blocks(model)
+        assert torch.equal(model(hidden, src_key_padding_mask=padding), expected)
+    assert not compiled.graphs
+
+
 def test_model_without_blocks_is_compiled_whole_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,29 @@ def test_a_model_that_adds_to_its_logits_computes_them() -> None:
     torch.testing.assert_close(loss, expected[0])
     for name, gradient in expected[1].items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+class TinyGPT(nn.Module):
+    """A custom model: nothing says which of its layers is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
+        self.inner = nn.Linear(WIDTH, 32)
+        self.outer = nn.Linear(32, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        logits = self.head(hidden + self.outer(self.inner(hidden).relu()))
+        loss = functional.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_the_head_of_a_custom_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    check(TinyGPT(), monkeypatch)
 
 
 def test_a_count_given_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

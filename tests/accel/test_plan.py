@@ -96,18 +96,29 @@ def test_own_plan_with_a_name_that_is_not_there() -> None:
         find_plan(model)
 
 
-def test_longest_list_of_equal_blocks_wins() -> None:
+def test_the_list_with_the_most_weights_has_the_blocks() -> None:
     class Towers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.short = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(20))
             self.unequal = nn.ModuleList(nn.Linear(4, 4 + i) for i in range(9))
             self.activations = nn.ModuleList(nn.ReLU() for _ in range(9))
             # Funnel's: the outer list's members are never called.
             self.nested = nn.ModuleList(nn.ModuleList([nn.Linear(5, 5)]) for _ in range(9))
-            self.long = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+            self.blocks = nn.Sequential(Block(), Block())
 
-    assert list(find_plan(Towers()).blocks) == [f"long.{i}" for i in range(4)]
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 9)) for _ in range(6))
+
+    assert list(find_plan(Towers()).blocks) == ["blocks.0", "blocks.1"]
+
+
+def test_both_stacks_of_torchs_own_transformer_have_blocks() -> None:
+    model = nn.Transformer(4, 1, num_encoder_layers=3, num_decoder_layers=2, dim_feedforward=4)
+    expected = [*(f"encoder.layers.{i}" for i in range(3)), "decoder.layers.0", "decoder.layers.1"]
+    assert list(find_plan(model).blocks) == expected
 
 
 def test_sequential_at_the_root() -> None:

@@ -88,6 +88,29 @@ def test_an_empty_list_of_targets_means_the_usual_ones() -> None:
     assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
 
 
+def test_layers_that_torch_never_calls_are_not_adapted() -> None:
+    """nn.MultiheadAttention only reads a layer's weight; so does an encoder layer in evaluation."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    try:
+        engine, model = compose(build(), lora_rank=2)
+        assert engine.adapter.describe() == "LORA, rank 2 on linear1, linear2"
+        hidden = torch.rand(1, 4, 8)
+        engine.backward(model(hidden)[..., 0].sum(), weight=1)
+        engine.step()
+        trained = model(hidden)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(hidden), trained)
+        with pytest.raises(ModelError, match=r"out_proj would never be.*it: self_attn\."):
+            compose(build(), lora_rank=2, lora_target_modules=["out_proj"])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
 def test_a_model_without_a_config_is_saved_with_its_adapters(tmp_path: Path) -> None:
     engine, model = compose(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), lora_rank=2)
     engine.export(tmp_path / "model")

@@ -39,6 +39,12 @@ def test_log_line() -> None:
     )
 
 
+def test_log_line_of_images_does_not_speak_of_tokens() -> None:
+    names = LINE.keys() - {"tokens_per_second", "padding_share"}
+    text = format_training_line({name: LINE[name] for name in names}, 100)
+    assert "250 ms/step | 64.0 samples/s | 1:02:05 left" in text
+
+
 def test_log_line_with_memory_and_skipped_updates() -> None:
     line = {**LINE, "memory_gib": 3.14159, "skipped_updates": 2, "tokens_per_second": 2.5e6}
     text = format_training_line(line, 100)

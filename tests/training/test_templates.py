@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from rapidformer import Finetuner, PreTrainer, Pretrainer, RapidformerEngine, get_args, get_timers
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
+from rapidformer.log import warn_once
 from tests.processes import run_in_processes
 
 
@@ -167,15 +168,36 @@ def test_a_hook_may_return_a_weight_or_megatrons_pair() -> None:
     assert results[0] == results[1] == results[2]
 
 
-def test_own_optimizer_and_schedule_are_used() -> None:
+def test_rows_of_different_lengths_without_labels_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Custom(LineFinetuner):
+        def train_valid_test_datasets_provider(self) -> Any:
+            rows = [{"idx": torch.ones(2 + i // 2, dtype=torch.long)} for i in range(4)]
+            return rows, None, None, None
+
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            loss = model.layer(batch["idx"].float().mean()[None]).sum()
+            return (loss, batch["idx"].numel()) if self.is_weighted else loss
+
+    warn_once.cache_clear()
+    for Custom.is_weighted in (True, False):
+        assert "weighted by their rows" not in capsys.readouterr().err
+        settings = {"micro_batch_size": 2, "global_batch_size": 4, "dataloader_type": "single"}
+        Custom(make_engine(epochs=1, log_level="warning", **settings)).train()
+    assert "micro-batches are weighted by their rows" in capsys.readouterr().err
+
+
+def test_own_optimizer_and_schedule_are_used(capsys: pytest.CaptureFixture[str]) -> None:
     class OwnOptimizer(LineFinetuner):
         def model_optimizer_lr_scheduler_provider(self) -> Any:
             model = Regression()
             optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)
             return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
 
-    engine = make_engine(epochs=1)
+    engine = make_engine(epochs=1, log_level="info")
     OwnOptimizer(engine).train()
+    assert "; lr 0.3, StepLR; Adagrad, clip 1.0" in capsys.readouterr().err
     assert isinstance(engine.optimizer, torch.optim.Adagrad)
     assert engine.get_learning_rate() == pytest.approx(0.3 * 0.5**2)
 

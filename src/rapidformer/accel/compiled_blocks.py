@@ -174,10 +174,13 @@ def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -
     """Add what decides which function runs; False if the call should not be compiled.
 
     A call that fills a key/value cache is not: the cache has another length at each call, and each
-    block another place in it.
+    block another place in it. Nor is a call with a nested tensor, which torch cannot compile: in
+    evaluation, nn.TransformerEncoder makes one of a padded batch.
     """
     for value in values:
         if isinstance(value, Tensor):
+            if value.is_nested:
+                return False
             # An expanded tensor (a mask without padding, say) has its own arithmetic of addresses.
             form += [value.dtype, tuple(step == 0 for step in value.stride())]
             sizes.append(value.shape)

@@ -17,19 +17,22 @@ _PHASES = {
 }
 _GIB = 2**30
 _FAR_APART = 1.1
+_NO_TOKENS = "the batches have no token ids"
 
 
 def describe_result(result: Result) -> list[str]:
     """A table with one figure per line."""
     times = result.step_times
+    rate = f"{result.tokens / result.seconds:,.0f}" if result.slots else "-"
+    padding = f"{_get_padding(result):.0%}" if result.slots else "-"
     rows = [
-        ("tokens/s", f"{result.tokens / result.seconds:,.0f}", "without padding"),
+        ("tokens/s", rate, "without padding" if result.slots else _NO_TOKENS),
         ("samples/s", f"{result.rows / result.seconds:,.1f}", ""),
         ("step", _format_time(statistics.median(times)), _describe_spread(times)),
         ("first step", _format_time(result.first_step), "including compilation"),
         ("MFU", *_describe_utilization(result)),
         ("peak memory", f"{result.peak_memory / _GIB:.2f} GiB", _name_memory(result)),
-        ("padding", f"{_get_padding(result):.0%}", "of the positions in the batches"),
+        ("padding", padding, "of the positions in the batches"),
     ]
     if result.graphs:
         rows.append(("graphs", f"{result.graphs}", _describe_late_graphs(result)))
@@ -45,8 +48,9 @@ def describe_ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> str:
     ratios = [get_rate(mine) / get_rate(other) for mine, other in zip(ours, theirs, strict=True)]
     each = " and ".join(f"{one:.2f}" for one in ratios)
     memory = ours[0].peak_memory / theirs[0].peak_memory if theirs[0].peak_memory else 0.0
+    unit = "tokens" if theirs[0].slots else "samples"
     line = (
-        f"{rate:,.0f} tokens/s: rapidformer is {ratio:.2f} x as fast ({each} in turn), with "
+        f"{rate:,.0f} {unit}/s: rapidformer is {ratio:.2f} x as fast ({each} in turn), with "
         f"{memory:.0%} of its memory"
     )
     if max(ratios) < _FAR_APART * min(ratios):
@@ -71,7 +75,8 @@ def _describe_late_graphs(result: Result) -> str:
 
 def get_rate(*runs: Result) -> float:
     """Tokens per second, without padding. In models without tokens, a sample counts as one."""
-    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+    counted = sum(run.tokens if run.slots else run.rows for run in runs)
+    return counted / sum(run.seconds for run in runs)
 
 
 def _describe_spread(times: list[float]) -> str:
@@ -84,6 +89,8 @@ def _describe_spread(times: list[float]) -> str:
 def _describe_utilization(result: Result) -> tuple[str, str]:
     if result.matrix_rate is None:
         return "-", "the ranks share this CPU's cores"
+    if not result.slots:
+        return "-", _NO_TOKENS
     rate = result.operations / result.seconds
     devices = f"{result.ranks} x " if result.ranks > 1 else ""
     formula = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class BatchInfo(NamedTuple):
     shifted_labels: int
     """The same for models that predict the next token: the first position has no prediction."""
     tokens: int
-    """Tokens that are not padding."""
+    """Tokens that are not padding; 0 if the batch has none, or does not show them."""
     slots: int
     """Tokens with padding."""
 
@@ -54,11 +54,20 @@ def describe_batch(batch: Any) -> BatchInfo:
     """Count what a collated batch holds; anything that is not a mapping counts rows only."""
     if not isinstance(batch, Mapping):
         rows = next((len(t) for t in iterate_tensors(batch) if t.dim()), 0)
-        return BatchInfo(rows=rows, labels=rows, shifted_labels=rows, tokens=rows, slots=rows)
+        tokens = _count_ids(iterate_tensors(batch))
+        return BatchInfo(rows=rows, labels=rows, shifted_labels=rows, tokens=tokens, slots=tokens)
     rows = next((len(t) for t in batch.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
     labels, shifted = _count_labels(batch.get("labels"), rows)
     tokens, slots = _count_tokens(batch, rows)
     return BatchInfo(rows=rows, labels=labels, shifted_labels=shifted, tokens=tokens, slots=slots)
+
+
+def may_be_averaged_over_tokens(batch: Any) -> bool:
+    """Whether a batch has token ids, but neither ``labels`` nor one value per row."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return False
+    tensors = list(iterate_tensors(batch))
+    return bool(_count_ids(tensors)) and all(tensor.dim() != 1 for tensor in tensors)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -147,4 +156,15 @@ def _count_tokens(batch: Mapping[str, Any], rows: int) -> tuple[int, int]:
             return int(mask.sum()), mask.numel()
         # One more than the model sees: inputs and next tokens overlap.
         return text.numel() - rows, text.numel() - rows
-    return rows, rows
+    count = _count_ids(value for name, value in batch.items() if name != "labels")
+    return count, count
+
+
+def _count_ids(values: Iterable[Any]) -> int:
+    """Of the first tensor that looks like token ids: whole numbers, [rows, tokens]."""
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.shape[1] == 1:
+            continue
+        if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool):
+            return value.numel()
+    return 0

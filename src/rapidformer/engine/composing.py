@@ -74,6 +74,8 @@ class ComposedRun(Run):
         """Whether the script drives the training itself; templates set this to False."""
         self.warns_of_unused_settings = True
         """False for a caller that creates optimizer and schedule from the settings itself."""
+        self.has_own_optimizer = self.has_own_schedule = False
+        """Whether the script creates them itself, so that the settings do not describe them."""
         self.skips_cache = True
         """Whether a model keeps no key/value cache in training."""
         self.shifts_labels = False
@@ -134,6 +136,9 @@ class ComposedRun(Run):
             if loader is not None
         ]
         has_optimizer = optimizer is not None
+        has_schedule = lr_scheduler_fn is not None or lr_scheduler is not None
+        if self.warns_of_unused_settings:
+            self.has_own_optimizer, self.has_own_schedule = has_optimizer, has_schedule
         get_observer().before_compose(model)
         self.work = count_work(model)
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
@@ -151,7 +156,7 @@ class ComposedRun(Run):
         watch_double_backward(model, self._check_double_backward)
         deepspeed = self._parallelized.deepspeed
         if deepspeed is not None:
-            deepspeed.check_given(optimizer, has_schedule=bool(lr_scheduler_fn or lr_scheduler))
+            deepspeed.check_given(optimizer, has_schedule=has_schedule)
         if optimizer is not None:
             repoint_optimizer(optimizer, model, names)
         retire_parameters(before, self._parameters)

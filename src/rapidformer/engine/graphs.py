@@ -236,8 +236,9 @@ class GraphedPasses:
         if self._is_asked:
             return
         info = update[0].info
+        slots = info.slots or info.rows  # images have no tokens to count
         operations = (
-            self._work.count(tokens=info.slots, targets=info.slots, rows=info.rows)
+            self._work.count(tokens=slots, targets=slots, rows=info.rows)
             if self._work is not None
             else 0.0
         )

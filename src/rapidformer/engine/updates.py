@@ -23,6 +23,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
 from rapidformer.compat.torch_optimizers import has_hooks
+from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -43,6 +44,11 @@ UNKNOWN_WEIGHT = (
     "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
     "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
 )
+ROW_WEIGHT = (
+    "the batches have no `labels`, so micro-batches are weighted by their rows, although these "
+    "differ in length. If your loss is a mean over tokens, return (loss, number of tokens) from "
+    "run_forward_step, or pass engine.backward(loss, weight=n)."
+)
 
 
 @dataclass
@@ -61,6 +67,8 @@ class UpdatingRun(ComposedRun):
 
     _first_update = 0
     _compiles_update = False
+    _first_width = 0.0
+    """Tokens per row of the first micro-batch, padding included."""
     _started: _StartedMicroBatch | None = None
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -393,11 +401,28 @@ class UpdatingRun(ComposedRun):
         if micro_batch is not None:
             count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
             if count is not None:
+                self._check_rows(micro_batch)
                 return float(count)
-        clock = self.clock
-        if self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating:
+        if self._weights_matter():
             warn_once(UNKNOWN_WEIGHT)
         return 1.0
+
+    def _weights_matter(self) -> bool:
+        """Whether an update has more than one micro-batch."""
+        clock = self.clock
+        return (
+            self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating
+        )
+
+    def _check_rows(self, micro_batch: MicroBatch) -> None:
+        """Warn if rows of different lengths weigh the same, which is probably not intended."""
+        info = micro_batch.info
+        width = info.slots / info.rows
+        self._first_width = self._first_width or width
+        if width == self._first_width or not self._weights_matter():
+            return
+        if may_be_averaged_over_tokens(micro_batch.batch):
+            warn_once(ROW_WEIGHT)
 
     def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
         if self.topology.num_replicas == 1:

@@ -167,15 +167,22 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
         config.task_type = _find_task_type(model)
     if not config.is_prompt_learning:
         _choose_targets(model, config)
+        if getattr(config, "target_modules", None) == ALL_LINEAR:
+            _exclude(config, _list_uncalled(model))
         _train_fresh(config, fresh)
     elif config.task_type is None:
         raise ConfigurationError(
             f"{config.peft_type.value} needs a language model or a classifier of transformers; "
             f"{type(model).__name__} is neither. Use --lora-rank instead."
         )
+    uncalled = _list_uncalled(model)
     with _explain(model, config):
         adapted = get_peft_model(model, config)
-    return get_inner(adapted)
+    inner = get_inner(adapted)
+    if uncalled:
+        _check_called(inner, uncalled)
+        _forget_excluded(config, adapted)
+    return inner
 
 
 def get_inner(model: Any) -> nn.Module:
@@ -315,6 +322,48 @@ def _choose_targets(model: Any, config: Any) -> None:
         config.target_modules = ALL_LINEAR
 
 
+def _list_uncalled(model: nn.Module) -> list[str]:
+    """Layers whose weights are read by the module around them, so that an adapter never runs."""
+    from torch import nn
+
+    return [
+        f"{name}.out_proj".removeprefix(".")
+        for name, module in model.named_modules()
+        if type(module) is nn.MultiheadAttention
+    ]
+
+
+def _check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
+    """Refuse adapters without effect, and torch's shortcut around the others.
+
+    In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel.
+    """
+    import torch
+    from torch import nn
+
+    modules = dict(model.named_modules())
+    idle = [name for name in uncalled if hasattr(modules.get(name), "base_layer")]
+    if idle:
+        raise ModelError(
+            f"an adapter of {idle[0]} would never be trained: nn.MultiheadAttention does not call "
+            "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
+            f"the module around it: {idle[0].split('.')[-2]}."
+        )
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in modules.values()):
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _forget_excluded(config: Any, adapted: Any) -> None:
+    """Name no targets of which every layer was excluded: they are shown at start-up."""
+    adapted_layers = [f".{name}" for name in getattr(adapted, "targeted_module_names", ())]
+    if adapted_layers and isinstance(config.target_modules, set):
+        config.target_modules = {
+            target
+            for target in config.target_modules
+            if any(name.endswith(f".{target}") for name in adapted_layers)
+        }
+
+
 def _train_fresh(config: Any, fresh: Sequence[str]) -> None:
     modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
     heads = _HEADS.get(config.task_type, ())
@@ -322,8 +371,13 @@ def _train_fresh(config: Any, fresh: Sequence[str]) -> None:
     if not added or not hasattr(config, "modules_to_save"):
         return
     config.modules_to_save = [*(config.modules_to_save or ()), *added]
-    if hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
-        config.exclude_modules = [*(config.exclude_modules or ()), *added]
+    _exclude(config, added)
+
+
+def _exclude(config: Any, names: Sequence[str]) -> None:
+    """Do not adapt these modules, unless a pattern already says which not to."""
+    if names and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
+        config.exclude_modules = [*(config.exclude_modules or ()), *names]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Sources in order: the caller (``engine.compose(plan=...)``), the model's own ``rapidformer_plan()``,
 Hugging Face's markers (blocks that support recompute, modules that must not be split), then the
-longest list of equal blocks. What one source leaves out comes from the next. A plan names modules
+largest lists of equal blocks. What one source leaves out comes from the next. A plan names modules
 and holds none, so it stays valid after parameters are replaced.
 """
 
@@ -77,6 +77,8 @@ _KEYS = (
     "has_split_attention", "token_dims", "experts",
 )  # fmt: skip
 _LISTS = ("before", "after", "experts")
+_LEAST_SIZE = 0.1
+"""Another list has blocks too if it has this fraction of the largest list's weights."""
 
 
 def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
@@ -117,7 +119,7 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
     for source, names in (
         ("blocks marked by transformers", _find_marked_blocks(model)),
         ("the block that all layers share", _find_shared_block(model)),
-        ("the longest list of equal blocks", _find_longest_list(model)),
+        ("found by their equal structure", _find_equal_lists(model)),
     ):
         if names:
             return ModelPlan(blocks=tuple(names), tied=tied, source=source)
@@ -204,19 +206,60 @@ def _find_shared_block(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith("albert_layer_groups.0")]
 
 
-def _find_longest_list(model: nn.Module) -> list[str]:
-    best: list[str] = []
-    for name, module in model.named_modules():
+def _find_equal_lists(model: nn.Module) -> list[str]:
+    """The list of equal modules with the most weights, and others like it (a decoder's blocks).
+
+    Not the longest: heads, experts and classifiers may be more numerous than blocks.
+    """
+    found: list[_EqualList] = []
+    for each in sorted(_iterate_equal_lists(model), key=lambda each: each.size, reverse=True):
+        is_inside = any(each.name.startswith(other.prefix) for other in found)
+        is_like_largest = not found or (each.is_stack and each.size >= _LEAST_SIZE * found[0].size)
+        if is_like_largest and not is_inside:
+            found.append(each)
+    found.sort(key=lambda each: each.place)
+    return [name for each in found for name in each.members]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EqualList:
+    """Equal modules in a list."""
+
+    name: str
+    place: int
+    """Among all modules of the model: an encoder usually comes before its decoder."""
+    members: list[str]
+    size: int
+    """Weights of all members."""
+    is_stack: bool
+    """Whether it looks like blocks: the members consist of other modules. Of lists in a list, like
+    Funnel's, which differ in how they call their members, only the largest is taken.
+    """
+
+    @property
+    def prefix(self) -> str:
+        """How the names of everything inside begin."""
+        return f"{self.name}." if self.name else ""
+
+
+def _iterate_equal_lists(model: nn.Module) -> Iterator[_EqualList]:
+    for place, (name, module) in enumerate(model.named_modules()):
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         children = list(module)
-        shapes = {tuple(p.shape for p in child.parameters()) for child in children}
-        is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
         if isinstance(children[0], (nn.ModuleList, nn.ModuleDict)):
             continue  # a list of lists: nobody calls its members
-        if is_equal and shapes != {()} and len(children) > len(best):
-            best = [f"{name}.{i}" if name else str(i) for i in range(len(children))]
-    return best
+        shapes = {tuple(p.shape for p in child.parameters()) for child in children}
+        is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
+        is_in_list = name.rpartition(".")[2].isdigit()
+        if is_equal and shapes != {()}:
+            yield _EqualList(
+                name=name,
+                place=place,
+                members=[f"{name}.{i}".removeprefix(".") for i in range(len(children))],
+                size=sum(p.numel() for p in module.parameters()),
+                is_stack=bool(list(children[0].children())) and not is_in_list,
+            )
 
 
 def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer.models.configuration import get_size
 
-_PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)
+_PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
 _FORWARD_AND_BACKWARD = 6
 _WITHOUT_WEIGHT_GRADIENT = 4
 

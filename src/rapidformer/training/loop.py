@@ -396,11 +396,12 @@ class TrainingLoop:
             "lr": self.lr,
             "grad_norm": measured.grad_norm,
             "step_time": step_time,
-            "tokens_per_second": measured.tokens / measured.seconds,
             "samples_per_second": measured.samples / measured.seconds,
-            "padding_share": 1 - measured.tokens / measured.slots if measured.slots else 0.0,
             "seconds_left": max(self.train_iters - self._attempts, 0) * step_time,
         }
+        if measured.slots:  # not known for images, say
+            line["tokens_per_second"] = measured.tokens / measured.seconds
+            line["padding_share"] = 1 - measured.tokens / measured.slots
         if (utilization := self._utilization.compute(measured)) is not None:
             line["mfu"] = utilization
         if self.engine.device.type == "cuda":

@@ -158,10 +158,12 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         f"lr {line['lr']:.2e}",
         f"grad norm {line['grad_norm']:.3f}",
         f"{line['step_time'] * 1000:.0f} ms/step",
-        f"{_shorten(line['tokens_per_second'])} tokens/s",
-        f"{_shorten(line['samples_per_second'])} samples/s",
-        f"{line['padding_share'] * 100:.0f} % padding",
     ]
+    if "tokens_per_second" in line:
+        parts.append(f"{_shorten(line['tokens_per_second'])} tokens/s")
+    parts.append(f"{_shorten(line['samples_per_second'])} samples/s")
+    if "padding_share" in line:
+        parts.append(f"{line['padding_share'] * 100:.0f} % padding")
     if "mfu" in line:
         parts.append(f"{line['mfu'] * 100:.1f} % MFU")
     if line.get("memory_gib"):

@@ -36,7 +36,6 @@ def describe_run(
         total = parallelized.pipeline.num_parameters
         trained = parallelized.pipeline.num_trained
     adapter = engine.adapter
-    schedule = get_file_schedule(args, train_iters)
     plan = parallelized.plan
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
     lines = [
@@ -48,7 +47,7 @@ def describe_run(
         f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} steps"
         + (f" = {_count_epochs(args.epochs)}" if args.epochs and not args.train_iters else "")
-        + f"; lr {args.lr}, {schedule[0] if schedule else args.lr_decay_style}"
+        + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
         + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]
@@ -59,6 +58,21 @@ def describe_run(
     if resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.clock.updates}")
     return lines
+
+
+def _describe_rate(engine: RapidformerEngine) -> str:
+    if not engine.has_own_optimizer or engine.optimizer is None:
+        return str(engine.args.lr)
+    groups = engine.optimizer.param_groups
+    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups})
+    return " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+
+
+def _describe_schedule(engine: RapidformerEngine, train_iters: int) -> str:
+    if engine.has_own_schedule:
+        return type(engine.lr_scheduler).__name__
+    in_file = get_file_schedule(engine.args, train_iters)
+    return in_file[0] if in_file else str(engine.args.lr_decay_style)
 
 
 def _describe_optimizer(engine: RapidformerEngine) -> str:

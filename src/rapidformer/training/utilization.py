@@ -27,8 +27,11 @@ class Utilization:
             )
 
     def compute(self, measured: Measurement) -> float | None:
-        """The utilization of all devices; None on other ranks, and where nothing was measured."""
-        if self._rate is None:
+        """The utilization of all devices; None on other ranks, and if nothing was measured.
+
+        A model's arithmetic grows with its tokens, so these must be known.
+        """
+        if self._rate is None or not measured.slots:
             return None
         assert self._engine.work is not None
         operations = self._engine.work.count(

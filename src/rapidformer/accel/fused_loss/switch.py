@@ -64,15 +64,28 @@ def apply(assembly: Assembly) -> str | None:
 def find_head(model: nn.Module) -> nn.Linear | None:
     """The layer that computes a logit for each word of the vocabulary."""
     find: Any = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if callable(find) else None
+    if callable(find):
+        head: Any = find()
+        return head if _is_plain(head) else None
+    # A custom model does not say: its widest linear layer, if it has an output for each embedding.
+    words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    widest = max((m.out_features for m in linears), default=0)
+    heads = [m for m in linears if m.out_features == widest and widest in words]
+    return heads[0] if len(heads) == 1 and _is_plain(heads[0]) else None
+
+
+def _is_plain(head: Any) -> bool:
     # Not a subclass: its forward may do more than a product.
-    is_plain = get_own_class(head) is nn.Linear and set(list_layers(head)) <= {"split"}
-    return head if is_plain else None
+    return get_own_class(head) is nn.Linear and set(list_layers(head)) <= {"split"}
 
 
 def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
     if head is None:
-        return f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank"
+        return (
+            f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank (a "
+            "custom model can return its head from a method get_output_embeddings())"
+        )
     if assembly.plan.has_split_losses and assembly.topology.tensor * assembly.topology.context > 1:
         return "the model's loss takes the logits of each rank's own words or tokens"
     if assembly.args.compile and not assembly.plan.blocks:
