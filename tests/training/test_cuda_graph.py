@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -22,6 +25,7 @@ from rapidformer.accel import processor
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.unpad.switch import prove_filling
 from rapidformer.engine import graphs
+from rapidformer.engine.graph_recorder import Recorder, Snapshot
 from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.engine.host_numbers import HostNumbers, count_unused_numbers, draw_unused
@@ -243,6 +247,39 @@ def test_numbers_drawn_on_the_host_without_effect_do_not_prevent_a_graph() -> No
     assert count_unused_numbers(own) == 0, "a user's model may use them"
     config.layerdrop = 0.1
     assert count_unused_numbers(model) == 0, "now they have an effect"
+
+
+def test_each_recording_counts_the_numbers_that_its_own_passes_draw() -> None:
+    capture: Any = SimpleNamespace(
+        warm_up=lambda function, forbids_reads: function(),
+        record=lambda function: (function(), lambda: None),
+    )
+    recorder = Recorder(capture, is_16_bit=False, compiles=False)
+
+    def draw(count: int) -> Outcome:
+        draw_unused(count)
+        return Outcome([], None, torch.zeros(()))
+
+    def make_passes(count: int) -> Any:
+        run = functools.partial(draw, count)
+        return SimpleNamespace(
+            run=run, run_passes=run, rehearse=run, count=1, updated=(), without_effect=nullcontext
+        )
+
+    def take_snapshot() -> Snapshot:
+        snapshot = Snapshot([], torch.device("cpu"))
+        snapshot.host_numbers = HostNumbers(has_device=True)  # as if the model were on a GPU
+        return snapshot
+
+    recorder.warm_up(make_passes(0), take_snapshot(), unused=3)
+    before = torch.get_rng_state()
+    recorder.record(make_passes(3), None, take_snapshot())
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    draw_unused(3)
+    assert torch.equal(torch.get_rng_state(), after), "as one replay of the passes"
+    with pytest.raises(NotRepeatableError, match="draws random numbers on the host"):
+        recorder.record(make_passes(2), None, take_snapshot())
 
 
 class Looking(Callback):

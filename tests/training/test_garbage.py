@@ -23,7 +23,7 @@ def _as_before() -> Iterator[None]:
 
 def test_nothing_is_collected_during_a_step_and_everything_is_restored_after_an_error() -> None:
     seen = []
-    collection = GarbageCollection(freezes_after=1, is_long=True)
+    collection = GarbageCollection(100, freezes_after=1)
     with pytest.raises(ZeroDivisionError), collection:
         before = gc.get_freeze_count()
         newer: list[list[int]] = [[] for _ in range(1000)]
@@ -41,7 +41,7 @@ def test_nothing_is_collected_during_a_step_and_everything_is_restored_after_an_
 
 def test_a_user_who_turned_it_off_keeps_it_off() -> None:
     gc.disable()
-    collection = GarbageCollection(freezes_after=1)
+    collection = GarbageCollection(1, freezes_after=1)
     with collection, collection.held_back():
         pass
     assert not gc.isenabled()
@@ -51,7 +51,7 @@ def test_a_user_who_turned_it_off_keeps_it_off() -> None:
 def test_objects_frozen_by_the_user_stay_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    collection = GarbageCollection(freezes_after=1)
+    collection = GarbageCollection(1, freezes_after=1)
     with collection, collection.held_back():
         pass
     # A few may die meanwhile, as nobody refers to them any more.

@@ -23,7 +23,7 @@ _LIMIT_16_BIT = 1e-3
 
 
 @dataclass
-class Graph:
+class RecordedPasses:
     """Recorded passes, their results, and the call that computes these again."""
 
     passes: Passes
@@ -40,7 +40,7 @@ class Recorder:
         self._compiles = compiles
         self._checked = 0
         self._unused = 0
-        """Random numbers that a micro-batch draws on the host, without effect."""
+        """Random numbers that a micro-batch may draw on the host, without effect."""
         self.is_warm = False
         """Whether passes have run, so that others can be recorded."""
 
@@ -54,14 +54,14 @@ class Recorder:
         """Whether there is plenty of memory for more recordings."""
         return self._capture.has_room
 
-    def warm_up(self, passes: Passes, before: State, unused: int) -> Outcome:
+    def warm_up(self, passes: Passes, before: Snapshot, unused: int) -> Outcome:
         """Run the very first passes, which may still set things up, such as compiled blocks.
 
         ``unused`` is how many random numbers a forward pass may draw on the host.
         """
         outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
-        found = before.host_numbers.count_unused(unused * passes.count)
-        self._unused = found // passes.count
+        self._unused = unused
+        self._count_drawn(passes, before)
         self.is_warm = True
         return outcome
 
@@ -69,10 +69,10 @@ class Recorder:
         self,
         passes: Passes,
         gradients: list[Tensor | None] | None,
-        before: State,
+        before: Snapshot,
         *,
         is_used: bool = True,
-    ) -> Graph:
+    ) -> RecordedPasses:
         """Record passes, and check a replay of them.
 
         If ``gradients`` are given, the passes leave theirs in the same memory. With ``is_used``,
@@ -80,6 +80,7 @@ class Recorder:
         """
         # Compiling a block for another size waits for the device as well.
         expected = self._capture.warm_up(passes.rehearse, forbids_reads=not self._compiles).read()
+        drawn = self._count_drawn(passes, before)
         before.restore()
         passes.gradients = gradients
         with passes.without_effect():
@@ -88,20 +89,29 @@ class Recorder:
 
         def replay() -> None:
             run_again()
-            draw_unused(self._unused * passes.count)
+            draw_unused(drawn)
 
-        graph = Graph(passes, outcome, replay)
+        graph = RecordedPasses(passes, outcome, replay)
         self._replay(graph, expected, before, is_used=is_used)
         return graph
 
-    def compare(self, graph: Graph, before: State) -> None:
+    def compare(self, graph: RecordedPasses, before: Snapshot) -> None:
         """Run the passes of a graph, and replay it for this update."""
         expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False).read()
         before.restore()
         self._replay(graph, expected, before)
 
+    def _count_drawn(self, passes: Passes, before: Snapshot) -> int:
+        """How many numbers the passes have just drawn on the host; raises if they had an effect."""
+        return before.host_numbers.count_unused(self._unused * passes.count)
+
     def _replay(
-        self, graph: Graph, expected: list[float], before: State, *, is_used: bool = True
+        self,
+        graph: RecordedPasses,
+        expected: list[float],
+        before: Snapshot,
+        *,
+        is_used: bool = True,
     ) -> None:
         with graph.passes.without_effect():
             graph.replay()
@@ -121,7 +131,7 @@ class Recorder:
                 )
 
 
-class State:
+class Snapshot:
     """What passes may change, apart from gradients: random numbers, buffers and similar."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.data.update import MicroBatch, Update
-from rapidformer.engine.graph_recorder import Graph, Recorder, State
+from rapidformer.engine.graph_recorder import RecordedPasses, Recorder, Snapshot
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
 from rapidformer.engine.graphed_update import GraphedUpdate
 from rapidformer.engine.host_numbers import count_unused_numbers
@@ -76,7 +76,7 @@ class GraphedPasses:
         self._work = work
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._code: ReplayedCode
-        self._graphs: dict[Hashable, Graph] = {}
+        self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
         """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
         self._places: Hashable = None
@@ -161,7 +161,7 @@ class GraphedPasses:
         if waits and not any(each.is_rounded for each in inputs):
             return None  # nothing was rounded, so the usual passes give the same
 
-        def work(before: State) -> Outcome:
+        def work(before: Snapshot) -> Outcome:
             if waits:
                 return request.build(inputs).run_passes()
             if self.count == 1 and is_common and len(request.update) == 1:
@@ -170,7 +170,7 @@ class GraphedPasses:
 
         return self._try(work)
 
-    def _record_larger(self, request: _Request, own: Hashable, before: State) -> None:
+    def _record_larger(self, request: _Request, own: Hashable, before: Snapshot) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run.
 
         Smaller ones cannot be made from this batch.
@@ -195,9 +195,9 @@ class GraphedPasses:
             finally:
                 before.restore()
 
-    def _try(self, work: Callable[[State], Outcome]) -> Outcome | None:
+    def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
-        before = State(self._code.list_tensors(), self._device)
+        before = Snapshot(self._code.list_tensors(), self._device)
         try:
             return work(before)
         except RapidformerError as error:
@@ -214,7 +214,7 @@ class GraphedPasses:
         passes: Passes,
         key: Hashable,
         weights: Sequence[float],
-        before: State,
+        before: Snapshot,
         *,
         is_used: bool = True,
     ) -> Outcome:
@@ -227,7 +227,9 @@ class GraphedPasses:
         self._graphs[key] = graph
         return graph.outcome.copy(weights)
 
-    def _compare(self, graph: Graph, weights: Sequence[float], before: State) -> Outcome:
+    def _compare(
+        self, graph: RecordedPasses, weights: Sequence[float], before: Snapshot
+    ) -> Outcome:
         self._recorder.compare(graph, before)
         return graph.outcome.copy(weights)
 

@@ -13,24 +13,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_SHORT = 20
+"""Steps of a run below which a full collection at the start would not pay off."""
+_FREEZES_AFTER = 40
+"""Steps after which compiled code is skipped, too."""
+
 
 class GarbageCollection:
     """Collects between the steps inside ``with``; afterwards everything is as it was before."""
 
-    def __init__(self, freezes_after: int = 40, *, is_long: bool = False) -> None:
-        """Skip what exists after ``held_back`` was used this often; a short run gains nothing.
+    def __init__(self, steps: int, freezes_after: int = _FREEZES_AFTER) -> None:
+        """``steps`` is the length of the run.
 
-        A long run does so at the start, too: there the collection delays no step, and the later one
-        has little left to walk.
+        What exists after ``freezes_after`` uses of ``held_back`` is skipped from then on. A run
+        that is not short skips what exists at the start, too: there the collection delays no step,
+        and the later one has little left to walk.
         """
         self._freezes_after = freezes_after
-        self._is_long = is_long
+        self._is_short = steps < _SHORT
         self._count = 0
         self._has_frozen = False
 
     def __enter__(self) -> None:
         self._count = 0
-        if self._is_long and gc.isenabled():
+        if not self._is_short and gc.isenabled():
             self._freeze()
 
     def __exit__(self, *_: Any) -> None:

@@ -130,7 +130,7 @@ class TrainingLoop:
             is_alone=self.args.world_size == 1,
             device=engine.device,
         )
-        self._garbage = GarbageCollection(is_long=train_iters >= 20)
+        self._garbage = GarbageCollection(train_iters)
         self.lr = 0.0
         """The learning rate of the last update."""
 
