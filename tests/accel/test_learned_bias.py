@@ -157,4 +157,4 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [interface.can_run(torch.device("cpu")) for _ in range(2)] == [False, False]
     interface.can_run.cache_clear()
     assert len(warnings) == 1
-    assert "the Triton kernel of attention with a learned bias cannot be used here" in warnings[0]
+    assert "the Triton kernel for attention with a learned bias cannot be used here" in warnings[0]

@@ -112,7 +112,7 @@ def test_a_kernel_that_fails_is_replaced_by_torch(
     train(plain, expected, 0, 2)
     assert [torch.equal(a, b) for a, b in zip(parameters, expected, strict=True)] == [True] * 3
     assert len(warnings) == 1
-    assert "the Triton kernel of AdamW cannot be used here" in warnings[0]
+    assert "the Triton kernel for AdamW cannot be used here" in warnings[0]
 
 
 @pytest.mark.parametrize("setting", ["amsgrad", "maximize", "capturable"])

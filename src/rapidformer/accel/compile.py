@@ -28,7 +28,7 @@ from rapidformer.overlay import put_fact
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _LARGEST_FRACTION = 0.01
-"""Of the GPU's memory, for 16-bit copies of the weights."""
+"""16-bit copies of the weights may take this fraction of the GPU's memory."""
 
 
 def apply(assembly: Assembly) -> str:
@@ -111,7 +111,7 @@ def _is_written_norm(module: nn.Module) -> bool:
 
 
 def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
-    """What makes the graphs of this model's blocks faster on this device."""
+    """The rewrites that make this model's graphs faster on this device."""
     if device.type != "cuda":
         return []  # a CPU multiplies to fp32 slowly; hashed dropout has not been timed there
     rewrites: list[Rewrite] = []
@@ -124,7 +124,7 @@ def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -
 
 
 def _check_backend(backend: Backend) -> None:
-    """Otherwise torch fails at the first step, with a long traceback."""
+    """Refuse an unknown backend now: torch would do so at the first step, with a long traceback."""
     known = torch.compiler.list_backends(exclude_tags=())
     if isinstance(backend, str) and backend not in known:
         raise ConfigurationError(
@@ -133,9 +133,9 @@ def _check_backend(backend: Backend) -> None:
 
 
 def keep_compiled_code() -> None:
-    """Let the next run find this one's kernels: torch keeps them in /tmp, which is often cleared.
+    """Let later runs reuse compiled kernels: torch keeps them in /tmp, which is often cleared.
 
-    A folder that the user has chosen stays; so does torch's choice if there is no home to write to.
+    A folder chosen by the user is kept. So is torch's own choice if there is no home to write to.
     """
     if os.environ.get(_CACHE):
         return

@@ -35,7 +35,7 @@ from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
 
 _WITH_CACHE = "the model passes a key/value cache to its blocks, also in training"
-_NOT_CALLED = "torch found nothing to compile in the blocks, or the model runs them its own way"
+_NOT_CALLED = "torch found nothing to compile in the blocks, or the model does not call them"
 
 
 @dataclass
@@ -107,6 +107,7 @@ class CompiledBlocks:
         return self._call(block, kind, *args, **kwargs)
 
     def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
+        """The function for calls of this form and these sizes."""
         # An evaluation ends with a smaller batch: one graph for all sizes from the start.
         takes_all = not torch.is_grad_enabled()
         if not takes_all:
@@ -136,6 +137,7 @@ class CompiledBlocks:
         return output
 
     def _count(self, compiled: _Compiled, block: nn.Module, new: int) -> None:
+        """Count new graphs. If the function has run this block before, they are recompilations."""
         self.graphs += new
         if id(block) in compiled.seen:
             self.recompilations += new
@@ -153,14 +155,14 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _describe_kind(block: nn.Module) -> Hashable:
-    """Equal for blocks that can share a graph; what else differs, torch finds by itself."""
+    """Equal for blocks that can share a graph. Any other difference is left to torch."""
     parameters = [
         (name, each.shape, each.dtype, each.requires_grad)
         for name, each in block.named_parameters()
     ]
     classes = [type(module) for module in block.modules()]
-    # A graph has them as constants, and torch stops compiling a function after 8 graphs. Not
-    # integers: every block has its number, which hardly ever matters.
+    # Floats become constants of a graph, and torch stops compiling a function after 8 graphs.
+    # Integers are left out: every block has its index, which hardly ever matters.
     constants = [
         (name, value)
         for module in block.modules()
@@ -171,17 +173,17 @@ def _describe_kind(block: nn.Module) -> Hashable:
 
 
 def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -> bool:
-    """Add what decides which function runs; False if the call should not be compiled.
+    """Add to ``form`` and ``sizes`` what decides which function runs; False for no compiled one.
 
-    A call that fills a key/value cache is not: the cache has another length at each call, and each
-    block another place in it. Nor is a call with a nested tensor, which torch cannot compile: in
-    evaluation, nn.TransformerEncoder makes one of a padded batch.
+    A call that fills a key/value cache is not compiled: the cache has another length at each call,
+    and each block another place in it. Nor is a call with a nested tensor, which torch cannot
+    compile: in evaluation, nn.TransformerEncoder builds one from a padded batch.
     """
     for value in values:
         if isinstance(value, Tensor):
             if value.is_nested:
                 return False
-            # An expanded tensor (a mask without padding, say) has its own arithmetic of addresses.
+            # An expanded tensor, such as a mask without padding, needs its own address arithmetic.
             form += [value.dtype, tuple(step == 0 for step in value.stride())]
             sizes.append(value.shape)
         elif isinstance(value, RowMask) and value.fused is not None:

@@ -46,7 +46,7 @@ class _Layer:
 
 
 class Product(NamedTuple):
-    """Layers that are multiplied together: where their weights are in the rounded ones."""
+    """Layers computed as one product, and where their parameters are in the rounded buffer."""
 
     weight: int
     bias: int | None
@@ -91,6 +91,7 @@ def _find_layers(graph: Graph) -> Iterator[_Layer]:
 
 
 def _read_layer(node: Node) -> _Layer | None:
+    """The layer that a node calls: ``linear``, or the ``addmm`` of GPT-2's Conv1D."""
     arguments = (*node.args, None)[:3]
     if node.op != "call_function" or node.kwargs or len(arguments) < 3:
         return None
@@ -122,9 +123,9 @@ def _is_plain_weight(node: Any, dimensions: int) -> TypeGuard[Node]:
 
 
 def _stands_between(node: Node) -> bool:
-    """Whether layers before and after a call must not be merged.
+    """Whether a call keeps the layers before it from being merged with those after it.
 
-    It may change their input, or turn gradients off for one of them.
+    It may change their shared input, or turn gradients off for one of them.
     """
     if node.op not in ("call_method", "call_function"):
         return False
@@ -170,6 +171,7 @@ def _lay_out(groups: Sequence[Sequence[_Layer]]) -> tuple[dict[Node, int], int]:
 
 
 def _replace(graph: Graph, group: Sequence[_Layer], rounded: Node, starts: dict[Node, int]) -> None:
+    """Replace the layers of a group by one product."""
     first = group[0]
     shape = get_example(first.weight).shape
     column = 1 if first.is_transposed else 0

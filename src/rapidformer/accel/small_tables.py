@@ -16,7 +16,7 @@ from torch.nn import functional
 from rapidformer.overlay import extend
 
 _FEW = 4
-"""Rows of a table of token types. Larger ones have not been timed, except for T5's."""
+"""Rows of the largest table that this is used for, apart from T5's: others have not been timed."""
 
 
 def apply_small_tables(model: nn.Module) -> None:
@@ -27,7 +27,7 @@ def apply_small_tables(model: nn.Module) -> None:
 
 
 def extend_table(table: nn.Module) -> None:
-    """The same for one table; not if it is split over ranks, or does more than look up."""
+    """Do so for one table, unless it is split over ranks or does more than look up."""
     if type(table) is nn.Embedding and table.max_norm is None and not table.sparse:
         extend(table, "table", _build_table, is_shared=True)
 

@@ -56,7 +56,7 @@ def works(what: str, trial: Callable[[], None]) -> bool:
     except Exception as error:  # whatever Triton, its compiler or the driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         warn_once(
-            f"the Triton kernel of {what} cannot be used here ({reason}): torch's own runs "
+            f"the Triton kernel for {what} cannot be used here ({reason}). torch's own code runs "
             "instead, which is slower."
         )
         return False
