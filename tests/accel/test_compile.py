@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
@@ -148,21 +147,6 @@ def test_a_recomputed_adapter_in_bf16_needs_a_second_graph_for_the_first_block_o
     compiled = compile_blocks(model)
     assert_close(run(model, "small-gpt2", FIXED), expected)
     assert (compiled.graphs, compiled.recompilations) == (2, 0)
-
-
-def test_attention_kernels_have_their_own_compiled_code_on_disk() -> None:
-    tags: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        tags.append(torch.compiler.config.cache_key_tag)
-        return graph
-
-    for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
-        block = Scaled(2.0)
-        CompiledBlocks(backend).add(block)
-        with sdpa_kernel(kernel):
-            block(torch.ones(3))
-    assert tags == [" MATH", " FLASH_ATTENTION"]
 
 
 class Scaled(nn.Module):

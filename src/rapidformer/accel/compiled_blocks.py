@@ -22,13 +22,15 @@ from rapidformer.accel.varied_lengths import choose_for_all_sizes
 from rapidformer.compat.torch_compile import (
     Backend,
     Rewrite,
+    cache_autograd_functions,
     copy_function,
+    count_cached_graphs,
     count_graphs,
     get_compile_seconds,
     get_recompile_reason,
     recompute_cheap_activations,
     rewrite_graphs,
-    separate_attention_kernels,
+    separate_cached_code,
     tell_sizes_apart,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
@@ -54,10 +56,12 @@ class CompiledBlocks:
         """``rewrites`` change a graph in place before it is compiled."""
         self.graphs = 0
         self.recompilations = 0
+        self.from_cache = 0
         self._skips_calls = False
         self._backend = backend
         self._rewrites = rewrites
-        self._lean_backend = separate_attention_kernels(recompute_cheap_activations(backend))
+        lean = recompute_cheap_activations(backend)
+        self._lean_backend = cache_autograd_functions(separate_cached_code(lean))
         for rewrite in rewrites:
             self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
         self._kinds: dict[Hashable, int] = {}
@@ -82,7 +86,8 @@ class CompiledBlocks:
             return f"nothing: {_WITH_CACHE if self._skips_calls else _NOT_CALLED}"
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
-        return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s, {again}"
+        cached = f" ({self.from_cache} from the cache)" if self.from_cache else ""
+        return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s{cached}, {again}"
 
     def _call(self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any) -> Any:
         form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
@@ -128,9 +133,10 @@ class CompiledBlocks:
     def _run(
         self, compiled: _Compiled, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before = count_graphs()
+        before, cached_before = count_graphs(), count_cached_graphs()
         output = compiled.run(block, *args, **kwargs)
         new = count_graphs() - before
+        self.from_cache += count_cached_graphs() - cached_before
         if new:
             self._count(compiled, block, new)
         compiled.seen.add(id(block))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
+from rapidformer.accel.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_wrapper
 
 _END = 2**31
@@ -57,7 +58,7 @@ def _read(node: Node) -> tuple[Any, float] | None:
     return None if is_too_large or is_wrapper(value) else (source, rate)
 
 
-def drop(rows: Tensor, rate: float) -> Tensor:
+def _drop(rows: Tensor, rate: float) -> Tensor:
     """Dropout in training."""
     # From the device's generator, as CUDA graphs, recomputation and resuming expect.
     seed = torch.randint(_END - 1, (1,), dtype=torch.int32, device=rows.device)
@@ -79,3 +80,6 @@ def _mix(numbers: Tensor) -> Tensor:
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * 0x7FEB352D
     numbers = (numbers ^ ((numbers >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return numbers ^ ((numbers >> 16) & 0xFFFF)
+
+
+drop = define_composite("drop", _drop)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
+from rapidformer.accel.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_autocast_change, is_gradient_change
 from rapidformer.compat.torch_tensors import copy_all
 
@@ -51,7 +52,7 @@ class Product(NamedTuple):
     weight: int
     bias: int | None
     inputs: int
-    outputs: tuple[int, ...]
+    outputs: Sequence[int]
     is_transposed: bool
 
 
@@ -179,13 +180,13 @@ def _replace(graph: Graph, group: Sequence[_Layer], rounded: Node, starts: dict[
         weight=starts[first.weight],
         bias=None if first.bias is None else starts[first.bias],
         inputs=shape[1 - column],
-        outputs=tuple(get_example(layer.weight).shape[column] for layer in group),
+        outputs=[get_example(layer.weight).shape[column] for layer in group],
         is_transposed=first.is_transposed,
     )
     parameters = [layer.weight for layer in group]
     parameters += [layer.bias for layer in group if layer.bias is not None]
     with graph.inserting_before(first.node):
-        outputs = graph.call_function(multiply, (first.input, rounded, product, *parameters))
+        outputs = graph.call_function(multiply, (first.input, rounded, parameters, *product))
     for number, layer in enumerate(group):
         with graph.inserting_before(layer.node):
             output = graph.call_function(getitem, (outputs, number))
@@ -194,12 +195,23 @@ def _replace(graph: Graph, group: Sequence[_Layer], rounded: Node, starts: dict[
         graph.erase_node(layer.node)
 
 
-def multiply(
-    input: Tensor, rounded: Tensor, product: Product, *parameters: Tensor
-) -> tuple[Tensor, ...]:
-    """The outputs of layers with the same input."""
+def _multiply(
+    input: Tensor,
+    rounded: Tensor,
+    parameters: Sequence[Tensor],
+    weight: int,
+    bias: int | None,
+    inputs: int,
+    outputs: Sequence[int],
+    is_transposed: bool,
+) -> list[Tensor]:
+    """The outputs of layers with the same input. The integers are a ``Product``."""
+    product = Product(weight, bias, inputs, outputs, is_transposed)
     output: Tensor = _Multiply.apply(input.to(rounded.dtype), rounded, product, *parameters)
-    return output.split(product.outputs, dim=-1) if len(product.outputs) > 1 else (output,)
+    return list(output.split(outputs, dim=-1)) if len(outputs) > 1 else [output]
+
+
+multiply = define_composite("multiply_rounded", _multiply)
 
 
 class _Multiply(torch.autograd.Function):
@@ -243,13 +255,16 @@ def _read(rounded: Tensor, product: Product) -> tuple[Tensor, Tensor | None]:
     return weight, rounded[product.bias : product.bias + count]
 
 
-def round_weights(
+def _round_weights(
     weights: Sequence[Tensor], starts: Sequence[int], size: int, dtype: torch.dtype
 ) -> Tensor:
     """All weights in 16 bits, in one buffer."""
     detached = [weight.detach() for weight in weights]
     rounded: Tensor = _round_together(detached, starts, size, dtype)
     return rounded
+
+
+round_weights = define_composite("round_weights", _round_weights)
 
 
 @torch.library.custom_op("rapidformer::round_together", mutates_args=())

@@ -23,7 +23,9 @@ PRIVATE_NAMES = {
     "torch.fx.experimental._config.patch": "the same",
     "torch._functorch.config.patch": "recomputing cheap activations",
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
-    "torch._dynamo.lookup_backend": "the same",
+    "torch._functorch.config.autograd_cache_allow_custom_autograd_functions": "cached code",
+    "torch._functorch._aot_autograd.autograd_cache.check_node_safe": "the same",
+    "torch._dynamo.lookup_backend": "wrapping a backend",
     "torch.nn.attention._cur_sdpa_kernel_backends": "compiled code for each choice of attention",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
     "torch.amp.autocast_mode._exit_autocast": "the same",
@@ -42,6 +44,13 @@ def count_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def count_cached_graphs() -> int:
+    """How many of them came from torch's cache on disk, backward passes included."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def get_compile_seconds() -> float:
@@ -132,11 +141,12 @@ def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
     return compile_graph
 
 
-def separate_attention_kernels(backend: Backend) -> Callable[..., Any]:
-    """The backend, with separate files on disk for each order of attention kernels.
+def separate_cached_code(backend: Backend) -> Callable[..., Any]:
+    """The backend, with separate files on disk for each order of attention kernels and autocast.
 
-    A compiled graph holds the kernel that was chosen for it. torch's cache does not distinguish
-    them, so a run would get the kernel that an earlier run with another ``--attention`` chose.
+    A compiled graph holds the attention kernel that was chosen for it. torch's cache does not
+    distinguish them, so a run would get the kernel that an earlier run with another
+    ``--attention`` chose. torch 2.11 does not distinguish bf16 from fp16 either.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
@@ -145,10 +155,51 @@ def separate_attention_kernels(backend: Backend) -> Callable[..., Any]:
 
         kernels = _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-untyped-call]
         names = [config.cache_key_tag, *(kernel.name for kernel in kernels)]
+        kinds = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        names += [f"{kind}={torch.get_autocast_dtype(kind)}" for kind in kinds]
         with config.patch(cache_key_tag=" ".join(names)):  # type: ignore[attr-defined]
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
+
+
+def tag_cached_code(tag: str) -> None:
+    """From now on, use cached code with this tag only."""
+    from torch.compiler import config
+
+    if tag not in config.cache_key_tag.split():
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
+
+
+def cache_autograd_functions(backend: Backend) -> Callable[..., Any]:
+    """The backend, which also caches graphs with a ``torch.autograd.Function``.
+
+    torch can, but does not by default. Its check of a graph does not look into these functions.
+    """
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        with config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            is_allowed = _can_be_cached(graph)
+        with config.patch(autograd_cache_allow_custom_autograd_functions=is_allowed):
+            return lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
+
+
+def _can_be_cached(graph: Any) -> bool:
+    """Whether a graph and those inside it have nothing but what torch can tell apart."""
+    from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+
+    graphs = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+    try:
+        for node in (node for each in graphs for node in each.graph.nodes):
+            check_node_safe(node)
+    except Exception:  # torch treats whatever goes wrong there as a reason not to cache
+        return False
+    return True
 
 
 def copy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
