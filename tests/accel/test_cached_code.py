@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +24,12 @@ ROWS = torch.linspace(-1, 1, 2 * 4 * 8).reshape(2, 4, 8).sin()
 
 
 @pytest.fixture(autouse=True)
-def _fresh_cache(tmp_path: Path) -> Iterator[None]:
+def _fresh_cache() -> Iterator[None]:
     torch._dynamo.reset()
     # Operators run as they are: generating code would take much longer, and is not needed here.
     with (
         torch._inductor.config.patch(fallback_by_default=True),
-        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
+        torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex),  # type: ignore[attr-defined]
     ):
         yield
     torch._dynamo.reset()
