@@ -47,7 +47,11 @@ def _refuse(obstacle: str) -> str:
 
 
 def _find_missing_device(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"there is no CUDA device, only {device.type}"
+    return (
+        None
+        if device.type == "cuda"
+        else f"it needs a CUDA device, and this run is on {device.type.upper()}"
+    )
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
@@ -56,11 +60,11 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     if missing is not None:
         return missing
     if args.world_size > 1 or topology.mesh is not None:
-        return "it works on one rank only so far"
+        return "it works on a single rank only so far"
     if not isinstance(assembly.synchronizer, Alone) or assembly.uses_deepspeed:
-        return "it does not combine with ZeRO, offloading and DeepSpeed yet"
+        return "it does not work with ZeRO, offloading or DeepSpeed yet"
     if assembly.precision.needs_loss_scaling:
-        return "fp16 skips steps whose gradients overflow, which a graph cannot; use bf16"
+        return "fp16 skips steps whose gradients overflow, which a graph cannot do; use bf16"
     if args.checkpoint_activations or args.activation_offload:
-        return "it does not combine with recomputed and offloaded activations yet"
+        return "it does not work with recomputed or offloaded activations yet"
     return None

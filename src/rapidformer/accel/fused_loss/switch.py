@@ -87,9 +87,9 @@ def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
             "custom model can return its head from a method get_output_embeddings())"
         )
     if assembly.plan.has_split_losses and assembly.topology.tensor * assembly.topology.context > 1:
-        return "the model's loss takes the logits of each rank's own words or tokens"
+        return "the model's own loss is computed from each rank's slice of the logits"
     if assembly.args.compile and not assembly.plan.blocks:
-        return "the whole model is compiled as one, head and loss included"
+        return "--compile compiles the whole model, including head and loss"
     if assembly.uses_autotp:
         return "DeepSpeed's AutoTP replaces the head"
     if isinstance(assembly.synchronizer, DeepSpeedStrategy) and assembly.synchronizer.stage == 3:

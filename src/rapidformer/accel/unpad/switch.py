@@ -60,20 +60,20 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     """Why a run cannot be unpadded, whatever its model is."""
     topology = assembly.topology
     if assembly.device.type not in ("cpu", "cuda"):
-        return "attention over rows of different lengths is implemented for CPUs and CUDA"
+        return "it is implemented for CPUs and CUDA GPUs only"
     if assembly.pipeline is not None or topology.tensor * topology.context > 1:
-        return "it does not combine with tensor, pipeline and context parallelism yet"
+        return "it does not work with tensor, pipeline or context parallelism yet"
     if topology.expert > 1 or assembly.uses_deepspeed:
-        return "it does not combine with expert parallelism and DeepSpeed yet"
+        return "it does not work with expert parallelism or DeepSpeed yet"
     if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
-        return "compiled blocks need flash attention on a GPU, which takes 16 bits only"
+        return "on a GPU, --compile needs flash attention, which works in 16 bits only"
     if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
-        return "compiled blocks need flash attention on a GPU, which takes no position bias"
+        return "on a GPU, --compile needs flash attention, which takes no position bias"
     is_default = assembly.args.dynamic_shape == "auto"
     if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
-        return "an encoder-decoder model gains on a GPU only with very large batches"
+        return "on a GPU, it makes encoder-decoder models faster only with very large batches"
     if assembly.deferred is not None:
-        return "the model has no weights yet, so the two ways cannot be compared"
+        return "the model has no weights yet, so results without padding cannot be checked"
     return None
 
 
@@ -103,7 +103,7 @@ def apply_unpadding(
         packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
     if difference is not None:
         restore()
-        return f"{type(model).__name__} is not the same without padding ({difference})"
+        return f"{type(model).__name__} gives other results without padding ({difference})"
     observer = PaddingObserver(is_trusted=is_asked)
     put_fact(model, observer)
     inner_modules = list_inner_modules(model, plan.blocks)
@@ -160,7 +160,7 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
         return "layerdrop skips blocks"
     asked = find_asked(model, {})
     if asked is not None:
-        return f"its configuration sets {asked}, whose result has a place for padding"
+        return f"its configuration sets {asked}, whose result includes padding"
     return None
 
 
