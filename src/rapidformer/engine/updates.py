@@ -23,14 +23,13 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
 from rapidformer.compat.torch_optimizers import has_hooks
-from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine.composing import ComposedRun
 from rapidformer.engine.graphed_update import GraphedUpdate
 from rapidformer.engine.graphs import GraphedPasses
+from rapidformer.engine.weighing import WeighingRun
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import add_gradients, scale_loss, take_gradients
@@ -38,17 +37,6 @@ from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import RunObserver, get_observer
 from rapidformer.optim.update import MeasureNorm
 from rapidformer.overlay import find_fact
-
-UNKNOWN_WEIGHT = (
-    "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
-    "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
-    "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
-)
-ROW_WEIGHT = (
-    "the batches have no `labels`, so micro-batches are weighted by their rows, although these "
-    "differ in length. If your loss is a mean over tokens, return (loss, number of tokens) from "
-    "run_forward_step, or pass engine.backward(loss, weight=n)."
-)
 
 
 @dataclass
@@ -62,13 +50,11 @@ class _StartedMicroBatch:
     fraction: float | torch.Tensor = 0.0
 
 
-class UpdatingRun(ComposedRun):
+class UpdatingRun(WeighingRun):
     """Forward and backward passes, and the updates they make."""
 
     _first_update = 0
     _compiles_update = False
-    _first_width = 0.0
-    """Tokens per row of the first micro-batch, padding included."""
     _started: _StartedMicroBatch | None = None
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
@@ -375,63 +361,6 @@ class UpdatingRun(ComposedRun):
                 is_local=True,
             )
         return True
-
-    def run_forward(
-        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
-    ) -> MicroBatchResult:
-        """The forward step on one micro-batch; missing counts are taken from the batch."""
-        with self._own_loop.holding(micro_batch):
-            returned = forward(micro_batch.batch)
-        loss, weight, parts = (
-            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
-        )
-        is_given = weight is not None
-        if micro_batch.is_filler:
-            weight = 0.0
-        elif weight is None:
-            weight = self.count_labels(micro_batch)
-        means = {
-            name: (mean, weight if own is None or micro_batch.is_filler else own)
-            for name, (mean, own) in parts.items()
-        }
-        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given, parts=means)
-
-    def count_labels(self, micro_batch: MicroBatch | None) -> float:
-        """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
-        if micro_batch is not None:
-            count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
-            if count is not None:
-                self._check_rows(micro_batch)
-                return float(count)
-        if self._weights_matter():
-            warn_once(UNKNOWN_WEIGHT)
-        return 1.0
-
-    def _weights_matter(self) -> bool:
-        """Whether an update has more than one micro-batch."""
-        clock = self.clock
-        return (
-            self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating
-        )
-
-    def _check_rows(self, micro_batch: MicroBatch) -> None:
-        """Warn if rows of different lengths weigh the same, which is probably not intended."""
-        info = micro_batch.info
-        width = info.slots / info.rows
-        self._first_width = self._first_width or width
-        if width == self._first_width or not self._weights_matter():
-            return
-        if may_be_averaged_over_tokens(micro_batch.batch):
-            warn_once(ROW_WEIGHT)
-
-    def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
-        if self.topology.num_replicas == 1:
-            return None
-        if self.scaler is None:
-            return 1.0
-        if self.scaler.weight_unit is None:
-            self.scaler.agree_on_unit(float(weight))
-        return self.scaler.weight_unit
 
     def step(self) -> None:
         """Update, advance the learning rate and clear the gradients, if an update is due."""

@@ -1,0 +1,92 @@
+"""Forward steps, and how much each micro-batch weighs in the mean of its update.
+
+A forward step returns the mean loss of its micro-batch. Its weight is what that mean was taken
+over: the number that the step returns, or the labels of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rapidformer.data.batch import may_be_averaged_over_tokens
+from rapidformer.data.update import MicroBatch, MicroBatchResult
+from rapidformer.engine.composing import ComposedRun
+from rapidformer.log import warn_once
+
+_UNKNOWN_WEIGHT = (
+    "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
+    "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
+    "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
+)
+_ROW_WEIGHT = (
+    "the batches have no `labels`, so micro-batches are weighted by their rows, although these "
+    "differ in length. If your loss is a mean over tokens, return (loss, number of tokens) from "
+    "run_forward_step, or pass engine.backward(loss, weight=n)."
+)
+
+
+class WeighingRun(ComposedRun):
+    """Forward steps and the weights of their losses."""
+
+    _first_width = 0.0
+    """Tokens per row of the first micro-batch, padding included."""
+
+    def run_forward(
+        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
+    ) -> MicroBatchResult:
+        """The forward step on one micro-batch; missing counts are taken from the batch."""
+        with self._own_loop.holding(micro_batch):
+            returned = forward(micro_batch.batch)
+        loss, weight, parts = (
+            (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
+        )
+        is_given = weight is not None
+        if micro_batch.is_filler:
+            weight = 0.0
+        elif weight is None:
+            weight = self.count_labels(micro_batch)
+        means = {
+            name: (mean, weight if own is None or micro_batch.is_filler else own)
+            for name, (mean, own) in parts.items()
+        }
+        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given, parts=means)
+
+    def count_labels(self, micro_batch: MicroBatch | None) -> float:
+        """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
+        if micro_batch is not None:
+            count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
+            if count is not None:
+                self._check_rows(micro_batch)
+                return float(count)
+        if self._weights_matter():
+            warn_once(_UNKNOWN_WEIGHT)
+        return 1.0
+
+    def _weights_matter(self) -> bool:
+        """Whether an update has more than one micro-batch."""
+        clock = self.clock
+        return (
+            self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating
+        )
+
+    def _check_rows(self, micro_batch: MicroBatch) -> None:
+        """Warn if rows of different lengths weigh the same, which is probably not intended."""
+        info = micro_batch.info
+        width = info.slots / info.rows
+        self._first_width = self._first_width or width
+        if width == self._first_width or not self._weights_matter():
+            return
+        if may_be_averaged_over_tokens(micro_batch.batch):
+            warn_once(_ROW_WEIGHT)
+
+    def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
+        if self.topology.num_replicas == 1:
+            return None
+        if self.scaler is None:
+            return 1.0
+        if self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(weight))
+        return self.scaler.weight_unit
