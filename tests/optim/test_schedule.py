@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer.config.sections import OptimizerArguments
+from rapidformer.log import warn_once
 from rapidformer.optim.schedule import build_curve, build_scheduler
 
 
@@ -71,6 +72,14 @@ def test_curve_is_megatrons(
         for update in range(26)
     ]
     assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_a_warm_up_longer_than_the_run_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for iters in (20, 19):
+        warn_once.cache_clear()
+        learning_rates(1, 20, 8, lr=1e-3, lr_warmup_iters=iters)
+    (message,) = caplog.messages
+    assert message.startswith("the warm-up is longer than the run (160 of 160 samples, 20 steps)")
 
 
 @settings(max_examples=100, deadline=None)

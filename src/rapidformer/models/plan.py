@@ -79,6 +79,7 @@ _KEYS = (
 _LISTS = ("before", "after", "experts")
 _LEAST_SIZE = 0.1
 """Another list has blocks too if it has this fraction of the largest list's weights."""
+MARKED = "blocks marked by transformers"
 
 
 def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
@@ -117,7 +118,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 def _find_blocks(model: nn.Module) -> ModelPlan:
     tied = _find_tied(model)
     for source, names in (
-        ("blocks marked by transformers", _find_marked_blocks(model)),
+        (MARKED, _find_marked_blocks(model)),
         ("the block that all layers share", _find_shared_block(model)),
         ("found by their equal structure", _find_equal_lists(model)),
     ):

@@ -69,6 +69,12 @@ def build_curve(
         warmup = settings.lr_warmup_samples
     else:
         warmup = count_samples(settings.lr_warmup_iters)
+    if train_iters and warmup >= (samples := count_samples(train_iters)):
+        warn_once(
+            f"the warm-up is longer than the run ({warmup:,.0f} of {samples:,} samples, "
+            f"{train_iters:,} steps), so the learning rate never reaches --lr {settings.lr}: use a "
+            "shorter one, such as --lr-warmup-fraction 0.1."
+        )
     peak = settings.lr or 0.0
     return LearningRateCurve(
         style=style,

@@ -123,6 +123,7 @@ class TrainingLoop:
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self.step
+        self._has_measured = False
         self._step_before = self.step
         self._signals = StopSignals(
             reporter.say,
@@ -397,11 +398,14 @@ class TrainingLoop:
             "grad_norm": measured.grad_norm,
             "step_time": step_time,
             "samples_per_second": measured.samples / measured.seconds,
-            "seconds_left": max(self.train_iters - self._attempts, 0) * step_time,
         }
         if measured.slots:  # not known for images, say
             line["tokens_per_second"] = measured.tokens / measured.seconds
             line["padding_share"] = 1 - measured.tokens / measured.slots
+        # The first step alone prepares much that later ones reuse: it predicts nothing.
+        if self._has_measured or updates > 1:
+            line["seconds_left"] = max(self.train_iters - self._attempts, 0) * step_time
+        self._has_measured = True
         if (utilization := self._utilization.compute(measured)) is not None:
             line["mfu"] = utilization
         if self.engine.device.type == "cuda":

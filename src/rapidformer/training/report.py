@@ -170,7 +170,8 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         parts.append(f"{line['memory_gib']:.1f} GiB")
     if line.get("skipped_updates"):
         parts.append(f"{line['skipped_updates']} skipped")
-    parts.append(f"{timedelta(seconds=round(line['seconds_left']))} left")
+    if "seconds_left" in line:
+        parts.append(f"{timedelta(seconds=round(line['seconds_left']))} left")
     return " | ".join(parts)
 
 

@@ -12,6 +12,7 @@ from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import describe_trained
+from rapidformer.models.plan import MARKED
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
@@ -42,7 +43,8 @@ def describe_run(
         f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
         f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
         + (f", {_count(trained)} trained" if trained != total else "")
-        + f"; {len(plan.blocks)} block{'s' * (len(plan.blocks) != 1)} ({plan.source})",
+        + f"; {len(plan.blocks)} block{'s' * (len(plan.blocks) != 1)}"
+        + ("" if plan.source == MARKED else f" ({plan.source})"),
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} steps"
