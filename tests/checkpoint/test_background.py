@@ -106,7 +106,7 @@ def test_training_waits_for_a_save_if_host_memory_has_no_room_for_a_copy(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
         assert BackgroundSave().has_room(prepare_save(tmp_path, run.state, {}).pieces) is has_room
-    monkeypatch.setattr("rapidformer.engine.engine.SMALLEST_BYTES", 0)
+    monkeypatch.setattr("rapidformer.engine.saving.SMALLEST_BYTES", 0)
     for free, is_behind in ((0.0, False), (math.inf, True)):
         monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
         folder = tmp_path / str(free)

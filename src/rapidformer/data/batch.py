@@ -81,7 +81,8 @@ def copy_batch(batch: Any, *, pins: bool) -> Any:
     def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        return tensor.pin_memory() if pins else tensor.clone()
+        can_pin = pins and tensor.layout is torch.strided
+        return tensor.pin_memory() if can_pin else tensor.clone()
 
     return _change(batch, copy_tensor)
 
