@@ -105,7 +105,7 @@ def test_the_ratios_of_runs_in_turn_are_shown() -> None:
     def make_result(seconds: float) -> Result:
         return Result(
             model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
-            first_step=1.0, step_times=[seconds], tokens=120, peak_memory=8,
+            first_step=1.0, step_times=[seconds], tokens=120, slots=120, peak_memory=8,
         )  # fmt: skip
 
     steady = describe_ratio([make_result(1), make_result(2)], [make_result(2), make_result(4)])

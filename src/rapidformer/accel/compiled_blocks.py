@@ -96,10 +96,9 @@ class CompiledBlocks:
             self._skips_calls = True
             return call_plainly(block, *args, **kwargs)
         compiled = self._choose((*form, *kwargs), tuple(sizes))
-        if id(block) in compiled.seen:
+        if id(block) in compiled.seen or not compiled.takes_all_sizes:
             return self._run(compiled, block, args, kwargs)
-        if not compiled.takes_all_sizes:
-            return self._run(compiled, block, args, kwargs)
+        # This call may compile for all sizes, which needs a few settings of torch.
         with tell_sizes_apart(), choose_for_all_sizes():
             return self._run(compiled, block, args, kwargs)
 
@@ -133,6 +132,7 @@ class CompiledBlocks:
     def _run(
         self, compiled: _Compiled, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Run a compiled function, and count what torch compiles for it."""
         before, cached_before = count_graphs(), count_cached_graphs()
         output = compiled.run(block, *args, **kwargs)
         new = count_graphs() - before

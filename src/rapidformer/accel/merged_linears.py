@@ -68,7 +68,7 @@ def merge_linears(module: GraphModule) -> None:
     device = get_example(layers[0].weight).device
     if not torch.is_autocast_enabled(device.type):
         return
-    groups = _group(layers, may_merge=not any(map(_stands_between, graph.nodes)))
+    groups = _group(layers, may_merge=not any(map(_separates_layers, graph.nodes)))
     dtype = torch.get_autocast_dtype(device.type)
     starts, size = _lay_out(groups)
     with graph.inserting_before(layers[0].node):
@@ -123,7 +123,7 @@ def _is_plain_weight(node: Any, dimensions: int) -> TypeGuard[Node]:
     )
 
 
-def _stands_between(node: Node) -> bool:
+def _separates_layers(node: Node) -> bool:
     """Whether a call keeps the layers before it from being merged with those after it.
 
     It may change their shared input, or turn gradients off for one of them.
@@ -151,8 +151,8 @@ def _group(layers: Sequence[_Layer], *, may_merge: bool) -> list[list[_Layer]]:
         parameters = {layer.weight, layer.bias} - {None}
         is_shared = not seen.isdisjoint(parameters)
         seen |= parameters
-        stands_alone = layer.is_transposed or is_shared or not may_merge
-        key = layer.node if stands_alone else (layer.input, layer.bias is None)
+        is_alone = layer.is_transposed or is_shared or not may_merge
+        key = layer.node if is_alone else (layer.input, layer.bias is None)
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
 

@@ -135,7 +135,7 @@ class BenchedRun(RunObserver):
 
     @property
     def has_enough_steps(self) -> bool:
-        """Whether at least the first of the steps to time are done, and have not been read yet."""
+        """Whether enough steps were timed, whose times have not been read yet."""
         return self._clock is not None and self._last > 0
 
     def read_times(self) -> None:

@@ -23,10 +23,10 @@ class Job:
     folder: str
     name: str
     steps: int
-    """To time; with ``seconds``, at least this many."""
+    """How many steps to time; with ``seconds``, at least this many."""
     warm_up: int
     seconds: float = 0.0
-    """Time more steps until they have taken about this long together; 0 for no more."""
+    """Go on timing until all timed steps took about this long; 0 to stop after ``steps``."""
     peer: str | None = None
     """Another trainer that gets the same model and data: ``hf`` or ``hf-compile``."""
 

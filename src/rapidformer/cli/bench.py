@@ -124,7 +124,7 @@ class _Benchmark:
         self._is_on_gpu = args.device != "cpu" and count_gpus() > 0
         self._results: dict[str, Result] = {}
         self._steps = 0
-        """To time; decided by the first run."""
+        """How many steps to time; decided by the first run."""
 
     def run(self) -> None:
         base = self._measure("run", "the run as given")
@@ -168,7 +168,7 @@ class _Benchmark:
     def _measure(self, name: str, description: str, *more: str, peer: str | None = None) -> Result:
         """Run it in new processes and read what they measured."""
         least, warm_up = _GPU_STEPS if self._is_on_gpu else _CPU_STEPS
-        # After the first run, as many as there: so all runs see the same batches.
+        # Later runs time as many steps as the first one, so that all see the same batches.
         steps = self._own.bench_steps or self._steps
         job = Job(
             folder=str(self._folder),

@@ -62,7 +62,7 @@ def _build_one_sided(
         with use_rows(rows):
             return cls.forward(self, *args, **kwargs)
 
-    # The loader reads the signature to choose a batch's columns.
+    # Trainers read the signature to choose a batch's columns.
     functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 

@@ -57,7 +57,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
-    """Why a run cannot be unpadded, whatever its model is."""
+    """Why this run cannot be unpadded: its device or its other switches do not allow it."""
     topology = assembly.topology
     if assembly.device.type not in ("cpu", "cuda"):
         return "it is implemented for CPUs and CUDA GPUs only"
