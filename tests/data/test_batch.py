@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from typing import Any
 
 import pytest
 import torch
 from transformers import BatchEncoding
 
-from rapidformer.data.batch import BatchInfo, describe_batch, move_to_device
+from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch, move_to_device
 from rapidformer.data.nested import iterate_tensors
 
 IDS = torch.ones(2, 4, dtype=torch.long)
@@ -93,10 +93,15 @@ Pair = namedtuple("Pair", "left right")
         (torch.ones(2), 3),
         Pair(torch.ones(2), [torch.ones(1)]),
         BatchEncoding({"input_ids": IDS}),
+        defaultdict(list, a=torch.ones(2)),
     ],
-    ids=["tensor", "dict", "list", "tuple", "namedtuple", "BatchEncoding"],
+    ids=["tensor", "dict", "list", "tuple", "namedtuple", "BatchEncoding", "defaultdict"],
 )
-def test_moving_keeps_the_type(batch: Any) -> None:
+def test_copying_and_moving_keep_the_type(batch: Any) -> None:
+    copied = copy_batch(batch, pins=False)
+    assert type(copied) is type(batch)
+    for mine, theirs in zip(iterate_tensors(copied), iterate_tensors(batch), strict=True):
+        assert torch.equal(mine, theirs) and mine.data_ptr() != theirs.data_ptr()
     meta = torch.device("meta")
     moved = move_to_device(batch, meta)
     assert type(moved) is type(batch)

@@ -7,8 +7,7 @@ know the weight of a loss.
 from __future__ import annotations
 
 import copy
-from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,9 +87,11 @@ def copy_batch(batch: Any, *, pins: bool) -> Any:
 
 
 def _change(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(batch, UserDict):  # a BatchEncoding knows more than its entries: word_ids(), ...
+    # A subclass may know more than its entries, as BatchEncoding does (word_ids()).
+    if isinstance(batch, MutableMapping) and type(batch) is not dict:
         changed = copy.copy(batch)
-        changed.data = _change(batch.data, change)
+        for name, value in batch.items():
+            changed[name] = _change(value, change)
         return changed
     return map_tensors(batch, lambda _, tensor: change(tensor))
 
