@@ -22,7 +22,7 @@ from rapidformer.accel.varied_lengths import choose_for_all_sizes
 from rapidformer.compat.torch_compile import (
     Backend,
     Rewrite,
-    cache_autograd_functions,
+    cache_more_graphs,
     copy_function,
     count_cached_graphs,
     count_graphs,
@@ -61,7 +61,7 @@ class CompiledBlocks:
         self._backend = backend
         self._rewrites = rewrites
         lean = recompute_cheap_activations(backend)
-        self._lean_backend = cache_autograd_functions(separate_cached_code(lean))
+        self._lean_backend = cache_more_graphs(separate_cached_code(lean))
         for rewrite in rewrites:
             self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
         self._kinds: dict[Hashable, int] = {}

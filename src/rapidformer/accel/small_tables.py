@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.composite import define_composite
 from rapidformer.overlay import extend
 
 _FEW = 4
@@ -38,7 +37,7 @@ def _build_table(cls: Any) -> dict[str, Any]:
         if self.padding_idx is not None or self.scale_grad_by_freq:
             plain: Tensor = cls.forward(self, ids)
             return plain
-        values: Tensor = _look_up(ids, self.weight)
+        values: Tensor = _Lookup.apply(ids, self.weight)  # type: ignore[no-untyped-call]
         return values
 
     return {"forward": forward}
@@ -64,11 +63,3 @@ class _Lookup(torch.autograd.Function):
         is_used = (rows[:, None] == ids.flatten()).to(gradient.dtype)
         with torch.autocast(gradient.device.type, enabled=False):
             return None, is_used @ gradient.reshape(-1, gradient.shape[-1])
-
-
-def _apply_lookup(ids: Tensor, table: Tensor) -> Tensor:
-    values: Tensor = _Lookup.apply(ids, table)  # type: ignore[no-untyped-call]
-    return values
-
-
-_look_up = define_composite("look_up", _apply_lookup)

@@ -25,6 +25,8 @@ PRIVATE_NAMES = {
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
     "torch._functorch.config.autograd_cache_allow_custom_autograd_functions": "cached code",
     "torch._functorch._aot_autograd.autograd_cache.check_node_safe": "the same",
+    "torch._inductor.config.unsafe_marked_cacheable_functions": "the same",
+    "torch._inductor.config.patch": "the same",
     "torch._dynamo.lookup_backend": "wrapping a backend",
     "torch.nn.attention._cur_sdpa_kernel_backends": "compiled code for each choice of attention",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
@@ -155,8 +157,8 @@ def separate_cached_code(backend: Backend) -> Callable[..., Any]:
 
         kernels = _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-untyped-call]
         names = [config.cache_key_tag, *(kernel.name for kernel in kernels)]
-        kinds = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-        names += [f"{kind}={torch.get_autocast_dtype(kind)}" for kind in kinds]
+        for kind in ("cpu", "cuda"):
+            names += [str(torch.is_autocast_enabled(kind)), str(torch.get_autocast_dtype(kind))]
         with config.patch(cache_key_tag=" ".join(names)):  # type: ignore[attr-defined]
             return lookup_backend(backend)(graph, inputs)
 
@@ -171,20 +173,27 @@ def tag_cached_code(tag: str) -> None:
         config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
 
 
-def cache_autograd_functions(backend: Backend) -> Callable[..., Any]:
-    """The backend, which also caches graphs with a ``torch.autograd.Function``.
+def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
+    """The backend, which also caches graphs with autograd functions and regions of autocast.
 
-    torch can, but does not by default. Its check of a graph does not look into these functions.
+    torch can, but does not by default. Its check of a graph does not look into autograd functions.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
         from torch._functorch import config
+        from torch._inductor import config as inductor_config
 
-        with config.patch(autograd_cache_allow_custom_autograd_functions=True):
-            is_allowed = _can_be_cached(graph)
-        with config.patch(autograd_cache_allow_custom_autograd_functions=is_allowed):
-            return lookup_backend(backend)(graph, inputs)
+        # What these do depends on their arguments and on autocast, which are both in the key.
+        names = [
+            f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")
+        ]
+        more = {**inductor_config.unsafe_marked_cacheable_functions, **dict.fromkeys(names, "")}
+        with inductor_config.patch(unsafe_marked_cacheable_functions=more):
+            with config.patch(autograd_cache_allow_custom_autograd_functions=True):
+                is_allowed = _can_be_cached(graph)
+            with config.patch(autograd_cache_allow_custom_autograd_functions=is_allowed):
+                return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
 
