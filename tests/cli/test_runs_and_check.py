@@ -123,6 +123,8 @@ def test_runs_takes_any_folder(command: Command, run: Path, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, f"no runs in {empty / 'iter_0000010'}\n")
     (entry,) = read(command("runs", empty, "--json"))["runs"]
     assert entry["path"].endswith("back/moved/run"), "links are followed, but not in circles"
+    done = command("runs")
+    assert "the folder runs does not exist. Runs are kept there by default" in done.stderr
     done = command("runs", tmp_path / "mooved")
     assert done.returncode == 1
     assert "does not exist. Did you mean" in done.stderr and "/moved?" in done.stderr

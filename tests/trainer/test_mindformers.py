@@ -180,10 +180,11 @@ def check_trained(place: Path) -> None:
     GPT2LMHeadModel.from_pretrained(place / "output" / "last")
 
 
-def test_verbs_in_one_process_use_what_was_trained(place: Path) -> None:
+def test_verbs_in_one_process_use_what_was_trained(place: Path, caplog: Any) -> None:
     arguments = TrainingArguments(num_train_epochs=4, batch_size=2, learning_rate=0.01, sink_size=4)
     trainer = Trainer(arguments, "text_generation", "gpt2", None, "train", "eval")
     before = trainer.evaluate()
+    assert f"evaluation | loss {before['loss']:.4f} | perplexity" in caplog.text
     trainer.finetune()
     after = trainer.evaluate()
     assert after["loss"] < before["loss"] and after["PPL"] < before["PPL"]

@@ -47,7 +47,10 @@ def run(argv: list[str]) -> None:
     folder = Path(options.folder).expanduser()
     if not folder.is_dir():
         reason = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"the folder {folder} {reason}.{suggest_path(folder)}")
+        hint = suggest_path(folder)
+        if not argv and not hint:
+            hint = " Runs are kept there by default; `rapidformer runs DIR` lists another folder."
+        raise CheckpointError(f"the folder {folder} {reason}.{hint}")
     inventory = take_inventory(folder)
     if options.json:
         sys.stdout.write(format_json(_to_json(inventory), indent=1) + "\n")

@@ -33,7 +33,7 @@ from rapidformer.config.mindformers_names import (
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import configure_logging, say_once
+from rapidformer.log import configure_logging, get_logger, say_once
 from rapidformer.models.adapters import build_config
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
@@ -371,6 +371,8 @@ class MindFormersTrainer(Trainer):
         metrics: dict[str, Any] = report.get_numbers()
         if "perplexity" in metrics:
             metrics["PPL"] = metrics["perplexity"]
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+        get_logger().info("evaluation | %s", shown)
         return metrics
 
     def predict(  # type: ignore[override]
