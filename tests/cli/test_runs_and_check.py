@@ -123,8 +123,6 @@ def test_runs_takes_any_folder(command: Command, run: Path, tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, f"no runs in {empty / 'iter_0000010'}\n")
     (entry,) = read(command("runs", empty, "--json"))["runs"]
     assert entry["path"].endswith("back/moved/run"), "links are followed, but not in circles"
-    done = command("runs")
-    assert "the folder runs does not exist. Runs are kept there by default" in done.stderr
     done = command("runs", tmp_path / "mooved")
     assert done.returncode == 1
     assert "does not exist. Did you mean" in done.stderr and "/moved?" in done.stderr
@@ -310,6 +308,12 @@ def test_check_finite_reads_a_checkpoint(command: Command, run: Path) -> None:
     done = command("check", run / "iter_0000010", "--finite")
     assert done.returncode == 1
     assert "model.layer.weight has 1 of 1 values that are NaN or infinite" in done.stdout
+
+
+def test_before_the_first_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAPIDFORMER_RUNS", raising=False)
+    done = command("runs")
+    assert "the folder runs does not exist. Runs are kept there by default" in done.stderr
 
 
 def test_check_refuses_what_it_cannot_check(command: Command, tmp_path: Path) -> None:
