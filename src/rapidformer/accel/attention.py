@@ -115,6 +115,7 @@ def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
 
 
 def _find_obstacle_of_model(model: Any, asked: str, device: Device) -> str | None:
+    """Why this model cannot use an attention that transformers computes."""
     name = type(model).__name__
     if not find_configs(model):
         return f"{name} is not a transformers model, and computes attention itself"

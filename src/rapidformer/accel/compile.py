@@ -92,13 +92,13 @@ def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     """
     inside = set(list_inner_modules(model, plan.blocks).values())
     outside = [module for module in model.modules() if module not in inside]
-    return list(filter(_is_written_norm, outside)) if plan.blocks else []
+    return list(filter(_is_python_norm, outside)) if plan.blocks else []
 
 
-def _is_written_norm(module: nn.Module) -> bool:
-    """Recognized by its class's name, its parameters (vectors), and by what it does not have.
+def _is_python_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm written in Python: it has vectors as parameters, and nothing else.
 
-    A LayerScale has nothing but a vector, too; transformers calls every norm a norm.
+    So does a LayerScale, which is why the class's name counts: transformers calls every norm one.
     """
     parameters = list(module.parameters(recurse=False))
     author = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))

@@ -74,6 +74,7 @@ class GradientReducer:
             _finish(bucket)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Called when a parameter's gradient is ready: send its bucket once it is full."""
         if not self._is_active:
             return
         bucket = self._bucket_of[parameter]

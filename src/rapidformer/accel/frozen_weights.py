@@ -30,6 +30,7 @@ def apply_lean_adapters(model: nn.Module, precision: Precision) -> None:
 
 
 def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the frozen parameters that only linear layers use."""
     used_elsewhere = {
         id(parameter)
         for module in model.modules()

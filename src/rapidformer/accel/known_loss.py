@@ -59,6 +59,7 @@ def build_split_loss(
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """The loss of the model's own function, from split logits."""
         if not is_split(logits):
             known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shift_labels is not None:

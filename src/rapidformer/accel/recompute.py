@@ -65,6 +65,7 @@ def apply_recompute(
 
 
 def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
+    """The overlay of a block that is recomputed in the backward pass."""
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)

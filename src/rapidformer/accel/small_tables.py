@@ -44,6 +44,8 @@ def _build_table(cls: Any) -> dict[str, Any]:
 
 
 class _Lookup(torch.autograd.Function):
+    """An embedding whose gradient is a product with one-hot rows."""
+
     generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
 
     @staticmethod

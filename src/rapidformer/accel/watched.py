@@ -36,11 +36,11 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
     return [
         name
         for name, module in modules.items()
-        if any(is_users(hook) for hook in list_hooks(module))
+        if any(is_from_user(hook) for hook in list_hooks(module))
     ]
 
 
-def find_asked(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+def find_requested(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """What a call requests of every block, by argument or by the model's configuration."""
     config = getattr(model, "config", None)
     for name in ASKS_FOR_LAYERS:
@@ -56,7 +56,7 @@ def describe_watched(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def is_users(hook: Any) -> bool:
+def is_from_user(hook: Any) -> bool:
     """Whether a hook comes from the user's code and may change what it sees."""
     if getattr(hook, "only_looks", False):
         return False

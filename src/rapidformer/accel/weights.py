@@ -115,6 +115,7 @@ def _select(stretches: Stretches, first: int, last: int) -> Stretches:
 
 
 def _allocate(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
+    """Give every tensor without memory some, uninitialised, and keep tied ones tied."""
     made: dict[int, Tensor] = {}
 
     def allocate(tensor: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ def _describe_utilization(result: Result) -> tuple[str, str]:
 
 
 def _describe_phases(result: Result) -> list[str]:
+    """How a step's time is divided, and how busy the GPU is."""
     total = sum(result.phases.values())
     parts = [
         f"{text} {result.phases[name] / total:.0%}"

@@ -54,6 +54,7 @@ def find_configs(model: nn.Module) -> list[Any]:
 
 @functools.cache
 def _register(name: str) -> str:
+    """Add a function to transformers' interface that splits heads around attention ``name``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -178,6 +179,7 @@ def _attend_by_torch(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
+    """torch's attention on all tokens of this rank's heads."""
     mask = _take_heads(region, attn_mask, query.shape[1])
     query, key, value = exchange_heads(region, query, key, value)
     attended = functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)

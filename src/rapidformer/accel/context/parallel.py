@@ -43,7 +43,7 @@ from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.styles import Split, extend_module, replace_first
 from rapidformer.accel.watched import (
     describe_watched,
-    find_asked,
+    find_requested,
     find_watched,
     list_inner_modules,
 )
@@ -186,7 +186,7 @@ class _WholeModel:
 
     def find_reason(self, model: Any, kwargs: dict[str, Any]) -> str | None:
         """Why all tokens are needed between the blocks; None: they are not."""
-        asked = find_asked(model, kwargs)
+        asked = find_requested(model, kwargs)
         if asked is not None:
             return f"{asked} asks"
         watched = find_watched(self.inner)

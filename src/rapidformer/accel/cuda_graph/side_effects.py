@@ -90,7 +90,7 @@ class Examination:
         if isinstance(function, functools.partial):
             values = [*function.args, *function.keywords.values()]
             return self._check_function(function.func) or self._first(
-                self._check_value(functools.partial(_give, value), "an argument")
+                self._check_value(functools.partial(_return, value), "an argument")
                 for value in values
             )
         owner = function.__self__ if isinstance(function, MethodType) else None
@@ -232,7 +232,7 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
-def _give(value: Any) -> Any:
+def _return(value: Any) -> Any:
     return value
 
 

@@ -55,6 +55,7 @@ def _find_missing_device(device: torch.device) -> str | None:
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
+    """Why this run's steps cannot be replayed."""
     args, topology = assembly.args, assembly.topology
     missing = _find_missing_device(assembly.device)
     if missing is not None:

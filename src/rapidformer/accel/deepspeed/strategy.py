@@ -278,6 +278,7 @@ class DeepSpeedStrategy:
         extend(self.model, "deepspeed", self._build_members)
 
     def _build_members(self, cls: Any) -> dict[str, Any]:
+        """The overlay of a model whose calls go through DeepSpeed's engine."""
         half = next((p.dtype for p in self.model.parameters()), torch.float32)
         strategy = self
 

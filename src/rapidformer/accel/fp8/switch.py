@@ -88,6 +88,8 @@ def _extend_gated(model: nn.Module) -> None:
 
 @functools.cache
 def _get_gated_builder(names: Names) -> Any:
+    """What builds the overlay of a gated MLP with these layers."""
+
     def build(cls: Any) -> dict[str, Any]:
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
             (input,) = (*args, *kwargs.values())

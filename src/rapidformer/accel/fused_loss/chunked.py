@@ -65,6 +65,8 @@ def sum_losses(
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """``sum_losses`` with gradients that the forward pass has already computed."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
-from rapidformer.accel.watched import is_users
+from rapidformer.accel.watched import is_from_user
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import ConfigurationError
@@ -78,7 +78,7 @@ class DeferredLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in FACTS or (func is Tensor.register_hook and not is_users(args[1])):
+        if func in FACTS or (func is Tensor.register_hook and not is_from_user(args[1])):
             return super().__torch_function__(func, types, args, kwargs)
         if func in (Tensor.register_hook, Tensor.retain_grad) and args[0]._is_followed:
             raise ConfigurationError(
@@ -155,6 +155,7 @@ def _compute_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """``functional.cross_entropy`` chunk by chunk."""
     is_plain = weight is None and size_average is None and reduce is None
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
     if not is_plain or not is_labelled or logits.dim() != 2 or reduction not in ("mean", "sum"):
@@ -167,6 +168,7 @@ def _compute_loss(
 
 
 def _reshape(func: Any, logits: DeferredLogits, *shape: Any, **kwargs: Any) -> Any:
+    """``view`` and ``reshape``, if they keep the last dimension."""
     sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else [*shape]
     width = logits.shape[-1]
     rows = logits._hidden.shape[:-1].numel()
@@ -187,6 +189,7 @@ def _flatten(func: Any, logits: DeferredLogits, start_dim: int = 0, end_dim: int
 
 
 def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
+    """Slices that keep the last dimension, such as ``logits[:, :-1]``."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
         return NotImplemented
@@ -206,6 +209,7 @@ def _make_contiguous(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
 
 
 def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """``float`` and ``to``: note the cast as a step."""
     # Try the call on one element, to see which dtype and device it asks for.
     kind = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
     if kind.device != logits.device or kind.dtype not in DTYPES:

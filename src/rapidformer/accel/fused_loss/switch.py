@@ -81,6 +81,7 @@ def _is_plain(head: Any) -> bool:
 
 
 def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
+    """Why the logits cannot be deferred."""
     if head is None:
         return (
             f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank (a "
@@ -108,6 +109,8 @@ def apply_fused_loss(
 
 
 def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The overlay of a head: its first call defers, a second one computes logits or the loss."""
+
     def forward(
         self: nn.Linear,
         hidden: Tensor,

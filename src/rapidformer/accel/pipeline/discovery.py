@@ -49,11 +49,12 @@ class _Recorder:
     """Each block's hidden state, in order."""
     others: list[list[Tensor]] = field(default_factory=list)
     """Each block's other tensors: masks, positions, biases."""
-    given_on: list[Tensor] = field(default_factory=list)
+    returned: list[Tensor] = field(default_factory=list)
     """The new tensors that they returned."""
     order: list[int] = field(default_factory=list)
 
     def note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call of a block, and return a new tensor in place of its output."""
         hidden = get_first(args, kwargs)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             if self.hidden:
@@ -65,7 +66,7 @@ class _Recorder:
         self.hidden.append(hidden)
         self.others.append([t for t in iterate_floats((args, kwargs)) if t is not hidden])
         fresh = hidden.detach().clone().requires_grad_()
-        self.given_on.append(fresh)
+        self.returned.append(fresh)
         return (fresh,) if self.returns_tuple else fresh
 
 
@@ -127,6 +128,7 @@ def _run_hollow(
     *,
     returns_tuple: bool,
 ) -> Usage:
+    """Run the forward pass with single numbers as parameters, and see what depends on which."""
     recorder = _Recorder(returns_tuple=returns_tuple)
     known = dict(model.named_parameters(remove_duplicate=False))
     leaves = {
@@ -163,16 +165,16 @@ def _read_recorder(
         # What happens to the hidden state between two blocks belongs to the earlier one's stage.
         _note_uses(usage, [hidden], leaves, max(index - 1, 0))
         _note_uses(usage, others, leaves, index)
-        earlier = recorder.given_on[: max(index - 1, 0)]
-        is_chained = index == 0 or _is_made_from([hidden], recorder.given_on[index - 1 : index])
+        earlier = recorder.returned[: max(index - 1, 0)]
+        is_chained = index == 0 or _is_made_from([hidden], recorder.returned[index - 1 : index])
         if not is_chained or _is_made_from([hidden], earlier):
             raise ModelError(
                 f"block {index} gets more or other than the output of the block before it"
             )
-        if _is_made_from(others, recorder.given_on[:index]):
+        if _is_made_from(others, recorder.returned[:index]):
             raise ModelError(f"block {index} gets more from other blocks than its hidden state")
     _note_uses(usage, output, leaves, last)
-    if _is_made_from(output, recorder.given_on[:last]):
+    if _is_made_from(output, recorder.returned[:last]):
         raise ModelError("its output depends on several blocks, not only on the last")
 
 
@@ -206,14 +208,14 @@ def _recording(model: nn.Module, plan: ModelPlan, recorder: _Recorder) -> Iterat
     try:
         for index, block in enumerate(blocks):
             members = {"__call__": staticmethod(functools.partial(_note, recorder, index))}
-            extend(block, "recording", functools.partial(_give, members))
+            extend(block, "recording", functools.partial(_return_members, members))
         yield
     finally:
         for block in blocks:
             remove(block, "recording")
 
 
-def _give(members: dict[str, Any], cls: type) -> dict[str, Any]:
+def _return_members(members: dict[str, Any], cls: type) -> dict[str, Any]:
     return members
 
 

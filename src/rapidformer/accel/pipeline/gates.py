@@ -115,6 +115,7 @@ class StageContext:
     def _enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the hidden state of the stage's first block by the one received."""
         expected = get_first(args, kwargs)
         if self.is_probing:
             raise StageEnd(expected)

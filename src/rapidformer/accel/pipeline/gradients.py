@@ -69,7 +69,7 @@ class SharedGradients:
             if model is None:
                 return None
             parameters = dict(model.named_parameters())
-            if gradients and not _are_of(gradients, parameters.values()):
+            if gradients and not _contain_any_of(gradients, parameters.values()):
                 return None
             elsewhere = {id(parameters[name].grad) for name in self._counted_elsewhere}
             norm = compute([g for g in gradients if id(g) not in elsewhere], order)
@@ -104,7 +104,8 @@ class SharedGradients:
         return square.sqrt().float()
 
 
-def _are_of(gradients: list[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
+def _contain_any_of(gradients: list[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one of these gradients belongs to one of the parameters."""
     known = {id(parameter.grad) for parameter in parameters}
     return any(id(gradient) in known for gradient in gradients)
 

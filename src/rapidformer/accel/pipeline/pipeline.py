@@ -183,6 +183,7 @@ class Pipeline:
         raise _no_call()
 
     def _run_stage(self, stage: Stage, number: int, received: Tensor | None) -> Tensor:
+        """Run one micro-batch through a stage; returns the loss, or the hidden state to send."""
         # All stages draw the same numbers in the user's code before the model, and their own in
         # their blocks.
         self._seed_all(number, 0)
@@ -225,6 +226,7 @@ class Pipeline:
         return [self._unpack(row) for row in packed]
 
     def _pack(self, result: MicroBatchResult) -> Tensor:
+        """A micro-batch's losses and weights as one tensor."""
         assert self._names is not None
         unknown = [name for name in result.parts if name not in self._names]
         if unknown:

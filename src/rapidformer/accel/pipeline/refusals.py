@@ -79,6 +79,8 @@ def _list_prefixes(name: str) -> list[str]:
 
 
 def _build_partial(cls: Any, context: StageContext, may_be_called: bool) -> dict[str, Any]:
+    """The overlay of a module that lacks some of its parameters on this rank."""
+
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
         yield from cls.named_parameters(self, *args, **kwargs)
         # At the end of the list: reading the first one's device is harmless.

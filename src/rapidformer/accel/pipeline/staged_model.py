@@ -41,6 +41,7 @@ def apply_staged_calls(
 
 
 def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int) -> dict[str, Any]:
+    """The overlay of a model that runs one stage per call."""
     accepted = inspect.signature(cls.forward).parameters
     # An adapter's model passes unknown attributes on to the one inside.
     is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
@@ -86,6 +87,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
 def _call_stage(
     run: Callable[..., Any], context: StageContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Run the model's own call, which ends early unless this is the last stage."""
     if context.has_called:
         raise RapidformerError(
             "the forward step called the model twice. With --pipeline-model-parallel-size it may "
@@ -119,6 +121,8 @@ def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
 def _build_generate(
     cls: Any, context: StageContext, relay: Relay, num_blocks: int
 ) -> Callable[..., Any]:
+    """``generate`` of a model cut into stages."""
+
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "get_base_model"):
             if not can_have_cache(self, num_blocks):

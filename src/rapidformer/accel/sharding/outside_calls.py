@@ -59,6 +59,7 @@ class _OutsideCall:
         module.register_forward_hook(skip(self._after), always_call=True)
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
+        """Gather the module's weights, if the model itself is not running."""
         held: dict[str, Any] = {}
         self._held.append(held)
         if not self._is_outside():

@@ -37,6 +37,8 @@ def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
 
 
 class _Depth:
+    """Which blocks ran in calls of the model, by their arguments."""
+
     def __init__(self) -> None:
         self._known: dict[Call, list[str]] = {}
         self._call: Call | None = None
@@ -71,6 +73,7 @@ class _Depth:
 
 
 def _refuse(expected: list[str], run: list[str]) -> ModelError:
+    """The error that names the first block that differs."""
     place = next(
         (i for i, (a, b) in enumerate(zip(expected, run, strict=False)) if a != b), len(run)
     )

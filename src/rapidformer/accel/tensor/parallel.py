@@ -372,6 +372,7 @@ def _get_weight(module: nn.Module) -> Tensor:
 def _extend(
     module: nn.Module, style: str | None, readings: dict[str, Reading], mesh: DeviceMesh
 ) -> None:
+    """Give a module the class of its style, which reads its parameters in slices."""
     split = Split(mesh=mesh, readings=readings)
     classes: tuple[type, ...] = ()
     if style in _CLASSES:

@@ -30,7 +30,7 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.accel.watched import (
     describe_watched,
-    find_asked,
+    find_requested,
     find_watched,
     list_inner_modules,
 )
@@ -102,7 +102,7 @@ class SequenceModel(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = get_fact(self, Split)
         assert split.region is not None
-        reason = find_asked(self, kwargs)
+        reason = find_requested(self, kwargs)
         watched = find_watched(split.inner)
         if watched:
             reason = f"a hook on {describe_watched(watched)}"

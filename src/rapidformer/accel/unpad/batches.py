@@ -14,7 +14,7 @@ from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, read_sides
-from rapidformer.accel.watched import find_asked
+from rapidformer.accel.watched import find_requested
 from rapidformer.data.batch import get_host_copy
 from rapidformer.models.plan import shifts_labels
 from rapidformer.overlay import find_fact
@@ -28,7 +28,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     mask, labels = given.get("attention_mask"), given.get("labels")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(labels, Tensor):
         return None
-    if find_asked(model, given) or given.get("past_key_values") is not None:
+    if find_requested(model, given) or given.get("past_key_values") is not None:
         return None
     fixed = get_fixed_rows(mask)
     if fixed is not None:
@@ -76,7 +76,7 @@ def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
 
 def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Sides | None:
     """As ``find_rows``, for both sides of a model; None for a batch that a graph replays."""
-    if find_asked(model, given) or given.get("past_key_values") is not None:
+    if find_requested(model, given) or given.get("past_key_values") is not None:
         return None
     if get_fixed_rows(given.get("attention_mask")) is not None:
         return None
@@ -96,7 +96,7 @@ def is_packed(given: dict[str, Any]) -> bool:
 def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
     """The examples of packed rows; None if each row has just one, or something needs full rows."""
     labels, positions = given.get("labels"), given["position_ids"]
-    if not isinstance(labels, Tensor) or find_asked(model, given):
+    if not isinstance(labels, Tensor) or find_requested(model, given):
         return None
     if labels.shape != positions.shape or given.get("past_key_values") is not None:
         return None

@@ -53,6 +53,7 @@ def _build_block(cls: Any) -> dict[str, Any]:
 
 
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pack the arguments of a call with a ``RowMask``, and unpack the last block's output."""
     mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
     place = get_fact(self, _Place)
     if mask is None:

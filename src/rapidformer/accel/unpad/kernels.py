@@ -107,6 +107,7 @@ def _attend_with_operator(call: Call) -> Tensor:
 
 
 def _attend_with_flash(call: Call) -> Tensor:
+    """Flash attention, which takes rows of different lengths."""
     mask, fused = call.mask, call.mask.fused
     if fused is None:
         rows, keys, window = mask.rows, mask.key_rows, mask.window

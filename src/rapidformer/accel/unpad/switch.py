@@ -31,7 +31,7 @@ from rapidformer.accel.unpad.sides import (
     restore_sides,
     use_sides,
 )
-from rapidformer.accel.watched import find_asked, list_inner_modules
+from rapidformer.accel.watched import find_requested, list_inner_modules
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.errors import ConfigurationError
@@ -158,7 +158,7 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
-    asked = find_asked(model, {})
+    asked = find_requested(model, {})
     if asked is not None:
         return f"its configuration sets {asked}, whose result includes padding"
     return None
@@ -170,6 +170,7 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 
 def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
+    """Run a small batch of ``proof.py`` without padding, or with packed examples apart."""
     if "position_ids" in batch:
         positions = batch["position_ids"]
         rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
