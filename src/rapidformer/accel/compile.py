@@ -115,7 +115,7 @@ def _is_python_norm(module: nn.Module) -> bool:
 def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
     """The rewrites that make this model's graphs faster on this device."""
     if device.type != "cuda":
-        return []  # a CPU multiplies to fp32 slowly; hashed dropout has not been timed there
+        return []  # products with fp32 results are slow on a CPU; hashed dropout has not been timed
     rewrites: list[Rewrite] = []
     copies = sum(2 * parameter.numel() for parameter in model.parameters())
     if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:

@@ -21,7 +21,7 @@ from rapidformer.accel.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_wrapper
 
 _END = 2**31
-"""32-bit integers are below it, and not below its negative."""
+"""Signed 32-bit integers end before this, and start at its negative."""
 
 
 def hash_dropout(module: GraphModule) -> None:

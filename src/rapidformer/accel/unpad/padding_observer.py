@@ -1,4 +1,4 @@
-"""Find out whether a loss reads the model's outputs for padding, which unpadding replaces by zeros.
+"""Find out whether a loss reads the model's outputs for padding, which unpadding changes.
 
 The model's own loss ignores padding, but a user's may read all of ``outputs.logits``. That cannot
 be known in advance, so the first batch runs padded, and its gradient shows it: for padding it is
