@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from rapidformer.cli.verify import DIFFERS, _Verification
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
 from rapidformer.verification.blocks import find_first_block
@@ -88,3 +91,22 @@ def test_ranks_that_share_layers_must_draw_the_same_dropout_masks() -> None:
     (wrong,) = find_causes(Trace(), [build(0, [[0.1]]), build(1, [[0.3]])])["dropout masks"]
     assert not wrong.is_equal
     assert "share layers by tensor parallelism, but draw different dropout masks" in wrong.cause
+
+
+def test_round_off_of_other_micro_batches_is_not_blamed_on_the_loss() -> None:
+    """Adam turns the round-off in a gradient that is zero in theory into steps."""
+
+    def make_trace(change: float) -> Trace:
+        ones = np.ones(4)
+        return Trace(
+            losses=[(4.0, 4.0)], samples=[(4, 4)], norms=[2.0], start={"bias": ones},
+            gradients=[{"bias": ones}], weights={"bias": ones * (1 + change)},
+        )  # fmt: skip
+
+    for shaken, status in ((1e-6, 0), (1e-9, DIFFERS)):
+        verification = _Verification([], parse_arguments([]), None, 1, Path())
+        runs = {"disturbed": make_trace(2e-5), "shaken": make_trace(shaken)}
+        verification._start = lambda kind, *_: [runs[kind]]  # noqa: B023
+        verification._is_deterministic = lambda _: True
+        verification._explain(make_trace(0.0), [make_trace(2e-5)], is_cut=False)
+        assert verification._status == status
