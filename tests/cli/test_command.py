@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from rapidformer.cli.help import TOPICS
 from rapidformer.cli.main import main as run_command
+from rapidformer.cli.tracebacks import shorten
 from rapidformer.config import get_settings
 
 
@@ -51,6 +53,26 @@ def test_help_of_a_command_a_topic_a_word_and_a_flag(
     assert "--lora-dropout" in show(capsys, "--help", "dropout")
     assert show(capsys, "--help", "--learning-rate").count("peak learning rate") == 1
     assert "no flag mentions 'xyzzy'" in show(capsys, "--help", "xyzzy")
+
+
+@pytest.mark.parametrize(
+    ("names", "frames"),
+    [("fail()", ["<module>", "fail"]), ("[None]", ["<module>", "find_nearest"])],
+    ids=["in the script", "in the library"],
+)
+def test_a_traceback_shows_the_library_only_if_the_error_may_be_there(
+    names: str, frames: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "from rapidformer.nearest import find_nearest\n"
+        "def fail():\n    yield 'task'\n    raise AttributeError\n"
+        f"find_nearest('tsak', {names})\n"
+    )
+    with pytest.raises(AttributeError) as caught:
+        runpy.run_path(str(tmp_path / "script.py"))
+    shown = [frame.name for frame in traceback.extract_tb(shorten(caught.tb))]
+    assert shown[: len(frames)] == frames
+    assert ("find_nearest" in shown) == ("find_nearest" in frames)
 
 
 def test_version(

@@ -107,7 +107,7 @@ _, Model = Model, Doubled
     assert status == 3, out + err
     table = read_table(out)
     assert " pass" in table["starting weights"]
-    assert " FAIL" in table["gradients"] and "layers.1.weight, update 1" in table["gradients"]
+    assert " FAIL" in table["gradients"] and "layers.1.weight, step 1" in table["gradients"]
     assert "first parameter that differs: layers.1.weight, its gradient by 1.0e+00" in out
     assert "alone" in out
     assert out.strip().endswith("different: these switches change the result.")

@@ -153,7 +153,7 @@ def test_replicas_that_draw_the_same_dropout_masks(
     status, out = verify_with(*TWO, **planted)
     assert status == 3
     assert " FAIL" in (row := read_table(out)["dropout masks"])
-    assert "the same masks as process 0" in row
+    assert "the same masks as rank 0" in row
     assert "processes 0 and 1 are data-parallel replicas, but draw the same dropout masks" in out
     assert out.strip().endswith(BLAMED)
 

@@ -18,8 +18,6 @@ from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rapidformer.config import Settings
     from rapidformer.launch.environment import LaunchPlan
 
@@ -51,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         # A bug, ours or the script's. Under our launcher, only the process that failed first is
         # shown: the others fail because of it.
+        from rapidformer.cli.tracebacks import shorten
         from rapidformer.launch.failures import report_failure
 
-        error.__traceback__ = _drop_our_frames(error.__traceback__)
+        error.__traceback__ = shorten(error.__traceback__)
         if not report_failure("".join(traceback.format_exception(error))):
             raise
         return 1
@@ -74,16 +73,6 @@ def _get_status(error: RapidformerError) -> int:
 
         code = disguise_status(code)
     return code
-
-
-def _drop_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback that begins in the user's script, if one runs, without the frames that run it."""
-    inner = trace
-    while inner is not None and inner.tb_frame.f_globals.get("__name__") != "runpy":
-        inner = inner.tb_next
-    while inner is not None and inner.tb_frame.f_globals.get("__name__") == "runpy":
-        inner = inner.tb_next
-    return inner or trace
 
 
 def _dispatch(words: list[str]) -> int:

@@ -47,7 +47,7 @@ def describe_run(
         + ("" if plan.source == MARKED else f" ({plan.source})"),
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {_describe_batch(engine, loader)}",
-        f"length    {train_iters} steps"
+        f"length    {train_iters} step{'s' * (train_iters != 1)}"
         + (f" = {_count_epochs(args.epochs)}" if args.epochs and not args.train_iters else "")
         + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
         + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",

@@ -39,9 +39,7 @@ def _compare_rates(reference: Trace, traces: list[Trace]) -> Iterator[Difference
 def _compare_rate(name: str, mine: Step, expected: Step, update: int, process: int) -> Difference:
     rate, right = mine.rates[name], expected.rates[name]
     value = divide(abs(rate - right), max(abs(rate), abs(right)))
-    cause = (
-        f"update {update + 1} has learning rate {rate:.3g} for {name}, in one process {right:.3g}"
-    )
+    cause = f"step {update + 1} has learning rate {rate:.3g} for {name}, in one process {right:.3g}"
     summary = "wrong learning rate"
     if mine.position is not None and expected.position is not None:
         ahead = mine.position - expected.position
@@ -112,7 +110,7 @@ def _summarize_clipping(mine: Step, expected: Step) -> str:
 def _describe_clipping(mine: Step, expected: Step, norm: float, update: int) -> str:
     assert mine.clip_factor is not None and expected.clip_factor is not None
     cause = (
-        f"the gradient of update {update + 1} has norm {norm:.3g} and reaches the optimizer with "
+        f"the gradient of step {update + 1} has norm {norm:.3g} and reaches the optimizer with "
         f"{norm * mine.clip_factor:.3g}; one process clips it to {norm * expected.clip_factor:.3g}"
     )
     if mine.clip_factor == 1.0 != expected.clip_factor:
@@ -139,7 +137,7 @@ def _compare_weights(traces: list[Trace]) -> Iterator[Difference]:
                     update=update,
                     process=process,
                     summary="not weighted by their labels",
-                    cause=f"a micro-batch of update {update + 1} has weight {weight:g}, but the "
+                    cause=f"a micro-batch of step {update + 1} has weight {weight:g}, but the "
                     f"loader counted {labels:g} labels in it: the gradient is a mean of means "
                     "instead of the mean over all labels.",
                 )
@@ -160,7 +158,7 @@ def _compare_totals(traces: list[Trace]) -> Iterator[Difference]:
                 update=update,
                 process=process,
                 summary="not weighted by their labels",
-                cause=f"the micro-batches of update {update + 1} weigh {total:g} together, but "
+                cause=f"the micro-batches of step {update + 1} weigh {total:g} together, but "
                 f"the gradient was made with {step.total_weight:g}: it is a mean of means instead "
                 "of the mean over all labels.",
             )
@@ -197,7 +195,7 @@ def _compare_draws(traces: list[Trace]) -> Iterator[Difference]:
             yield Difference(
                 value=float(is_wrong),
                 process=second,
-                summary=f"the same masks as process {first}",
+                summary=f"the same masks as rank {first}",
                 cause=f"processes {first} and {second} are data-parallel replicas, but draw the "
                 "same dropout masks: each replica must draw from a seed of its own.",
             )
@@ -205,7 +203,7 @@ def _compare_draws(traces: list[Trace]) -> Iterator[Difference]:
             yield Difference(
                 value=float(pairs[0][0] != pairs[0][1]),
                 process=second,
-                summary=f"other masks than process {first}",
+                summary=f"other masks than rank {first}",
                 cause=f"processes {first} and {second} share layers by tensor parallelism, but "
                 "draw different dropout masks: they must draw from the same seed.",
             )

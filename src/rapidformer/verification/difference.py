@@ -33,8 +33,8 @@ class Difference:
 
     def locate(self) -> str:
         parts = [self.name] if self.name else []
-        parts += [f"update {self.update + 1}"] if self.update is not None else []
-        place = ", ".join([*parts, f"process {self.process}"])
+        parts += [f"step {self.update + 1}"] if self.update is not None else []
+        place = ", ".join([*parts, f"rank {self.process}"])
         return place if self.is_equal or not self.summary else f"{place}: {self.summary}"
 
 

@@ -54,6 +54,6 @@ def describe_first(comparison: Comparison) -> str:
     more = f"; so do {others} of the other {comparison.parameters - 1}" if others else ", alone"
     return (
         f"{begins}first parameter that differs: {first.name}, its {what} by {first.value:.1e} "
-        f"({'' if first.update is None else f'update {first.update + 1}, '}"
-        f"process {first.process}){more}"
+        f"({'' if first.update is None else f'step {first.update + 1}, '}"
+        f"rank {first.process}){more}"
     )
