@@ -31,7 +31,8 @@ def _cut(values: list[int], size: int) -> list[list[int]]:
 def test_lengths_from_a_column_from_tokens_and_from_rows() -> None:
     rows = [{"input_ids": [1] * n, "size": 7 - n} for n in (3, 1, 2)]
     data = datasets.Dataset.from_list(rows)
-    assert measure_lengths(data, "size") == [4, 6, 5]
+    assert measure_lengths(data, "size") == measure_lengths(list(data), "size") == [4, 6, 5]
+    assert measure_lengths([{"idx": torch.ones(3)}, {"idx": [1]}], "idx") == [3, 1]
     assert measure_lengths(data, "length") == measure_lengths(rows, "length") == [3, 1, 2]
     with pytest.raises(DataError, match="neither a column 'length' nor input_ids"):
         measure_lengths([{"x": 1}], "length")

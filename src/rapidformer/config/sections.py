@@ -179,8 +179,8 @@ class DataArguments:
     group_by_length: bool = False
     """batch samples of similar length together: less padding; the order stays random"""
     length_column: str = "length"
-    """column with the lengths for --group-by-length and --tokens-per-micro-batch (if the data has
-    none, tokens are counted)"""
+    """column with the lengths (or the tokens) of samples for --group-by-length and
+    --tokens-per-micro-batch (if the data has none, input_ids are counted)"""
     data_seed: int | None = None
     """seed for the data order (default: --seed)"""
     dataloader_type: Literal["single", "cyclic"] | None = None

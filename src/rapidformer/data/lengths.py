@@ -7,7 +7,7 @@ into memory fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,15 @@ def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") 
         raise DataError(f"{flag} needs to know all lengths: a stream has no length.")
     names = getattr(dataset, "column_names", None) or []
     if column in names:
-        return [int(length) for length in dataset[column]]
+        return [_to_length(value) for value in dataset[column]]
     if "input_ids" in names:
         return [len(ids) for ids in dataset["input_ids"]]
     try:
-        return [_measure(dataset[index]) for index in range(len(dataset))]
+        return [_measure(dataset[index], column) for index in range(len(dataset))]
     except (TypeError, KeyError, IndexError):
         raise DataError(
-            f"{flag}: the samples have neither a column {column!r} nor input_ids. Name "
-            "the column with --length-column."
+            f"{flag}: the samples have neither a column {column!r} nor input_ids. Name the column "
+            "of their lengths, or that of their tokens, with --length-column."
         ) from None
 
 
@@ -46,8 +46,15 @@ def measure_sample(sample: Any) -> int:
         ) from None
 
 
-def _measure(sample: Any) -> int:
-    return len(sample["input_ids"])
+def _measure(sample: Any, column: str | None = None) -> int:
+    has_column = column is not None and isinstance(sample, Mapping) and column in sample
+    return _to_length(sample[column]) if has_column else len(sample["input_ids"])
+
+
+def _to_length(value: Any) -> int:
+    """A length, or that of tokens."""
+    is_sequence = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+    return len(value) if is_sequence else int(value)
 
 
 @dataclass
