@@ -97,6 +97,37 @@ def run(module: Any, name: str, gate: Tensor, up: Tensor, *others: Tensor) -> li
 
 
 @needs_fp8
+def test_other_numbers_of_rows_compile_no_kernel_again(compilations: list[str]) -> None:
+    from rapidformer.accel.fp8 import kernel
+
+    def run_all(rows: int) -> None:
+        gate = torch.ones(rows, 64, device="cuda", dtype=torch.bfloat16)
+        kernel.find_largest(gate, gate)
+        kernel.find_largest_gradients(gate, gate, gate)
+        for name in ("round_product", "round_gradients", "transpose"):
+            run(kernel, name, gate, gate, gate, torch.ones((), device="cuda"))
+
+    run_all(2048)
+    compilations.clear()
+    for rows in (16, 48, 64, 1040):
+        run_all(rows)
+    assert compilations == []
+
+
+@needs_fp8
+def test_offsets_beyond_32_bits() -> None:
+    from rapidformer.accel.fp8 import kernel
+
+    rows, columns = 2**17 + 16, 2**14
+    tensor = torch.zeros(rows, columns, device="cuda", dtype=torch.float8_e4m3fn)
+    tensor[-16:] = torch.randn(16, columns, device="cuda").to(tensor.dtype)
+    output = torch.empty(columns, rows, device="cuda", dtype=tensor.dtype)
+    kernel.transpose(tensor, output)
+    assert torch.equal(output[:, -16:].float(), tensor[-16:].float().t())
+    assert not bool(output[-1, :-16].view(torch.uint8).any())
+
+
+@needs_fp8
 def test_kernels_keep_nan() -> None:
     from rapidformer.accel.fp8 import kernel
 

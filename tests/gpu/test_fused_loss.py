@@ -47,6 +47,20 @@ def test_masked_words_and_wrong_labels() -> None:
     assert bool(differentiate_in_place(logits, labels, -100, 0.0)[0].isnan())
 
 
+def test_offsets_beyond_32_bits() -> None:
+    from rapidformer.accel.fused_loss.kernel import differentiate_in_place
+
+    logits = torch.zeros(2**14 + 512, 2**17, device="cuda", dtype=torch.bfloat16)
+    logits[-4:].normal_()
+    labels = torch.full((len(logits),), -100, device="cuda")
+    labels[-4:] = torch.tensor([0, 7, 2**17 - 1, 99], device="cuda")
+    expected = differentiate(logits[-4:], labels[-4:], -100, 0.0)
+    found, replaced = differentiate_in_place(logits, labels, -100, 0.0)
+    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(replaced[-4:], expected[1])
+    assert not bool(replaced[0].any())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_gradients_against_fp32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -27,13 +27,13 @@ BATCH, HEADS = 2, 4
 
 
 def make(
-    queries: int, keys: int, size: int, dtype: torch.dtype, rows: int = 1
+    queries: int, keys: int, size: int, dtype: torch.dtype, rows: int = 1, batch: int = BATCH
 ) -> tuple[list[Tensor], Tensor]:
     """Query, key, value and bias; the gradient of the output."""
     torch.manual_seed(0)
 
     def draw(tokens: int, width: float) -> Tensor:
-        drawn = torch.randn(BATCH, tokens, HEADS, size, device="cuda") * width
+        drawn = torch.randn(batch, tokens, HEADS, size, device="cuda") * width
         return drawn.to(dtype).transpose(1, 2)
 
     bias = torch.randn(rows, HEADS, queries, keys, device="cuda").to(dtype)
@@ -106,6 +106,38 @@ def test_lengths_that_do_not_fill_a_tile(
     exact = compute_exactly(leaves, gradient, is_causal=is_causal)
     errors = get_errors(differentiate(output, leaves, gradient), exact)
     assert max(errors) < torch.finfo(dtype).eps / 2, errors
+
+
+def test_other_lengths_and_batches_compile_no_kernel_again(
+    compilations: list[str],
+) -> None:
+    def run(batch: int, tokens: int) -> None:
+        leaves, gradient = make(tokens, tokens, 64, torch.bfloat16, batch=batch)
+        seen = torch.ones(batch, 1, 1, tokens, dtype=torch.bool, device="cuda")
+        output = operator.attend(*leaves, seen, dropout=0.1, scale=1.0, is_causal=False)
+        differentiate(output, leaves, gradient)
+
+    run(2, 64)
+    compilations.clear()
+    for batch, tokens in ((2, 512), (1, 64), (3, 77), (16, 20), (1, 1), (2, 600)):
+        run(batch, tokens)
+    assert compilations == []
+
+
+@pytest.mark.parametrize("shape", [(BATCH, 1, 1, 45), (BATCH, HEADS, 70, 45), (1, 1, 70, 45)])
+def test_an_expanded_mask(shape: tuple[int, ...]) -> None:
+    leaves, gradient = make(70, 45, 64, torch.bfloat16)
+    given = torch.rand(BATCH, 1, 1, 45, device="cuda") > 0.3
+    narrow = given if shape[0] > 1 else given[:1]
+    found = [
+        differentiate(
+            operator.attend(*leaves, seen, dropout=0.0, scale=1.0, is_causal=False),
+            leaves,
+            gradient,
+        )
+        for seen in (narrow, narrow.expand(shape))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def unpack(kept: Tensor, shape: torch.Size) -> Tensor:

@@ -2,7 +2,7 @@
 
 They read ``gate`` and ``up`` twice, once to find the largest value and once to round: writing the
 values in between to memory would take longer than computing them again. In Triton, rounding to fp8
-saturates, and NaN stays NaN.
+saturates, and NaN stays NaN. Tensors must be contiguous, and their sizes multiples of 16.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import language as tl
 
 from rapidformer.accel.fp8.rounding import PART
+from rapidformer.compat.triton import on_device
 
 LINE = (PART, 4)
 """Elements and warps of a program that reads a tensor from start to end."""
@@ -31,7 +32,8 @@ def find_largest(gate: Tensor, up: Tensor) -> Tensor:
     block, warps = LINE
     programs = triton.cdiv(gate.numel(), block)
     found = torch.empty(programs, dtype=torch.float32, device=gate.device)
-    _find_largest[(programs,)](gate, up, found, gate.numel(), block=block, num_warps=warps)
+    with on_device(gate.device):
+        _find_largest[(programs,)](gate, up, found, gate.numel(), block=block, num_warps=warps)
     return found
 
 
@@ -40,18 +42,20 @@ def find_largest_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> Tensor
     block, warps = LINE
     programs = triton.cdiv(gate.numel(), block)
     found = torch.empty(2, programs, dtype=torch.float32, device=gate.device)
-    _find_largest_gradients[(programs,)](
-        gate, up, gradient, found, gate.numel(), programs, block=block, num_warps=warps
-    )
+    with on_device(gate.device):
+        _find_largest_gradients[(programs,)](
+            gate, up, gradient, found, gate.numel(), programs, block=block, num_warps=warps
+        )
     return found
 
 
 def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> None:
     """Fill ``output`` with ``silu(gate) * up / scale``."""
     block, warps = LINE
-    _round_product[(triton.cdiv(gate.numel(), block),)](
-        gate, up, scale, output, gate.numel(), block=block, num_warps=warps
-    )  # fmt: skip
+    with on_device(gate.device):
+        _round_product[(triton.cdiv(gate.numel(), block),)](
+            gate, up, scale, output, gate.numel(), block=block, num_warps=warps
+        )
 
 
 def round_gradients(
@@ -62,20 +66,22 @@ def round_gradients(
     ``scales`` are those of the product and of the two gradients.
     """
     to_gate, to_gate_transposed, to_up, to_up_transposed, product = outputs
-    _round_gradients[_get_grid(gate)](
-        gate, up, gradient, *scales,
-        to_gate, _get_words(to_gate_transposed), to_up, _get_words(to_up_transposed),
-        _get_words(product), gate.shape[0] // 4, gate.shape[1],
-        kind=_KINDS[product.dtype], block_r=TILE[0], block_c=TILE[1], num_warps=TILE[2],
-    )  # fmt: skip
+    with on_device(gate.device):
+        _round_gradients[_get_grid(gate)](
+            gate, up, gradient, *scales,
+            to_gate, _get_words(to_gate_transposed), to_up, _get_words(to_up_transposed),
+            _get_words(product), *gate.shape,
+            kind=_KINDS[product.dtype], block_r=TILE[0], block_c=TILE[1], num_warps=TILE[2],
+        )  # fmt: skip
 
 
 def transpose(tensor: Tensor, output: Tensor) -> None:
     """Fill ``output`` with the transposed matrix."""
-    _transpose[_get_grid(tensor)](
-        tensor.view(torch.uint8), _get_words(output), tensor.shape[0] // 4, tensor.shape[1],
-        block_r=TILE[0], block_c=TILE[1], num_warps=TILE[2],
-    )  # fmt: skip
+    with on_device(tensor.device):
+        _transpose[_get_grid(tensor)](
+            tensor.view(torch.uint8), _get_words(output), *tensor.shape,
+            block_r=TILE[0], block_c=TILE[1], num_warps=TILE[2],
+        )  # fmt: skip
 
 
 def _get_grid(tensor: Tensor) -> tuple[int, int]:
@@ -102,59 +108,62 @@ def _differentiate(gate, up, gradient):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _find_largest(gate, up, found, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * block
+def _find_line(count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where this program's elements start, their places from there, and which of them exist."""
+    # Only the start may need 64 bits.
+    start = tl.program_id(0).to(tl.int64) * block
     places = tl.arange(0, block)
-    mask = places < tl.minimum(count - start, block).to(tl.int32)
-    gate += start
-    up += start
-    g = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(found + program, tl.max(tl.abs(g * _sigmoid(g) * u), 0))
+    return start, places, places < tl.minimum(count - start, block).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _load_line(tensor, start, places, mask):  # type: ignore[no-untyped-def]
+    return tl.load(tensor + start + places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _find_largest(gate, up, found, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    start, places, mask = _find_line(count, block)
+    g = _load_line(gate, start, places, mask)
+    u = _load_line(up, start, places, mask)
+    tl.store(found + tl.program_id(0), tl.max(tl.abs(g * _sigmoid(g) * u), 0))
+
+
+@triton.jit(do_not_specialize=("programs",))  # type: ignore[untyped-decorator]
 def _find_largest_gradients(  # type: ignore[no-untyped-def]
     gate, up, gradient, found, count, programs, block: tl.constexpr
 ):
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * block
-    places = tl.arange(0, block)
-    mask = places < tl.minimum(count - start, block).to(tl.int32)
-    gate += start
-    up += start
-    g = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(gradient + start + places, mask=mask, other=0.0).to(tl.float32)
+    start, places, mask = _find_line(count, block)
+    g = _load_line(gate, start, places, mask)
+    u = _load_line(up, start, places, mask)
+    d = _load_line(gradient, start, places, mask)
     to_gate, to_up, _ = _differentiate(g, u, d)
-    tl.store(found + program, tl.max(tl.abs(to_gate), 0))
-    tl.store(found + programs + program, tl.max(tl.abs(to_up), 0))
+    found += tl.program_id(0)
+    tl.store(found, tl.max(tl.abs(to_gate), 0))
+    tl.store(found + programs, tl.max(tl.abs(to_up), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _round_product(  # type: ignore[no-untyped-def]
     gate, up, scale, output, count, block: tl.constexpr
 ):
-    start = tl.program_id(0).to(tl.int64) * block
-    places = tl.arange(0, block)
-    mask = places < tl.minimum(count - start, block).to(tl.int32)
-    gate += start
-    up += start
-    output += start
-    g = tl.load(gate + places, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + places, mask=mask, other=0.0).to(tl.float32)
+    start, places, mask = _find_line(count, block)
+    g = _load_line(gate, start, places, mask)
+    u = _load_line(up, start, places, mask)
     value = g * _sigmoid(g) * u * (1.0 / tl.load(scale))
-    tl.store(output + places, value.to(output.dtype.element_ty), mask=mask)
+    tl.store(output + start + places, value.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _find_tile(quarter, columns, block_r: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_tile(rows, columns, block_r: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile's start and the offsets of every fourth row; the same in transposed words; the mask.
 
     The bytes of four rows are written as one word of a column, since threads would need four times
-    as many instructions to exchange single bytes. ``quarter`` is a fourth of the number of rows.
+    as many instructions to exchange single bytes.
     """
+    # A fourth of the rows, in a form that shows that it is a multiple of 4: a kernel that is not
+    # compiled for the number of rows, which may change with every batch, still writes 4 words.
+    quarter = rows // 16 * 4
     row = tl.program_id(1) * (block_r // 4)
     column = tl.program_id(0) * block_c
     r = tl.arange(0, block_r // 4)[:, None]
@@ -195,13 +204,13 @@ def _store_words(output, mask, a, b, c, d, factor, kind: tl.constexpr):  # type:
     tl.store(output, a | (b << 8) | (c << 16) | (d << 24), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def _round_gradients(  # type: ignore[no-untyped-def]
     gate, up, gradient, product_scale, gate_scale, up_scale,
-    to_gate, to_gate_words, to_up, to_up_words, product_words, quarter, columns,
+    to_gate, to_gate_words, to_up, to_up_words, product_words, rows, columns,
     kind: tl.constexpr, block_r: tl.constexpr, block_c: tl.constexpr,
 ):  # fmt: skip
-    start, places, start_in_words, words, mask = _find_tile(quarter, columns, block_r, block_c)
+    start, places, start_in_words, words, mask = _find_tile(rows, columns, block_r, block_c)
     g0, g1, g2, g3 = _load(gate + start + places, columns, mask)
     u0, u1, u2, u3 = _load(up + start + places, columns, mask)
     d0, d1, d2, d3 = _load(gradient + start + places, columns, mask)
@@ -225,11 +234,11 @@ def _round_gradients(  # type: ignore[no-untyped-def]
     _store_words(product_words + words, mask, p0, p1, p2, p3, p_factor, kind)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("rows",))  # type: ignore[untyped-decorator]
 def _transpose(  # type: ignore[no-untyped-def]
-    tensor, output, quarter, columns, block_r: tl.constexpr, block_c: tl.constexpr
+    tensor, output, rows, columns, block_r: tl.constexpr, block_c: tl.constexpr
 ):
-    start, places, start_in_words, words, mask = _find_tile(quarter, columns, block_r, block_c)
+    start, places, start_in_words, words, mask = _find_tile(rows, columns, block_r, block_c)
     tensor += start + places
     a = tl.load(tensor, mask=mask, other=0).to(tl.uint32)
     b = tl.load(tensor + columns, mask=mask, other=0).to(tl.uint32)

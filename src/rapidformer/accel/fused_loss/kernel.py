@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from rapidformer.compat.triton import on_device
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LANES = 1024
 _COUNT = 8
@@ -34,10 +36,11 @@ def differentiate_in_place(
     # If rows are aligned, a thread loads adjacent columns at once. Otherwise adjacent threads load
     # adjacent columns.
     axis = 1 if width % 16 == 0 and logits.stride(0) % 16 == 0 else 0
-    _differentiate_row[(rows,)](
-        logits, logits.stride(0), labels, labels.stride(0), losses, width, ignore_index,
-        smoothing, lanes=lanes, count=_COUNT, axis=axis, num_warps=lanes // 32,
-    )  # fmt: skip
+    with on_device(logits.device):
+        _differentiate_row[(rows,)](
+            logits, logits.stride(0), labels, labels.stride(0), losses, width, ignore_index,
+            smoothing, lanes=lanes, count=_COUNT, axis=axis, num_warps=lanes // 32,
+        )  # fmt: skip
     return losses.sum(), logits
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class Call:
@@ -33,18 +35,21 @@ class Call:
 
 def allocate_output(query: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the output and for the statistics of ``forward.attend``."""
-    return allocate_like(query), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
-
-
-def allocate_gradients(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the gradients of these four."""
-    found = allocate_like(query), allocate_like(key), allocate_like(value)
-    return (*found, bias.new_empty(bias.shape))
+    batch, heads, queries, _ = query.shape
+    statistics = query.new_empty((2, batch, heads, round_up(queries)), dtype=torch.float32)
+    return allocate_like(query), statistics
 
 
 def allocate_like(tensor: Tensor) -> Tensor:
     """Memory with a token's heads next to each other, as projections produce and consume them."""
     batch, heads, tokens, size = tensor.shape
     return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+
+
+def round_up(length: int) -> int:
+    """The padded length of a row: rows that kernels read along queries or keys are padded.
+
+    With strides that are always multiples of 16, one compiled kernel serves every length, and loads
+    16 bytes at a time.
+    """
+    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

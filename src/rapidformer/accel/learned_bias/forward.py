@@ -13,14 +13,18 @@ from torch import Tensor
 from triton import language as tl
 
 from rapidformer.accel.learned_bias.call import Call, allocate_output
-from rapidformer.accel.learned_bias.dropout import get_bit, get_byte
 from rapidformer.accel.learned_bias.launch import (
+    LENGTHS,
     Tile,
     find_head,
+    find_statistics,
     find_tile,
     get_arguments,
     get_strided,
     launch,
+    load_bias,
+    load_kept,
+    pad_length,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -45,13 +49,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     return output, statistics
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=LENGTHS)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    call, output, shifts, inverses,
+    call, output, shifts, inverses, batch, heads, queries, keys,
     is_causal: tl.constexpr, size: tl.constexpr, block_q: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    queries, keys = call.lengths.queries, call.lengths.keys
-    first, row, head = find_tile(queries, call.lengths.batch, block_q)
+    first, row, head = find_tile(queries, batch, block_q)
     rows = first + tl.arange(0, block_q)
     columns = tl.arange(0, block_k)
     sizes = tl.arange(0, size)
@@ -59,11 +62,6 @@ def _attend(  # type: ignore[no-untyped-def]
     query = find_head(call.query, row, head)
     key = find_head(call.key, row, head)
     value = find_head(call.value, row, head)
-    bias = find_head(call.bias, row, head)
-    if call.seen is not None:
-        seen = find_head(call.seen, row, head)
-    if call.kept is not None:
-        kept = find_head(call.kept, row, head)
     q_tile = tl.load(
         query + (rows[:, None] * call.query.row + sizes[None, :]), mask=is_row[:, None], other=0.0
     )
@@ -79,16 +77,8 @@ def _attend(  # type: ignore[no-untyped-def]
         k_tile = tl.load(
             key + (places[None, :] * call.key.row + sizes[:, None]), mask=is_key[None, :], other=0.0
         )
-        bias_tile = tl.load(
-            bias + (rows[:, None] * call.bias.row + places[None, :]),
-            mask=is_row[:, None] & is_key[None, :], other=float("-inf"),
-        ).to(tl.float32)  # fmt: skip
-        if call.seen is not None:
-            seen_tile = tl.load(
-                seen + (rows[:, None] * call.seen.row + places[None, :]),
-                mask=is_row[:, None] & is_key[None, :], other=1,
-            )  # fmt: skip
-            bias_tile = tl.where(seen_tile != 0, bias_tile, call.lowest)
+        is_pair = is_row[:, None] & (places < pad_length(keys))[None, :]
+        bias_tile = load_bias(call, row, head, rows[:, None], places[None, :], is_pair)
         scores = tl.dot(q_tile, k_tile) * call.scale + bias_tile
         if is_causal:
             scores = tl.where(places[None, :] <= rows[:, None], scores, float("-inf"))
@@ -99,12 +89,8 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * correction + tl.sum(weights, 1)
         largest = above
         if call.kept is not None:
-            kept_tile = tl.load(
-                kept + (rows[:, None] * call.kept.row + get_byte(places)[None, :]),
-                mask=is_row[:, None], other=0,
-            )  # fmt: skip
-            is_kept = (kept_tile.to(tl.int32) >> get_bit(places)[None, :]) & 1
-            weights = tl.where(is_kept != 0, weights, 0.0)
+            is_kept = load_kept(call, row, head, rows[:, None], places[None, :], is_row[:, None])
+            weights = tl.where(is_kept, weights, 0.0)
         v_tile = tl.load(
             value + (places[:, None] * call.value.row + sizes[None, :]),
             mask=is_key[:, None],
@@ -117,6 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
         find_head(output, row, head) + (rows[:, None] * output.row + sizes[None, :]),
         sums.to(output.start.dtype.element_ty), mask=is_row[:, None],
     )  # fmt: skip
-    place = (row * call.lengths.heads + head) * queries
-    tl.store(shifts + place + rows, tl.where(largest == float("-inf"), 0.0, largest), mask=is_row)
-    tl.store(inverses + place + rows, inverse, mask=is_row)
+    places = find_statistics(row, head, heads, queries) + rows
+    has_memory = rows < pad_length(queries)
+    tl.store(shifts + places, tl.where(largest == float("-inf"), 0.0, largest), mask=has_memory)
+    tl.store(inverses + places, inverse, mask=has_memory)

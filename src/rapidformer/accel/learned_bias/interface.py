@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.learned_bias.call import ALIGNMENT
 from rapidformer.accel.learned_bias.operator import attend
 from rapidformer.compat.triton import has_triton, works
 
@@ -128,7 +129,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
         and bias.shape[0] in (1, batch)
         and bias.shape[1] in (1, heads)
         and bias.shape[2:] == (queries, keys)
-        and queries * keys < _LARGEST
+        and queries * (keys + ALIGNMENT) < _LARGEST
         and (queries + keys) * heads * size < _LARGEST
         and all(part.shape[2] * part.stride(2) < _LARGEST for part in parts)
     )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rapidformer.accel.learned_bias.call import Call, allocate_gradients, allocate_output
+from rapidformer.accel.learned_bias.call import Call, allocate_like, allocate_output
+from rapidformer.compat.triton import on_device
 
 
 def attend(
@@ -44,7 +45,8 @@ def attend(
 def _draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
     from rapidformer.accel.learned_bias.dropout import draw
 
-    return draw(seed, rows, keys, dropout)
+    with on_device(seed.device):
+        return draw(seed, rows, keys, dropout)
 
 
 @_draw.register_fake
@@ -66,7 +68,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     from rapidformer.accel.learned_bias import forward
 
-    return forward.attend(Call(query, key, value, bias, seen, kept, dropout, scale, is_causal))
+    call = Call(query, key, value, bias, seen, kept, dropout, scale, is_causal)
+    with on_device(query.device):
+        return forward.attend(call)
 
 
 @_attend.register_fake
@@ -93,14 +97,16 @@ def _attend_backward(
 
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     call = Call(query, key, value, bias, seen, kept, dropout, scale, is_causal)
-    return backward.attend_backward(call, gradient, output, statistics)
+    with on_device(query.device):
+        return backward.attend_backward(call, gradient, output, statistics)
 
 
 @_attend_backward.register_fake
 def _(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return allocate_gradients(query, key, value, bias)
+    found = allocate_like(query), allocate_like(key), allocate_like(value)
+    return (*found, bias.new_empty(bias.shape))
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
