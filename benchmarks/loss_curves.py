@@ -10,9 +10,10 @@ compared.
 
 Printed for each workload: the largest distance of rapidformer's curve from the mean of the
 reference, next to that of a reference seed from the mean of the other seeds (bf16, running means
-over ``WINDOW`` steps), and the largest relative distance in fp32. Each run has its own process,
-forked from one that has imported everything and never touches the GPU. Several share the GPU, since
-time is not measured.
+over ``WINDOW`` steps), and the largest relative distance in fp32. A model without dropout differs
+from seed to seed by the rounding of a few sums only, so a second table shows how far each run in
+bf16 is from the reference in fp32. Each run has its own process, forked from one that has imported
+everything and never touches the GPU. Several share the GPU, since time is not measured.
 """
 
 from __future__ import annotations
@@ -238,6 +239,23 @@ def format_line(workload: str, found: dict[str, float]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def has_dropout(work: Workload) -> bool:
+    with torch.device("meta"):
+        return any(isinstance(m, nn.Dropout) and m.p > 0 for m in work.build().modules())
+
+
+def format_rounding(workload: str, curves: Curves) -> str:
+    """The root mean square of each bf16 run's distance from the reference in fp32."""
+    exact = np.array(curves.get(IN_FP32[0], []))
+    cells = [workload]
+    for name in (*SEEDS, *OURS, IN_FP8):
+        losses = curves.get(name, [])[: len(exact)]
+        missing = "missing" if name in list_runs(workload) else ""
+        rms = np.sqrt(np.mean((np.array(losses) - exact[: len(losses)]) ** 2)) if losses else None
+        cells.append(missing if rms is None else f"{rms:.2e}")
+    return "| " + " | ".join(cells) + f" | {len(exact)} |"
+
+
 STYLES = (
     (OURS[0], "tab:blue", "-"),
     (OURS[1], "tab:orange", "--"),
@@ -401,6 +419,13 @@ def main() -> None:
             options.json.write_text(json.dumps({**setup, "workloads": results}))
     for workload, curves in results.items():
         print(format_line(workload, compare(curves)))
+    workloads = list_workloads(options.size)
+    undisturbed = [workload for workload in results if not has_dropout(workloads[workload])]
+    print("\nWithout dropout: distance of bf16 from fp32, root mean square over the steps.")
+    print(f"| workload | {' | '.join((*SEEDS, *OURS, '--fp8'))} | steps |")
+    print("|---|---|---|---|---|---|---|---|")
+    for workload in undisturbed:
+        print(format_rounding(workload, results[workload]))
     if options.picture:
         draw(results, options.picture)
 

@@ -36,9 +36,9 @@ def works_later(what: str, device: torch.device, trial: Callable[[], None]) -> F
     """``works``, while the caller goes on: compiling a kernel for the first time takes a second."""
 
     def run() -> bool:
-        if device.type != "cuda":
-            return works(what, trial)
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+        is_gpu = device.type == "cuda"
+        beside = torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext()
+        with torch.no_grad(), beside:
             return works(what, trial)
 
     return _get_thread().submit(run)
