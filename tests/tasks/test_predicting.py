@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -27,6 +28,7 @@ from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, ModelError
+from rapidformer.tasks import progress
 from rapidformer.tasks.predicting import iterate_predictions, predict_task
 from rapidformer.tasks.progress import show_progress
 from tests.processes import PATIENCE, run_in_processes
@@ -162,6 +164,18 @@ def test_windows_and_images_come_back_in_order(
             assert one.pop("score") == pytest.approx(other.pop("score"), abs=1e-4)
             one.pop("scores", None), other.pop("scores", None)
             assert one == other
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = iter([0.0, 5.0, 20.0, 25.0, 40.0])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with show_progress(108, "predicting", wanted=None, done=100) as advance:
+        for _ in range(4):
+            advance(2)
+    assert caplog.messages == ["predicting | 104 of 108 | 0.2/s | 0:00:20 left"]
 
 
 def test_a_progress_bar_leaves_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:

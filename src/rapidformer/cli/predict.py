@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,6 @@ from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import arguments_from_mapping, parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
-
-_REPORT_SECONDS = 10.0
 
 if TYPE_CHECKING:
     from rapidformer.engine import RapidformerEngine
@@ -107,12 +103,10 @@ def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> Non
     start = broadcast_object(start)
     if start and engine.is_main:
         get_logger().info("resuming  after %s of %s rows", f"{start:,}", f"{len(rows):,}")
-    pace = _Pace(start, len(rows))
     try:
         for answers in iterate_predictions(engine, rows, start=start):
             if partial is not None:
                 partial.append(answers)
-                pace.report(len(answers))
     except KeyboardInterrupt as stop:
         if stop.args or not engine.is_main:
             raise
@@ -121,23 +115,3 @@ def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> Non
     if partial is not None:
         partial.finish()
         get_logger().info("written   %s predictions: %s", f"{len(rows):,}", target)
-
-
-class _Pace:
-    """Reports how far a long prediction has come, at most every ten seconds."""
-
-    def __init__(self, done: int, total: int) -> None:
-        self._started_at, self._done, self._total = done, done, total
-        self._start = self._last = time.monotonic()
-
-    def report(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now - self._last < _REPORT_SECONDS or self._done >= self._total:
-            return
-        self._last = now
-        rate = (self._done - self._started_at) / (now - self._start)
-        left = timedelta(seconds=round((self._total - self._done) / rate))
-        get_logger().info(
-            f"predicted {self._done:,} of {self._total:,} rows | {rate:,.1f} rows/s | {left} left"
-        )

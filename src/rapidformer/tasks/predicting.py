@@ -50,8 +50,8 @@ def iterate_predictions(
     wanted = args.progress if engine.is_main and not args.stream else False
     if wanted is None and args.output is None and sys.stdout.isatty():
         wanted = False  # the terminal shows the answers
-    with show_progress(len(features), "predicting", wanted=wanted) as advance:
-        advance(sum(counts[:start]))
+    done = sum(counts[:start])
+    with show_progress(len(features), "predicting", wanted=wanted, done=done) as advance:
         groups = engine.predict_in_groups(
             features,
             lambda batch: task.evaluate_step(model, batch, prepared),
@@ -60,7 +60,7 @@ def iterate_predictions(
             lengths=None if args.stream else _measure(features),
             seed=args.seed if args.do_sample else None,
             sizes=[sum(counts[first:last]) for first, last in pairwise(ends)],
-            start=sum(counts[:start]),
+            start=done,
             advance=advance,
         )
         for (first, last), records in zip(pairwise(ends), groups, strict=True):
