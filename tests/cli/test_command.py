@@ -97,6 +97,11 @@ def test_tasks_are_listed_with_their_columns(
     ):  # fmt: skip
         assert name in listing
     assert "sentence1" in listing and "ner_tags" in listing
+    one = show(capsys, "tasks", "ner")
+    assert one.startswith("token_classification\n") and "--label-column, or found as" in one
+    assert "sentence1" not in one
+    assert "is not a task" in show(capsys, "tasks", "nonsense")
+    assert "pre-training" not in one and "preprocess" in show(capsys, "tasks", "pretraining")
 
 
 def test_print_config_shows_values_and_their_origin(command: Any, tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  rapidformer data show --task causal_lm --pretrained-model-name-or-path NAME --data-path FILE
+  rapidformer data show --load runs/chat
   rapidformer data info corpus_text_document
   rapidformer data head corpus_text_document -n 2 --tokenizer-name-or-path gpt2
   rapidformer data merge --input part_0 part_1 --output-prefix corpus
-  rapidformer data merge --input parts/ --output-prefix corpus      (every pair in the folder)
+  rapidformer data merge --input parts/ --output-prefix corpus  (all pairs there)
 
 A PREFIX is the name of a pair of files without .bin and .idx.
 """

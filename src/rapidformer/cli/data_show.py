@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  rapidformer data show --task causal_lm --pretrained-model-name-or-path Qwen/Qwen3-0.6B \\
-      --data-path chats.jsonl --seq-length 1024
+  rapidformer data show --task causal_lm --data-path chats.jsonl \\
+      --pretrained-model-name-or-path Qwen/Qwen3-0.6B --seq-length 1024
   rapidformer data show --load runs/chat --split validation -n 1 --table
 
 All other flags are those of the run.

@@ -25,7 +25,7 @@ _USAGES = {
     "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
     "predict": "rapidformer predict --load RUN --input TEXT|FILE|- ... [--output FILE]",
     "plot": "rapidformer plot RUN [--output curve.png]",
-    "tasks": "rapidformer tasks",
+    "tasks": "rapidformer tasks [TASK ...]",
 }
 # The flags that most people need, by command; topics show the others.
 _COMMON = {

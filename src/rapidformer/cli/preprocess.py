@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  rapidformer preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
-      --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
-  rapidformer preprocess --input 'books/*.jsonl.gz' --output-prefix books --split-sentences \\
-      --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt
+  rapidformer preprocess --input corpus.jsonl --output-prefix corpus \\
+      --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \\
+      --merge-file merges.txt --append-eod
+  rapidformer preprocess --input 'books/*.jsonl.gz' --output-prefix books \\
+      --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt \\
+      --split-sentences
   rapidformer preprocess --input texts/ --output-prefix texts --append-eod \\
       --tokenizer-name-or-path my-model/
 
@@ -46,7 +49,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Show a value as `FILE`: argparse sees it as optional, so that we can report it ourselves."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
+        width = min(shutil.get_terminal_size((100, 24)).columns, 110)
+        super().__init__(prog, max_help_position=34, width=width)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         metavar = str(action.metavar or default_metavar)
@@ -78,7 +82,7 @@ def run(argv: list[str]) -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rapidformer preprocess",
-        usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX --tokenizer-type ...",
+        usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX [flags]",
         description="Turn a corpus into the .bin/.idx files that pre-training reads.",
         epilog=_EXAMPLES,
         formatter_class=_Help,

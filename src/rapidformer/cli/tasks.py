@@ -6,22 +6,35 @@ import shutil
 import sys
 import textwrap
 
-from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
+from rapidformer.tasks.base import Task
+from rapidformer.tasks.registry import (
+    PRETRAINING,
+    PRETRAINING_DESCRIPTION,
+    get_task,
+    is_pretraining,
+    list_tasks,
+)
 
 
 def run(argv: list[str]) -> None:
-    """Print every task."""
-    for task in list_tasks():
-        _write(task.name)
-        _write(task.description, "    ")
-        _write(f"also called {', '.join(task.aliases)}" if task.aliases else "", "    ")
-        for role in task.columns:
-            need = "" if role.required else " (optional)"
-            _write(f"{role.holds}{need}", f"    {role.name:<14}")
-            _write(f"found as: {', '.join(role.candidates)}", f"    {'':<14}")
-        sys.stdout.write("\n")
-    _write(PRETRAINING)
-    _write(PRETRAINING_DESCRIPTION, "    ")
+    """Print every task, or those named."""
+    named = [word for word in argv if not is_pretraining(word)]
+    for task in [get_task(word) for word in named] if argv else list_tasks():
+        _write_task(task)
+    if not argv or len(named) < len(argv):
+        _write(PRETRAINING)
+        _write(f"{PRETRAINING_DESCRIPTION} (see `rapidformer preprocess --help`)", "    ")
+
+
+def _write_task(task: Task) -> None:
+    _write(task.name)
+    _write(task.description, "    ")
+    _write(f"also called {', '.join(task.aliases)}" if task.aliases else "", "    ")
+    for role in task.columns:
+        need = "" if role.required else " (optional)"
+        _write(f"{role.holds}{need}", f"    {role.name:<14}")
+        _write(f"{role.flag}, or found as: {', '.join(role.candidates)}", f"    {'':<14}")
+    sys.stdout.write("\n")
 
 
 def _write(text: str, start: str = "") -> None:
