@@ -72,8 +72,10 @@ def test_a_run_is_evaluated_and_asked_by_its_folder_alone(
     assert json.loads((run / "evaluation_validation.json").read_text()) == found
     assert (run / "evaluation_rows.json").is_file()
 
+    (run / "evaluation_train.json").mkdir()  # in the way: a file there cannot be written
     done = command("evaluate", "--load", run, "--eval-split", "train", "--max-eval-samples", "3")
-    assert json.loads(done.stdout)["examples"] == 3
+    assert json.loads(done.stdout)["examples"] == 3 and done.returncode == 0
+    assert "evaluation_train.json cannot be written: Is a directory. --output FILE" in done.stderr
 
     table = tmp_path / "answers.csv"
     done = command("predict", "--load", run, "--data-path", rows, "--output", table)

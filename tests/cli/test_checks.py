@@ -123,6 +123,16 @@ def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:
         check_command("predict", [*words, "--input", '{"text": x}'])
 
 
+def test_an_output_that_cannot_be_written_is_refused(find: Find) -> None:
+    words = "--task sequence_classification --load model --data-path rows.jsonl --output"
+    problem = "--output /proc/x.csv: /proc cannot be written to. Choose another folder."
+    assert find("predict", f"{words} /proc/x.csv") == [problem]
+    assert find("evaluate", f"{words} model") == [
+        "--output model is a folder: give a file in it.",
+        *find("evaluate", f"{words} x.json"),
+    ]
+
+
 def test_a_missing_file_is_not_taken_for_a_text(find: Find) -> None:
     words = "--task sequence_classification --load model --input"
     assert find("predict", f"{words} rosw.jsonl") == ["--input rosw.jsonl: there is no such file."]

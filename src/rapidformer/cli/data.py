@@ -24,7 +24,7 @@ examples:
   rapidformer data info corpus_text_document
   rapidformer data head corpus_text_document -n 2 --tokenizer-name-or-path gpt2
   rapidformer data merge --input part_0 part_1 --output-prefix corpus
-  rapidformer data merge --input parts/ --output-prefix corpus  (all pairs there)
+  rapidformer data merge --input parts/ --output-prefix corpus
 
 A PREFIX is the name of a pair of files without .bin and .idx.
 """

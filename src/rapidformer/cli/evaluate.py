@@ -33,7 +33,22 @@ def run(argv: list[str]) -> None:
         sys.stdout.write(format_json(report.to_json(), indent=1) + "\n")
     file = _choose_file(given, report.split)
     if file is not None:
+        _save(report, file, is_wanted=given.output is not None)
+
+
+def _save(report: EvaluationReport, file: Path, *, is_wanted: bool) -> None:
+    """A file that nobody asked for may fail: the run may be somebody else's, and read-only."""
+    try:
         report.save(file)
+    except OSError as error:
+        if is_wanted:
+            raise
+        get_logger().warning(
+            "%s cannot be written: %s. --output FILE writes the metrics elsewhere.",
+            file,
+            error.strerror,
+        )
+    else:
         get_logger().info("written   %s", file)
 
 

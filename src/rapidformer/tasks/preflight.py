@@ -26,8 +26,7 @@ STANDARD_INPUT = "-"
 def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]:
     """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each."""
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
-    if command == "train":
-        problems += _check_save(args)
+    problems += _check_save(args) if command == "train" else _check_output(args)
     if args.task is None:
         return problems
     if is_pretraining(args.task) and command != "predict":
@@ -79,13 +78,24 @@ def _check_save(args: Settings) -> Iterator[str]:
         yield f"--save {args.save} is a file: give a folder for the run."
         return
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or _is_virtual(nearest):
+    if not _can_write_to(nearest):
         yield f"--save {args.save}: {nearest} cannot be written to. Choose another folder."
 
 
-def _is_virtual(folder: Path) -> bool:
-    """/proc and /sys look writable to root, but are not."""
-    return folder.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
+def _check_output(args: Settings) -> Iterator[str]:
+    if args.output is None:
+        return
+    file = Path(args.output).expanduser()
+    if file.is_dir():
+        yield f"--output {args.output} is a folder: give a file in it."
+    elif file.parent.is_dir() and not _can_write_to(file.parent):
+        yield f"--output {args.output}: {file.parent} cannot be written to. Choose another folder."
+
+
+def _can_write_to(folder: Path) -> bool:
+    # /proc and /sys look writable to root, but are not.
+    is_virtual = folder.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not is_virtual
 
 
 def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
