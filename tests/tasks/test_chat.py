@@ -17,6 +17,7 @@ import torch
 
 from rapidformer.data.batch import describe_batch
 from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.log import warn_once
 from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.tasks.registry import get_task
 
@@ -275,6 +276,18 @@ def test_answers_without_an_end_are_reported(
     row = prepare(tmp_path / "m", [{"prompt": "what", "response": "blue"}]).train[0]
     assert row["labels"][-1] == tokenizer.encode("blue")[-1]
     assert any("the tokenizer has no end-of-text token: the model will not" in s for s in said)
+
+
+def test_a_template_without_an_end_is_reported_in_training_alone(
+    folder: Path, said: list[str]
+) -> None:
+    warn_once.cache_clear()
+    values = {"chat_template": CHATML.replace("<|im_end|>", "")}
+    args = chat_args(pretrained_model_name_or_path=folder, **values)
+    TASK.prepare_for_prediction(args, [{"messages": TURNS[:-1]}])
+    assert not any("nothing after an answer" in line for line in said)
+    prepare(folder, [{"messages": TURNS}], **values)
+    assert any("nothing after an answer: the model will not learn" in line for line in said)
 
 
 def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(

@@ -108,6 +108,10 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     """Features with labels; None for a test split without answers. Reports dropped rows."""
     if encoder.template is None and encoder.tokenizer.eos_token_id is None:
         warn_once("the tokenizer has no end-of-text token: the model will not learn to stop.")
+    if encoder.template is not None and not encoder.template.closes_answers:
+        warn_once(
+            "the chat template puts nothing after an answer: the model will not learn to stop."
+        )
     available = get_column_names(rows)
     missing = [name for name in encoder.columns.get_names() if name not in available]
     if missing and split == "test":

@@ -61,6 +61,11 @@ class ChatTemplate:
         self.end_of_turn = self._cut_after_special(self._tail)
         self._end_between_turns = self._find_end_between_turns()
 
+    @property
+    def closes_answers(self) -> bool:
+        """Whether anything that a model could learn to stop at follows an answer."""
+        return bool(self._tail.strip())
+
     def with_tools(self, tools: list[Any] | None) -> ChatTemplate:
         """The same template for a conversation that may call these tools."""
         if tools is None:
@@ -218,10 +223,6 @@ class ChatTemplate:
         _, found, rest = text.rpartition(_ANSWER)
         if not found:
             raise ModelError("the chat template omits the assistant's answers.")
-        if not rest.strip():
-            warn_once(
-                "the chat template puts nothing after an answer: the model will not learn to stop."
-            )
         return rest
 
     def _find_end_between_turns(self) -> str:
