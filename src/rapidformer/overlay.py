@@ -28,6 +28,7 @@ ORDER = {
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "fp8": "multiplies in 8 bits in training",
     "table": "takes the gradient of a small embedding table from a matrix product",
+    "heads": "takes keys and values by slices, for which the host does not wait",
     "bias": "lays out a relative position bias as fused attention needs it",
     "statistics": "normalises by the rows of all ranks",
     "loss": "leaves logits to the loss, which computes them chunk by chunk",

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    masking_utils,
+)
 
 from rapidformer.accel import host_masks
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import make_masks_from_host
+from rapidformer.accel.sliced_heads import apply_sliced_heads
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.accel.test_unpad import PAIR, SMALL
 from tests.gpu.test_unpad import MODELS as DECODERS_AND_ENCODERS
@@ -132,6 +138,38 @@ def test_attention_masks_are_made_without_reading(
     monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
     with Refusing():
         model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "form", [{"new_decoder_architecture": True, "num_kv_heads": 2}, {"multi_query": True}], ids=str
+)
+def test_falcon_takes_its_heads_without_lists(form: dict[str, Any]) -> None:
+    """torch copies a list to the device and waits for it; a tensor that indexes is one of those."""
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.index.Tensor
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("falcon", **sizes, **{"new_decoder_architecture": False, **form})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(16).view(2, 8)
+    results = []
+    for _ in range(2):
+        with Counting() as counting:
+            outputs = model(input_ids=ids, labels=ids, use_cache=False)
+        gradients = torch.autograd.grad(outputs.loss, list(model.parameters()))
+        results.append((counting.count, outputs.logits, *gradients))
+        apply_sliced_heads(model)
+    assert [count for count, *_ in results] == [4, 0]
+    for before, after in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(after, before)
 
 
 def test_a_mask_that_only_the_device_knows_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
+from rapidformer.accel.sliced_heads import apply_sliced_heads
 from rapidformer.accel.small_tables import apply_small_tables
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
@@ -129,6 +130,7 @@ def parallelize(
     lines += _apply_switches(assembly, "final")
     if for_training and device.type == "cuda":
         apply_small_tables(model)
+        apply_sliced_heads(model)
     if assembly.pipeline is not None:
         # Its gates go outside everything applied so far.
         assembly.pipeline.attach(model)

@@ -10,11 +10,25 @@ PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._experts_implementation": "which experts a mixture uses",
     "transformers.PreTrainedConfig._experts_implementation_internal": "compiled experts",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate": "compiled experts",
+    "transformers.models.falcon.modeling_falcon.FalconAttention._split_heads": "slicing heads",
     "transformers.PreTrainedModel._can_set_attn_implementation": "context parallelism",
     "transformers.PreTrainedModel._supports_flex_attn": "choosing an attention",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
     "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
 }
+
+
+SPLIT_HEADS = "_split_heads"
+"""Falcon's method that takes queries, keys and values from one product."""
+
+
+def is_falcon_attention(cls: type) -> bool:
+    """Whether a class is Falcon's attention, and splits heads itself (by name, as below)."""
+    is_falcon = (cls.__module__, cls.__name__) == (
+        "transformers.models.falcon.modeling_falcon",
+        "FalconAttention",
+    )
+    return is_falcon and hasattr(cls, SPLIT_HEADS)
 
 
 def is_conv1d(cls: type) -> bool:

@@ -1,0 +1,40 @@
+"""Falcon's keys and values, taken by slices.
+
+transformers takes them by lists (``qkv[..., [-2], :]``). torch copies each list to the GPU and
+waits for it, in every block, so that no step could be replayed as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rapidformer.compat.transformers_models import SPLIT_HEADS, is_falcon_attention
+from rapidformer.overlay import extend
+
+
+def apply_sliced_heads(model: nn.Module) -> None:
+    """Slice the heads of every attention layer of Falcon."""
+    for module in model.modules():
+        if is_falcon_attention(type(module)):
+            extend(module, "heads", _build_attention, is_shared=True)
+
+
+def _build_attention(cls: Any) -> dict[str, Any]:
+    def split(self: Any, fused: Tensor) -> tuple[Tensor, ...]:
+        rows, tokens, _ = fused.shape
+        if self.new_decoder_architecture:
+            # Groups of heads, each followed by their key and value.
+            per_group = self.num_heads // self.num_kv_heads
+            heads = fused.view(rows, tokens, -1, per_group + 2, self.head_dim)
+            query = heads[..., :-2, :]
+            pair = (heads[..., -2:-1, :].expand_as(query), heads[..., -1:, :].expand_as(query))
+            return tuple(each.flatten(2, 3) for each in (query, *pair))
+        if self.multi_query:
+            heads = fused.view(rows, tokens, self.num_heads + 2, self.head_dim)
+            return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
+        usual: tuple[Tensor, ...] = getattr(cls, SPLIT_HEADS)(self, fused)
+        return usual
+
+    return {SPLIT_HEADS: split}
