@@ -48,7 +48,8 @@ def test_help_of_a_command_a_topic_a_word_and_a_flag(
     monkeypatch.setenv("COLUMNS", "80")
     page = show(capsys, "predict", "--help")
     assert page.startswith("usage: rapidformer predict") and "--max-new-tokens" in page
-    assert page == show(capsys, "help", "predict") and "--epochs" not in page
+    assert page == show(capsys, "help", "predict") == show(capsys, "--help", "predict")
+    assert "--epochs" not in page and "--data-path" in show(capsys, "help", "data")
     assert "--zero-1-memory-optimization" in show(capsys, "--help", "switches")
     assert "--lora-dropout" in show(capsys, "--help", "dropout")
     assert show(capsys, "--help", "--learning-rate").count("peak learning rate") == 1

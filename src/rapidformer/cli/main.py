@@ -76,7 +76,7 @@ def _get_status(error: RapidformerError) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words and words[0] == "help":
+    if words and words[0] in ("help", "--help", "-h"):
         words = _spell_help(words[1:])
     name = words[0] if words and not words[0].startswith("-") else "train"
     if name not in COMMANDS:
@@ -107,8 +107,11 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _spell_help(rest: list[str]) -> list[str]:
-    """`rapidformer help predict` is `rapidformer predict --help`."""
-    return [rest[0], "--help"] if rest and rest[0] in COMMANDS else ["--help", *rest]
+    """`rapidformer help predict` is `rapidformer predict --help`; a topic's name is the topic."""
+    from rapidformer.cli.help import TOPICS
+
+    is_command = bool(rest) and rest[0] in COMMANDS and rest[0] not in TOPICS
+    return [rest[0], "--help"] if is_command else ["--help", *rest]
 
 
 def _find_topic(words: list[str]) -> str | None:

@@ -529,7 +529,8 @@ class CheckpointArguments:
     """write checkpoints in the background while training continues: auto = from 64 MiB on, if half
     of the free host memory holds a copy, but not under DeepSpeed"""
     load: str | None = None
-    """run to resume, one of its checkpoints, or a model folder to start from"""
+    """run to resume, or for `evaluate` and `predict` to use; one of its checkpoints, or a model
+    folder"""
     resume: Literal["auto"] | None = None
     """auto: resume the run in --save from its newest checkpoint, or start it if it has none, so
     that one command can be repeated (a requeued job, say)"""

@@ -181,7 +181,7 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
 
 
 def _looks_like_missing_file(text: str) -> bool:
-    """Whether a single word ends like a data file; a text may well end in .txt or .json."""
+    """Whether a text without spaces has the ending of a data file that does not exist."""
     from rapidformer.data.files import get_format
 
     is_name = len(text) < 256 and not any(letter.isspace() for letter in text)
