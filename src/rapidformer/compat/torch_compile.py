@@ -199,16 +199,18 @@ def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
 
 
 def _can_be_cached(graph: Any) -> bool:
-    """Whether a graph and those inside it have nothing but what torch can tell apart."""
+    """Whether autograd functions have nothing inside but what torch's cache can tell apart."""
+    bodies = [each for each in graph.children() if isinstance(each, torch.fx.GraphModule)]
+    if not bodies:
+        return True
     from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 
-    graphs = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
     try:
-        for node in (node for each in graphs for node in each.graph.nodes):
+        for node in (node for body in bodies for node in body.graph.nodes):
             check_node_safe(node)
     except Exception:  # torch treats whatever goes wrong there as a reason not to cache
         return False
-    return True
+    return all(map(_can_be_cached, bodies))
 
 
 def copy_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
