@@ -178,6 +178,23 @@ def test_lengths_that_equal_another_size_get_no_graph_of_their_own() -> None:
     assert (compiled.graphs, compiled.recompilations) == (2, 0)
 
 
+def test_a_graph_for_all_sizes_takes_no_floats() -> None:
+    """torch would trace it with its floats as inputs first, and discard that."""
+    inputs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        inputs.append(len(graph.graph.find_nodes(op="placeholder")))
+        return graph
+
+    block = Scaled(2.0)
+    compiled = CompiledBlocks(backend)
+    compiled.add(block)
+    for size in (3, 4, 5):
+        assert torch.equal(block(torch.ones(size)), torch.full((size,), 2.0))
+    assert inputs == [1, 2], "the tensor, then the tensor and its size"
+    assert compiled.recompilations == 0
+
+
 def test_what_torch_compiles_again_is_counted_and_reported_with_its_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -23,6 +23,7 @@ from rapidformer.compat.torch_compile import (
     Backend,
     Rewrite,
     cache_more_graphs,
+    compile_for_all_sizes,
     copy_function,
     count_cached_graphs,
     count_graphs,
@@ -31,7 +32,6 @@ from rapidformer.compat.torch_compile import (
     recompute_cheap_activations,
     rewrite_graphs,
     separate_cached_code,
-    tell_sizes_apart,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
@@ -99,7 +99,7 @@ class CompiledBlocks:
         if id(block) in compiled.seen or not compiled.takes_all_sizes:
             return self._run(compiled, block, args, kwargs)
         # This call may compile for all sizes, which needs a few settings of torch.
-        with tell_sizes_apart(), choose_for_all_sizes():
+        with compile_for_all_sizes(), choose_for_all_sizes():
             return self._run(compiled, block, args, kwargs)
 
     def _call_with_gradients(

@@ -4,9 +4,8 @@ A graph may call any Python function, but torch then never reuses compiled code 
 another run. It does if the function is an operator. Declared as a composite of other operators, it
 is still traced into, so its operations are fused and differentiated as if the graph had them.
 
-The cache knows an operator by its name and arguments only. So everything that affects its result
-must be an argument, and cached code is used only with the sources it was compiled from
-(``compat.torch_compile.separate_cached_code``).
+The cache knows the operator by its name and arguments only. So everything that decides what it
+does has to be an argument. Its code is covered by a digest of our sources, see ``compile.py``.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _multiply(
     outputs: Sequence[int],
     is_transposed: bool,
 ) -> list[Tensor]:
-    """The outputs of layers with the same input. The integers are a ``Product``."""
+    """The outputs of layers with the same input. All but the tensors describe a ``Product``."""
     product = Product(weight, bias, inputs, outputs, is_transposed)
     output: Tensor = _Multiply.apply(input.to(rounded.dtype), rounded, product, *parameters)
     return list(output.split(outputs, dim=-1)) if len(outputs) > 1 else [output]

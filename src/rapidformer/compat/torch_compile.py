@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -21,6 +21,8 @@ PRIVATE_NAMES = {
     "torch._dynamo.utils.get_compilation_metrics": "why a block was compiled again",
     "torch.fx.experimental._config.use_duck_shape": "graphs for all sizes",
     "torch.fx.experimental._config.patch": "the same",
+    "torch._dynamo.config.specialize_float": "the same",
+    "torch._dynamo.config.patch": "the same",
     "torch._functorch.config.patch": "recomputing cheap activations",
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
     "torch._functorch.config.autograd_cache_allow_custom_autograd_functions": "cached code",
@@ -49,7 +51,7 @@ def count_graphs() -> int:
 
 
 def count_cached_graphs() -> int:
-    """How many of them came from torch's cache on disk, backward passes included."""
+    """Graphs that this process has loaded from torch's cache so far, with their backward passes."""
     from torch._dynamo.utils import counters
 
     return int(counters["aot_autograd"]["autograd_cache_hit"])
@@ -71,14 +73,22 @@ def get_recompile_reason() -> str:
     return latest.splitlines()[0].split("  #")[0].strip()
 
 
-def tell_sizes_apart() -> AbstractContextManager[Any]:
-    """Compile without assuming that sizes which are equal now always are.
+@contextmanager
+def compile_for_all_sizes() -> Iterator[None]:
+    """Compile without assuming that sizes which are equal now always are. Floats are constants.
 
     Otherwise a first batch whose length happens to be the head size gets a graph for that length.
+    And torch traces a graph with floats as its inputs, finds that the rate of a dropout has to be a
+    constant, and starts again: what it traced first is never cached.
     """
+    from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import _config
 
-    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+    with (
+        _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        dynamo_config.patch(specialize_float=True),  # type: ignore[attr-defined]
+    ):
+        yield
 
 
 def quieten_tracing() -> None:
