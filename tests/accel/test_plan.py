@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -113,6 +114,16 @@ def test_the_list_with_the_most_weights_has_the_blocks() -> None:
             self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 9)) for _ in range(6))
 
     assert list(find_plan(Towers()).blocks) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 400), nn.Embedding(400, 4)], ids=["heads", "tables"]
+)
+def test_blocks_may_be_smaller_than_heads_and_tables(layer: nn.Module) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer, copy.deepcopy(layer)])})
+    assert list(find_plan(model).blocks) == ["layers.0", "layers.1"]  # there is nothing else
+    model["blocks"] = nn.ModuleList(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4)) for _ in "ab")
+    assert list(find_plan(model).blocks) == ["blocks.0", "blocks.1"]
 
 
 def test_both_stacks_of_torchs_own_transformer_have_blocks() -> None:

@@ -210,10 +210,13 @@ def _find_shared_block(model: nn.Module) -> list[str]:
 def _find_equal_lists(model: nn.Module) -> list[str]:
     """The list of equal modules with the most weights, and others like it (a decoder's blocks).
 
-    Not the longest: heads, experts and classifiers may be more numerous than blocks.
+    Not the longest: heads, experts and classifiers may be more numerous than blocks. Heads over a
+    large vocabulary may be larger, too, so single layers count only if there is nothing else.
     """
+    lists = list(_iterate_equal_lists(model))
+    lists.sort(key=lambda each: (not each.has_single_layers, each.size), reverse=True)
     found: list[_EqualList] = []
-    for each in sorted(_iterate_equal_lists(model), key=lambda each: each.size, reverse=True):
+    for each in lists:
         is_inside = any(each.name.startswith(other.prefix) for other in found)
         is_like_largest = not found or (each.is_stack and each.size >= _LEAST_SIZE * found[0].size)
         if is_like_largest and not is_inside:
@@ -232,6 +235,8 @@ class _EqualList:
     members: list[str]
     size: int
     """Weights of all members."""
+    has_single_layers: bool
+    """Whether the members are torch's own layers, such as embeddings or linear heads."""
     is_stack: bool
     """Whether it looks like blocks: the members consist of other modules. Of lists in a list, like
     Funnel's, which differ in how they call their members, only the largest is taken.
@@ -253,13 +258,16 @@ def _iterate_equal_lists(model: nn.Module) -> Iterator[_EqualList]:
         shapes = {tuple(p.shape for p in child.parameters()) for child in children}
         is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
         is_in_list = name.rpartition(".")[2].isdigit()
+        has_parts = bool(list(children[0].children()))
+        is_from_torch = type(children[0]).__module__.startswith("torch.")
         if is_equal and shapes != {()}:
             yield _EqualList(
                 name=name,
                 place=place,
                 members=[f"{name}.{i}".removeprefix(".") for i in range(len(children))],
                 size=sum(p.numel() for p in module.parameters()),
-                is_stack=bool(list(children[0].children())) and not is_in_list,
+                has_single_layers=is_from_torch and not has_parts,
+                is_stack=has_parts and not is_in_list,
             )
 
 
