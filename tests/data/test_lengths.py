@@ -34,6 +34,10 @@ def test_lengths_from_a_column_from_tokens_and_from_rows() -> None:
     assert measure_lengths(data, "size") == measure_lengths(list(data), "size") == [4, 6, 5]
     assert measure_lengths([{"idx": torch.ones(3)}, {"idx": [1]}], "idx") == [3, 1]
     assert measure_lengths(data, "length") == measure_lengths(rows, "length") == [3, 1, 2]
+    texts = datasets.Dataset.from_list([{"text": "two words", "length": "2"}])
+    assert measure_lengths(texts, "length") == [2]
+    with pytest.raises(DataError, match="text: 'two words' is neither a length nor a list of"):
+        measure_lengths(texts, "text")
     with pytest.raises(DataError, match="neither a column 'length' nor input_ids"):
         measure_lengths([{"x": 1}], "length")
 

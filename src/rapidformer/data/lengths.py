@@ -24,7 +24,7 @@ def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") 
         raise DataError(f"{flag} needs to know all lengths: a stream has no length.")
     names = getattr(dataset, "column_names", None) or []
     if column in names:
-        return [_to_length(value) for value in dataset[column]]
+        return [_to_length(value, column) for value in dataset[column]]
     if "input_ids" in names:
         return [len(ids) for ids in dataset["input_ids"]]
     try:
@@ -47,14 +47,22 @@ def measure_sample(sample: Any) -> int:
 
 
 def _measure(sample: Any, column: str | None = None) -> int:
-    has_column = column is not None and isinstance(sample, Mapping) and column in sample
-    return _to_length(sample[column]) if has_column else len(sample["input_ids"])
+    if column is not None and isinstance(sample, Mapping) and column in sample:
+        return _to_length(sample[column], column)
+    return len(sample["input_ids"])
 
 
-def _to_length(value: Any) -> int:
+def _to_length(value: Any, column: str) -> int:
     """A length, or that of tokens."""
+    is_text = isinstance(value, str)  # characters are not tokens
     is_sequence = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
-    return len(value) if is_sequence else int(value)
+    try:
+        return len(value) if is_sequence and not is_text else int(value)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"--length-column {column}: {str(value)[:40]!r} is neither a length nor a list of "
+            "tokens. Name another column."
+        ) from None
 
 
 @dataclass
