@@ -116,3 +116,12 @@ def test_moving_an_encoding_keeps_what_it_knows_and_leaves_the_old_one_alone() -
     moved = move_to_device(batch, torch.device("meta"))
     assert moved.n_sequences == 2 and moved.input_ids.device.type == "meta"
     assert batch["input_ids"] is IDS
+
+
+def test_memory_that_is_pinned_already_is_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # as torch does then
+    memory = torch.ones(2)
+    copied = copy_batch({"x": memory}, pins=True)
+    memory.zero_()
+    assert copied["x"].tolist() == [1, 1]

@@ -36,7 +36,7 @@ from rapidformer.compat.torch_compile import (
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
 
-_WITH_CACHE = "the model passes a key/value cache to its blocks, also in training"
+_NOT_COMPILED = "the model passes its blocks a key/value cache or nested tensors in every call"
 _NOT_CALLED = "torch found nothing to compile in the blocks, or the model does not call them"
 
 
@@ -83,7 +83,7 @@ class CompiledBlocks:
     def describe(self) -> str:
         """What was compiled so far, or why nothing was."""
         if not self.graphs:
-            return f"nothing: {_WITH_CACHE if self._skips_calls else _NOT_CALLED}"
+            return f"nothing: {_NOT_COMPILED if self._skips_calls else _NOT_CALLED}"
         graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
         again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
         cached = f" ({self.from_cache} from the cache)" if self.from_cache else ""

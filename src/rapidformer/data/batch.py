@@ -80,7 +80,8 @@ def copy_batch(batch: Any, *, pins: bool) -> Any:
     def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        can_pin = pins and tensor.layout is torch.strided
+        # Pinning copies, unless the memory is pinned already.
+        can_pin = pins and tensor.layout is torch.strided and not tensor.is_pinned()
         return tensor.pin_memory() if can_pin else tensor.clone()
 
     return _change(batch, copy_tensor)
