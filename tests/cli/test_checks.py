@@ -131,6 +131,8 @@ def test_an_output_that_cannot_be_written_is_refused(find: Find) -> None:
         "--output model is a folder: give a file in it.",
         *find("evaluate", f"{words} x.json"),
     ]
+    (problem,) = find("predict", f"{words} /dev/null")
+    assert problem.startswith("--output /dev/null is not a regular file"), "it would be replaced"
 
 
 def test_a_missing_file_is_not_taken_for_a_text(find: Find) -> None:

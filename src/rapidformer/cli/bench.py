@@ -64,15 +64,15 @@ def _build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer bench",
         usage="rapidformer bench [--against hf] [--no-tries] [--json] FLAGS OF A RUN",
-        description="Time a few steps of the run, nothing of which is kept, and try switches that "
-        "it does not have yet.",
+        description=f"Time the run for about {_SECONDS:.0f} seconds, then try switches that it "
+        "does not have yet. Nothing is kept.",
         epilog="All other flags are those of the run: rapidformer --help.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--bench-steps", type=int, metavar="N",
-        help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, at least 50, on a "
-        "CPU 8)",
+        help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, but at least 50, on "
+        "a CPU 8, and at most 500)",
     )  # fmt: skip
     parser.add_argument(
         "--bench-warmup", type=int, metavar="N", help="steps before them (default: 15, on a CPU 3)"

@@ -88,6 +88,12 @@ def _check_output(args: Settings) -> Iterator[str]:
     file = Path(args.output).expanduser()
     if file.is_dir():
         yield f"--output {args.output} is a folder: give a file in it."
+    elif file.exists() and (not file.is_file() or file.parent == Path("/dev")):
+        # The finished file would replace the device or pipe: root can delete /dev/null like that.
+        yield (
+            f"--output {args.output} is not a regular file: give another name, or no --output to "
+            "write to the terminal."
+        )
     elif file.parent.is_dir() and not _can_write_to(file.parent):
         yield f"--output {args.output}: {file.parent} cannot be written to. Choose another folder."
 

@@ -16,7 +16,7 @@ from typing import Any
 _SHORT = 20
 """Steps of a run below which a full collection at the start would not pay off."""
 _FREEZES_AFTER = 40
-"""Steps after which compiled code is skipped, too."""
+"""Uses of ``held_back``, two per step, after which compiled code is skipped, too."""
 
 
 class GarbageCollection:
