@@ -7,7 +7,6 @@ normalizations outside the blocks that are written in Python are compiled as wel
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.hashed_dropout import hash_dropout
 from rapidformer.accel.merged_linears import merge_linears
 from rapidformer.accel.watched import list_inner_modules
-from rapidformer.compat.torch_compile import Backend, Rewrite, quieten_tracing, tag_cached_code
+from rapidformer.compat.torch_compile import Backend, Rewrite, quieten_tracing
 from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -37,7 +36,6 @@ def apply(assembly: Assembly) -> str:
     args, plan, model = assembly.args, assembly.plan, assembly.model
     if args.compile_backend == "inductor":
         keep_compiled_code()
-        tag_cached_code(_describe_sources())
     if not os.environ.get("TORCH_LOGS"):
         quieten_tracing()
     norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
@@ -149,11 +147,3 @@ def keep_compiled_code() -> None:
         return
     if os.access(folder, os.W_OK):
         os.environ[_CACHE] = str(folder)
-
-
-def _describe_sources() -> str:
-    """Differs for each version of rapidformer: torch's cache knows our operators by name only."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return f"rapidformer-{digest.hexdigest()[:16]}"

@@ -5,7 +5,7 @@ another run. It does if the function is an operator. Declared as a composite of 
 is still traced into, so its operations are fused and differentiated as if the graph had them.
 
 The cache knows the operator by its name and arguments only. So everything that decides what it
-does has to be an argument. Its code is covered by a digest of our sources, see ``compile.py``.
+does has to be an argument. Its code is covered by a digest of our sources in the cache's key.
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -154,11 +157,11 @@ def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
 
 
 def separate_cached_code(backend: Backend) -> Callable[..., Any]:
-    """The backend, with separate files on disk for each order of attention kernels and autocast.
+    """The backend, with separate files on disk for what torch's cache does not distinguish.
 
-    A compiled graph holds the attention kernel that was chosen for it. torch's cache does not
-    distinguish them, so a run would get the kernel that an earlier run with another
-    ``--attention`` chose. torch 2.11 does not distinguish bf16 from fp16 either.
+    A compiled graph holds the attention kernel that was chosen for it, so a run would get the
+    kernel that an earlier run with another ``--attention`` chose. torch 2.11 does not distinguish
+    bf16 from fp16 either. And all versions know our operators by name only, whatever they do.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
@@ -166,7 +169,7 @@ def separate_cached_code(backend: Backend) -> Callable[..., Any]:
         from torch.compiler import config
 
         kernels = _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-untyped-call]
-        names = [config.cache_key_tag, *(kernel.name for kernel in kernels)]
+        names = [config.cache_key_tag, describe_sources(), *(kernel.name for kernel in kernels)]
         for kind in ("cpu", "cuda"):
             names += [str(torch.is_autocast_enabled(kind)), str(torch.get_autocast_dtype(kind))]
         with config.patch(cache_key_tag=" ".join(names)):  # type: ignore[attr-defined]
@@ -175,12 +178,13 @@ def separate_cached_code(backend: Backend) -> Callable[..., Any]:
     return compile_graph
 
 
-def tag_cached_code(tag: str) -> None:
-    """From now on, use cached code with this tag only."""
-    from torch.compiler import config
-
-    if tag not in config.cache_key_tag.split():
-        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
+@functools.cache
+def describe_sources() -> str:
+    """A digest of rapidformer's code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
