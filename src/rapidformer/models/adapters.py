@@ -347,7 +347,7 @@ def _check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
         raise ModelError(
             f"an adapter of {idle[0]} would never be trained: nn.MultiheadAttention does not call "
             "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
-            f"the module around it: {idle[0].split('.')[-2]}."
+            f"the module around it: {idle[0].split('.')[-2:][0]}."
         )
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in modules.values()):
         torch.backends.mha.set_fastpath_enabled(False)
