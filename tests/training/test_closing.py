@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_model
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.errors import RapidformerError
 from rapidformer.log import configure_logging
-from tests.training.test_templates import LineFinetuner, make_engine, read_lines
+from tests.training.test_templates import LineFinetuner, Regression, make_engine, read_lines
 
 
 def test_a_run_says_what_it_kept_and_which_metric_best_means(
@@ -21,7 +22,11 @@ def test_a_run_says_what_it_kept_and_which_metric_best_means(
     said = capsys.readouterr().err
     assert f"best      error {value:.4f} at step 20: {tmp_path / 'best'}" in said
     assert f"last      step 20 of 20: {tmp_path / 'last'}" in said
-    assert f'next      load the model with from_pretrained("{tmp_path / "best"}")' in said
+    weights = tmp_path / "best" / "model.safetensors"
+    assert (
+        f'next      load the weights with safetensors.torch.load_model(model, "{weights}")' in said
+    )
+    load_model(Regression(), weights)
 
 
 def test_a_run_that_ends_early_says_how_to_resume(

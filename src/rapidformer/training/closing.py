@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rapidformer.config import Settings
+from rapidformer.models.location import is_model_folder
 from rapidformer.training.run_folder import BEST, LAST
 
 
@@ -50,6 +51,9 @@ def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
         yield f"next      rapidformer evaluate --load {run}"
         if args.task != "pretraining":
             yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
-    else:
+    elif is_model_folder(model):
         yield f'next      load the model with from_pretrained("{model}")'
+    else:  # a custom model, which has no configuration
+        weights = model / "model.safetensors"
+        yield f'next      load the weights with safetensors.torch.load_model(model, "{weights}")'
     yield f"          rapidformer plot {run}"
