@@ -128,19 +128,29 @@ def keep(rows: Tensor) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_autograd_functions_with_unknown_code_are_not_cached(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch
+@torch.library.custom_op("elsewhere::copy", mutates_args=())
+def copy_rows(rows: Tensor) -> Tensor:
+    """An operator that torch's cache knows by name only, although its code may change."""
+    return rows.clone()
+
+
+copy_rows.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("unknown", [None, keep, copy_rows], ids=["known", "function", "operator"])
+def test_graphs_with_unknown_code_are_not_cached(
+    unknown: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_cache: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        may_cache.append(functorch_config.autograd_cache_allow_custom_autograd_functions)
+        allows_functions = functorch_config.autograd_cache_allow_custom_autograd_functions
+        may_cache.append(allows_functions and functorch_config.enable_autograd_cache)
         return graph
 
-    if not is_known:
-        monkeypatch.setattr(Halve, "forward", lambda ctx, rows: keep(rows) / 2)
+    if unknown is not None:
+        monkeypatch.setattr(Halve, "forward", lambda ctx, rows: unknown(rows) / 2)
     block = Block()
     CompiledBlocks(backend).add(block)
     block(ROWS)
-    assert may_cache == [is_known]
+    assert may_cache == [unknown is None]

@@ -29,9 +29,12 @@ PRIVATE_NAMES = {
     "torch._functorch.config.patch": "recomputing cheap activations",
     "torch._functorch.config.ban_recompute_materialized_backward": "the same",
     "torch._functorch.config.autograd_cache_allow_custom_autograd_functions": "cached code",
+    "torch._functorch.config.enable_autograd_cache": "the same",
     "torch._functorch._aot_autograd.autograd_cache.check_node_safe": "the same",
     "torch._inductor.config.unsafe_marked_cacheable_functions": "the same",
     "torch._inductor.config.patch": "the same",
+    "torch._ops.OpOverload": "the same",
+    "torch._ops.OpOverloadPacket": "the same",
     "torch._dynamo.lookup_backend": "wrapping a backend",
     "torch.nn.attention._cur_sdpa_kernel_backends": "compiled code for each choice of attention",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
@@ -40,6 +43,9 @@ PRIVATE_NAMES = {
     "torch.autograd.grad_mode._enter_inference_mode": "the same",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "split and nested tensors",
 }
+
+_KNOWN_OPERATORS = {"aten", "prims", "_c10d_functional", "rapidformer"}
+"""Namespaces of operators that only change with the version of torch or with our sources."""
 
 Backend = str | Callable[..., Any]
 Rewrite = Callable[[Any], None]
@@ -191,6 +197,8 @@ def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
     """The backend, which also caches graphs with autograd functions and regions of autocast.
 
     torch can, but does not by default. Its check of a graph does not look into autograd functions.
+    Graphs with other libraries' operators are not cached: torch knows operators by name only, and
+    would use a backward pass that was traced before the user changed it.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
@@ -206,10 +214,23 @@ def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
         with inductor_config.patch(unsafe_marked_cacheable_functions=more):
             with config.patch(autograd_cache_allow_custom_autograd_functions=True):
                 is_allowed = _can_be_cached(graph)
-            with config.patch(autograd_cache_allow_custom_autograd_functions=is_allowed):
+            is_cached = config.enable_autograd_cache and _has_known_operators(graph)
+            with config.patch(
+                autograd_cache_allow_custom_autograd_functions=is_allowed,
+                enable_autograd_cache=is_cached,
+            ):
                 return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
+
+
+def _has_known_operators(graph: Any) -> bool:
+    """Whether all operators of a graph and of those inside it are torch's or ours."""
+    graphs = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+    targets = (node.target for each in graphs for node in each.graph.nodes)
+    kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    names = (str(target) for target in targets if isinstance(target, kinds))
+    return all(name.partition(".")[0] in _KNOWN_OPERATORS for name in names)
 
 
 def _can_be_cached(graph: Any) -> bool:
