@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_model
+from safetensors.torch import load_file
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.errors import RapidformerError
@@ -23,10 +23,8 @@ def test_a_run_says_what_it_kept_and_which_metric_best_means(
     assert f"best      error {value:.4f} at step 20: {tmp_path / 'best'}" in said
     assert f"last      step 20 of 20: {tmp_path / 'last'}" in said
     weights = tmp_path / "best" / "model.safetensors"
-    assert (
-        f'next      load the weights with safetensors.torch.load_model(model, "{weights}")' in said
-    )
-    load_model(Regression(), weights)
+    assert f'next      model.load_state_dict(safetensors.torch.load_file("{weights}"))' in said
+    Regression().load_state_dict(load_file(weights))
 
 
 def test_a_run_that_ends_early_says_how_to_resume(

@@ -55,5 +55,5 @@ def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
         yield f'next      load the model with from_pretrained("{model}")'
     else:  # a custom model, which has no configuration
         weights = model / "model.safetensors"
-        yield f'next      load the weights with safetensors.torch.load_model(model, "{weights}")'
+        yield f'next      model.load_state_dict(safetensors.torch.load_file("{weights}"))'
     yield f"          rapidformer plot {run}"
