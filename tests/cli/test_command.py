@@ -58,17 +58,25 @@ def test_help_of_a_command_a_topic_a_word_and_a_flag(
 
 @pytest.mark.parametrize(
     ("names", "frames"),
-    [("fail()", ["<module>", "fail"]), ("[None]", ["<module>", "find_nearest"])],
-    ids=["in the script", "in the library"],
+    [
+        ("fail()", ["<module>", "fail"]),
+        ("[None]", ["<module>", "find_nearest"]),
+        ("installed.fail()", ["<module>", "find_nearest"]),
+    ],
+    ids=["in the script", "in the library", "in what the library calls"],
 )
 def test_a_traceback_shows_the_library_only_if_the_error_may_be_there(
-    names: str, frames: list[str], tmp_path: Path
+    names: str, frames: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    packages = tmp_path / "home" / "site-packages"  # of the user, not of this Python
+    packages.mkdir(parents=True)
+    function = "def fail():\n    yield 'task'\n    raise AttributeError\n"
+    (packages / "installed.py").write_text(function)
     (tmp_path / "script.py").write_text(
-        "from rapidformer.nearest import find_nearest\n"
-        "def fail():\n    yield 'task'\n    raise AttributeError\n"
-        f"find_nearest('tsak', {names})\n"
+        "import installed\nfrom rapidformer.nearest import find_nearest\n"
+        f"{function}find_nearest('tsak', {names})\n"
     )
+    monkeypatch.syspath_prepend(packages)
     with pytest.raises(AttributeError) as caught:
         runpy.run_path(str(tmp_path / "script.py"))
     shown = [frame.name for frame in traceback.extract_tb(shorten(caught.tb))]

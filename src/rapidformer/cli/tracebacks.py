@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sysconfig
+from pathlib import Path
 from types import TracebackType
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = {"site-packages", "dist-packages"}  # anywhere: a user may have packages, too
 
 
 def shorten(trace: TracebackType | None) -> TracebackType | None:
@@ -47,4 +49,5 @@ def _is_ours(entry: TracebackType) -> bool:
 
 def _is_script(entry: TracebackType) -> bool:
     file = entry.tb_frame.f_code.co_filename
-    return not _is_ours(entry) and not file.startswith((*_LIBRARIES, "<"))
+    is_library = file.startswith((_STANDARD_LIBRARY, "<")) or _INSTALLED & set(Path(file).parts)
+    return not is_library and not _is_ours(entry)
