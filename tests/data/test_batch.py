@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -125,3 +126,44 @@ def test_memory_that_is_pinned_already_is_copied_too(monkeypatch: pytest.MonkeyP
     copied = copy_batch({"x": memory}, pins=True)
     memory.zero_()
     assert copied["x"].tolist() == [1, 1]
+
+
+class Shared(MutableMapping[str, torch.Tensor]):
+    """Its copies share their entries."""
+
+    def __init__(self, entries: dict[str, torch.Tensor]) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def test_moving_does_not_change_the_original() -> None:
+    batch = Shared({"x": torch.ones(2)})
+    moved = move_to_device(batch, torch.device("meta"))
+    assert (moved["x"].device.type, batch["x"].device.type) == ("meta", "cpu")
+
+
+class Attributes(dict[str, torch.Tensor]):
+    """A widespread recipe for entries that are attributes, too."""
+
+    def __init__(self, **entries: torch.Tensor) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+def test_attributes_that_are_entries_move_with_them() -> None:
+    moved = move_to_device(Attributes(x=torch.ones(2)), torch.device("meta"))
+    assert moved.x is moved["x"] and moved.x.device.type == "meta"

@@ -7,7 +7,8 @@ know the weight of a loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,9 +89,12 @@ def copy_batch(batch: Any, *, pins: bool) -> Any:
 
 
 def _change(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    # A subclass may know more than its entries, as BatchEncoding does (word_ids()).
-    if isinstance(batch, MutableMapping) and type(batch) is not dict:
-        changed = copy.copy(batch)
+    # A subclass may know more than its entries, as BatchEncoding does (word_ids()). Any other
+    # mapping becomes a dictionary: its copy might share its entries with the original.
+    if isinstance(batch, (dict, UserDict)) and type(batch) is not dict:
+        changed: Any = copy.copy(batch)
+        if getattr(batch, "__dict__", None) is batch:  # entries are attributes, too
+            changed.__dict__ = changed
         for name, value in batch.items():
             changed[name] = _change(value, change)
         return changed
