@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import CheckpointError, ModelError
-from rapidformer.models.adapters import Adapter
+from rapidformer.models.adapter_folder import load_adapter
+from rapidformer.models.adapters import Adapter, to_text
 
 IDS = torch.arange(8)[None]
 
@@ -88,27 +90,43 @@ def test_an_empty_list_of_targets_means_the_usual_ones() -> None:
     assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
 
 
-def test_layers_that_torch_never_calls_are_not_adapted() -> None:
-    """nn.MultiheadAttention only reads a layer's weight; so does an encoder layer in evaluation."""
+def build_encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True))
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
 
+@pytest.fixture
+def _fast_path() -> Iterator[None]:
     was_enabled = torch.backends.mha.get_fastpath_enabled()
-    try:
-        engine, model = compose(build(), lora_rank=2)
-        assert engine.adapter.describe() == "LORA, rank 2 on linear1, linear2"
-        hidden = torch.rand(1, 4, 8)
-        engine.backward(model(hidden)[..., 0].sum(), weight=1)
-        engine.step()
-        trained = model(hidden)
-        with torch.no_grad():
-            torch.testing.assert_close(model.eval()(hidden), trained)
-        with pytest.raises(ModelError, match=r"out_proj would never be.*it: self_attn\."):
-            compose(build(), lora_rank=2, lora_target_modules=["out_proj"])
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
+    torch.backends.mha.set_fastpath_enabled(True)
+    yield
+    torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+@pytest.mark.usefixtures("_fast_path")
+def test_layers_that_torch_never_calls_are_not_adapted() -> None:
+    """nn.MultiheadAttention only reads a layer's weight."""
+    engine, _ = compose(build_encoder(), lora_rank=2)
+    assert engine.adapter.describe() == "LORA, rank 2 on 0.linear1, 0.linear2"
+    with pytest.raises(ModelError, match=r"out_proj would never be.*it: self_attn\."):
+        compose(build_encoder(), lora_rank=2, lora_target_modules=["out_proj"])
+
+
+@pytest.mark.usefixtures("_fast_path")
+@pytest.mark.parametrize("source", ["flags", "peft", "folder"])
+def test_adapters_of_an_encoder_layer_run_in_evaluation(source: str, tmp_path: Path) -> None:
+    """There, the layer would pass its weights to one kernel, wherever its adapters come from."""
+    config = LoraConfig(r=2, target_modules=["linear1"], init_lora_weights=False)
+    if source == "flags":
+        model = compose(build_encoder(), peft_config=to_text(config))[1]
+    elif source == "peft":
+        model = compose(get_peft_model(build_encoder(), config))[1]
+    else:
+        get_peft_model(build_encoder(), config).save_pretrained(tmp_path)
+        model = load_adapter(build_encoder(), tmp_path)
+    hidden = torch.rand(1, 4, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(hidden), model.train()(hidden))
 
 
 def test_a_model_without_a_config_is_saved_with_its_adapters(tmp_path: Path) -> None:

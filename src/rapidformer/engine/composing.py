@@ -34,6 +34,7 @@ from rapidformer.log import get_logger
 from rapidformer.models.adapters import (
     Adapter,
     add_adapters,
+    call_adapted_layers,
     describe_adapter,
     describe_untrainable,
     find_adapter,
@@ -272,6 +273,8 @@ class ComposedRun(Run):
     def _switch_on(
         self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool
     ) -> Parallelized:
+        if self.adapter is not None:
+            call_adapted_layers(model)
         switch_on = functools.partial(
             parallelize,
             model,

@@ -19,6 +19,7 @@ from rapidformer.models.adapters import (
     PREFIX,
     WEIGHTS_FILE,
     Adapter,
+    call_adapted_layers,
     find_adapter,
     get_inner,
 )
@@ -101,6 +102,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     missing = [str(each.message) for each in caught if "missing adapter keys" in str(each.message)]
     if missing:
         raise ModelError(f"The adapter {folder} is incomplete: {missing[0][:300]}")
+    call_adapted_layers(adapted)
     return get_inner(adapted)
 
 

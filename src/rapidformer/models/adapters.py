@@ -185,6 +185,18 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
     return inner
 
 
+def call_adapted_layers(model: nn.Module) -> None:
+    """Turn off torch's shortcut around layers that may have adapters.
+
+    In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel.
+    """
+    import torch
+    from torch import nn
+
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
 def get_inner(model: Any) -> nn.Module:
     """The model inside a ``PeftModel``, which holds all of its weights; other models unchanged."""
     if not _is_wrapped(model) or model.active_peft_config.is_prompt_learning:
@@ -334,13 +346,7 @@ def _list_uncalled(model: nn.Module) -> list[str]:
 
 
 def _check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
-    """Refuse adapters without effect, and torch's shortcut around the others.
-
-    In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel.
-    """
-    import torch
-    from torch import nn
-
+    """Refuse adapters without effect."""
     modules = dict(model.named_modules())
     idle = [name for name in uncalled if hasattr(modules.get(name), "base_layer")]
     if idle:
@@ -349,8 +355,6 @@ def _check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
             "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
             f"the module around it: {idle[0].split('.')[-2:][0]}."
         )
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in modules.values()):
-        torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _forget_excluded(config: Any, adapted: Any) -> None:
