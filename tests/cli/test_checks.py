@@ -142,6 +142,18 @@ def test_a_missing_file_is_not_taken_for_a_text(find: Find) -> None:
     assert find("predict", f"{words} Really?") == []
 
 
+@pytest.mark.parametrize(
+    ("facts", "advice"),
+    [("{}", "Use the script that trained it."), ('{"base": 1}', "best or last")],
+)
+def test_a_checkpoint_without_a_model_is_refused(facts: str, advice: str, find: Find) -> None:
+    Path("run/iter_0000002").mkdir(parents=True)
+    Path("run/iter_0000002/run.json").write_text(facts)
+    problem = find("evaluate", "--load run")[0]
+    assert problem.startswith("--load run/iter_0000002 is a checkpoint to resume training from: ")
+    assert advice in problem
+
+
 def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "best").mkdir(parents=True)

@@ -99,10 +99,13 @@ def _check_has_description(checkpoint: Path) -> None:
     if "base" in json.loads((checkpoint / "run.json").read_text(encoding="utf-8")):
         problem = "it holds an adapter's state without the model under it; give best or last"
     elif not (checkpoint / DESCRIPTION / "config.json").is_file():
-        problem = "it does not describe its model, as checkpoints of a task's run do"
+        problem = (
+            "it does not describe its model, as checkpoints of a task's run do. Use the script "
+            "that trained it"
+        )
     else:
         return
-    raise ModelError(f"--load {checkpoint} is a checkpoint of a run in progress: {problem}.")
+    raise ModelError(f"--load {checkpoint} is a checkpoint to resume training from: {problem}.")
 
 
 def guess_task(location: str | None) -> str | None:
