@@ -33,19 +33,20 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def works_later(what: str, device: torch.device, trial: Callable[[], None]) -> Future[bool]:
-    """``works``, while the caller goes on: compiling a kernel for the first time takes a second."""
+    """``works`` in the background: compiling a kernel for the first time takes a second."""
 
     def run() -> bool:
         is_gpu = device.type == "cuda"
-        beside = torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext()
-        with torch.no_grad(), beside:
+        # A trial reads its results. On its own stream, it does not wait for the training step.
+        own_stream = torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu else nullcontext()
+        with torch.no_grad(), own_stream:
             return works(what, trial)
 
-    return _get_thread().submit(run)
+    return _get_executor().submit(run)
 
 
 @functools.cache
-def _get_thread() -> ThreadPoolExecutor:
+def _get_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="rapidformer-kernels")
 
 
