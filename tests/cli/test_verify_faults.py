@@ -154,7 +154,7 @@ def test_replicas_that_draw_the_same_dropout_masks(
     assert status == 3
     assert " FAIL" in (row := read_table(out)["dropout masks"])
     assert "the same masks as rank 0" in row
-    assert "processes 0 and 1 are data-parallel replicas, but draw the same dropout masks" in out
+    assert "ranks 0 and 1 are data-parallel replicas, but draw the same dropout masks" in out
     assert out.strip().endswith(BLAMED)
 
 
@@ -164,7 +164,7 @@ def test_replicas_that_draw_the_same_dropout_masks(
         (
             "add = UpdateClock.add_weight\n"
             "UpdateClock.add_weight = lambda self, weight, **named: add(self, 1.0, **named)",
-            "but the gradient was made with 4: it is a mean of means",
+            "but the gradient was divided by 4: it is a mean of means",
         ),
         (
             "RapidformerEngine.count_labels = lambda self, micro_batch: 1.0",

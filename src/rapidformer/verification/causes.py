@@ -159,7 +159,7 @@ def _compare_totals(traces: list[Trace]) -> Iterator[Difference]:
                 process=process,
                 summary="not weighted by their labels",
                 cause=f"the micro-batches of step {update + 1} weigh {total:g} together, but "
-                f"the gradient was made with {step.total_weight:g}: it is a mean of means instead "
+                f"the gradient was divided by {step.total_weight:g}: it is a mean of means instead "
                 "of the mean over all labels.",
             )
 
@@ -196,14 +196,14 @@ def _compare_draws(traces: list[Trace]) -> Iterator[Difference]:
                 value=float(is_wrong),
                 process=second,
                 summary=f"the same masks as rank {first}",
-                cause=f"processes {first} and {second} are data-parallel replicas, but draw the "
-                "same dropout masks: each replica must draw from a seed of its own.",
+                cause=f"ranks {first} and {second} are data-parallel replicas, but draw the "
+                "same dropout masks: each replica needs its own seed.",
             )
         elif axes == {"tensor"} and pairs:
             yield Difference(
                 value=float(pairs[0][0] != pairs[0][1]),
                 process=second,
                 summary=f"other masks than rank {first}",
-                cause=f"processes {first} and {second} share layers by tensor parallelism, but "
+                cause=f"ranks {first} and {second} share layers by tensor parallelism, but "
                 "draw different dropout masks: they must draw from the same seed.",
             )

@@ -113,7 +113,7 @@ def compare(
         counts = ", ".join(str(n) for n in sorted(updates))
         return Comparison(
             quantities={},
-            problems=[f"one process did {len(reference.gradients)} updates, the run did {counts}"],
+            problems=[f"one process did {len(reference.gradients)} steps, the run did {counts}"],
         )
     found = _find_differences(reference, traces)
     floors = {} if noise is None else _find_differences(reference, [noise])
