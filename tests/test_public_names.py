@@ -95,7 +95,7 @@ HEAVY = "torch transformers datasets numpy rich yaml"
 @pytest.mark.parametrize(
     "statement",
     [
-        "import rapidformer",
+        "import rapidformer; assert 'rapidformer.config' not in sys.modules",
         "import rapidformer.cli.main, rapidformer.tasks.registry",
         "from rapidformer.tasks.registry import list_tasks; list_tasks()",
         "from rapidformer.config import parse_arguments, resolve; resolve(parse_arguments([]))",

@@ -11,7 +11,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.megatron_names import provide_megatron_names
-from rapidformer.config.rank_variables import adopt_rank_variables
 
 if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
@@ -126,7 +125,11 @@ _WHERE = {
     "set_seed": ("rapidformer.engine.accelerator", "set_seed"),
 }
 
-adopt_rank_variables(os.environ)
+if "RANK_SIZE" in os.environ:
+    # Imported only now: the settings would take most of the time of `import rapidformer`.
+    from rapidformer.config.rank_variables import adopt_rank_variables
+
+    adopt_rank_variables(os.environ)
 provide_megatron_names()
 
 
