@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Packages are installed uncompiled (below). If Python may not keep what it compiles, every process
-# compiles 3,000 files again, and the tests take half as long again.
+# compiles about 2,500 files again, and `make test` takes 16 instead of 13 minutes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo check test test-oldest lint types fast-tests tests docs format bench clean
