@@ -421,9 +421,10 @@ def main() -> None:
         print(format_line(workload, compare(curves)))
     workloads = list_workloads(options.size)
     undisturbed = [workload for workload in results if not has_dropout(workloads[workload])]
-    print("\nWithout dropout: distance of bf16 from fp32, root mean square over the steps.")
-    print(f"| workload | {' | '.join((*SEEDS, *OURS, '--fp8'))} | steps |")
-    print("|---|---|---|---|---|---|---|---|")
+    if undisturbed:
+        print("\nWithout dropout: distance of bf16 from fp32, root mean square over the steps.")
+        print(f"| workload | {' | '.join((*SEEDS, *OURS, '--fp8'))} | steps |")
+        print("|---|---|---|---|---|---|---|---|")
     for workload in undisturbed:
         print(format_rounding(workload, results[workload]))
     if options.picture:

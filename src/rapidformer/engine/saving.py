@@ -21,12 +21,10 @@ from rapidformer.checkpoint.save import Save
 from rapidformer.checkpoint.saving import plan_save, prepare_save
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.checkpoint.writing import writing
-from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine.facts import describe_facts
 from rapidformer.engine.predicting import PredictingRun
-from rapidformer.engine.run import Arguments
 from rapidformer.errors import CheckpointError, RapidformerError, WriteError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.overlay import find_fact
@@ -35,22 +33,17 @@ from rapidformer.overlay import find_fact
 class SavingRun(PredictingRun):
     """Saves the state of training."""
 
-    def __init__(
-        self,
-        extra_args_provider: ExtraArgumentsProvider | None = None,
-        *,
-        args: Arguments = None,
-        peft_config: Any = None,
-    ) -> None:
-        super().__init__(extra_args_provider, args=args, peft_config=peft_config)
-        self.resumed_from: Path | None = None
-        self._held: tuple[Path, FolderLock | None] | None = None
-        """The folder that this run writes to; rank 0 has its lock."""
-        self._has_gone_back = True
-        """Whether later checkpoints than the loaded one are out of the way."""
-        self._background = BackgroundSave()
-        self._last_save: Save | None = None
-        """Written, but not yet taken by ``take_save``."""
+    resumed_from: Path | None = None
+    _held: tuple[Path, FolderLock | None] | None = None
+    """The folder that this run writes to; rank 0 has its lock."""
+    _has_gone_back = True
+    """Whether later checkpoints than the loaded one are out of the way."""
+    _last_save: Save | None = None
+    """Written, but not yet taken by ``take_save``."""
+
+    @functools.cached_property
+    def _background(self) -> BackgroundSave:
+        return BackgroundSave()
 
     def save_checkpoint(
         self,
