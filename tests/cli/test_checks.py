@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import rapidformer
 from rapidformer.cli.checks import check_command
 from rapidformer.cli.main import main as run_command
 from rapidformer.config import parse_arguments
@@ -45,6 +46,26 @@ BASE = "--task sequence_classification --pretrained-model-name-or-path model --d
 
 def test_a_sound_command_has_no_problems(find: Find) -> None:
     assert find("train", f"{BASE} --save run --metric-for-best-model eval_accuracy") == []
+
+
+def test_calls_are_checked_like_the_command(find: Find) -> None:
+    wrong = "--load model --task ner --device cpu --lr -1 --output ."
+    settings = {"load": "model", "task": "ner", "device": "cpu", "lr": -1, "output": "."}
+    for name, word, call in (
+        ("evaluate", "--data-path", rapidformer.evaluate),
+        ("predict", "--input", rapidformer.predict),
+    ):
+        expected = find(name, f"{wrong} {word} missing.jsonl")
+        assert any("missing.jsonl" in problem for problem in expected) and len(expected) > 2
+        with pytest.raises(ConfigurationError) as caught:
+            call("missing.jsonl", **settings)
+        assert caught.value.problems == expected
+        expected = find(name, f"{wrong} --data-path rows.jsonl")
+        with pytest.raises(ConfigurationError) as caught:
+            call([{"text": "a", "label": 0}], **settings)
+        assert caught.value.problems == expected, "rows in memory are checked like a file's"
+    with pytest.raises(ConfigurationError, match="--chat is a conversation in a terminal"):
+        rapidformer.predict(load="model", task="causal_lm", chat=True)
 
 
 def test_all_problems_are_reported_at_once(find: Find) -> None:

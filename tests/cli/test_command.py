@@ -84,6 +84,21 @@ def test_a_traceback_shows_the_library_only_if_the_error_may_be_there(
     assert ("find_nearest" in shown) == ("find_nearest" in frames)
 
 
+def test_a_failing_script_shows_its_own_frames_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def divide():\n    return 1 / 0\n\n\ndivide()\n")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run_command(["--user-script", str(script), "--log-level", "error"]) == 1
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+    assert shown == [
+        f'  File "{script}", line 5, in <module>',
+        f'  File "{script}", line 2, in divide',
+    ]
+
+
 def test_version(
     command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

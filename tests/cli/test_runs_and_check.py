@@ -10,15 +10,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rapidformer.checkpoint.inventory import take_inventory
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.run_metrics import read_metrics
+from rapidformer.cli.run_table import draw, list_rows
 from tests.training.test_templates import LineFinetuner, make_engine
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -112,6 +115,18 @@ def test_runs_with_very_many_checkpoints_shows_the_newest(command: Command, run:
     assert sum("and 119 more" in line and "117 damaged" in line for line in shown) == 2
     everything = command("runs", run.parent, "--all").stdout
     assert everything.count("iter_0000137") >= 2
+
+
+def test_runs_fits_the_terminal(run: Path) -> None:
+    name = "sequence_classification-bert-base-cased-2026-11-16_15-58-12"
+    run.rename(run.parent / name)
+    rows = list_rows(take_inventory(run.parent), shows_all=True)
+    wide, narrow = ([line.plain for line in draw("run", rows, width)] for width in (200, 80))
+    assert len(narrow) == len(wide) + 1 and max(map(len, narrow)) <= 80
+    assert wide[2].split() == [name, *narrow[3].split()] and narrow[2] == name
+    longer = replace(rows[0], cells={**rows[0].cells, "metric": "best matthews_correlation 0.5"})
+    lines = [line.plain for line in draw("run", [longer, *rows[1:]], 80)]
+    assert max(map(len, lines)) <= 80 and lines[0].split()[-3:] == ["metric", "age", "state"]
 
 
 def test_runs_takes_any_folder(command: Command, run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.inventory import is_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
-from rapidformer.cli.runs import format_size
+from rapidformer.cli.run_table import format_size
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
 

@@ -1,30 +1,30 @@
-"""Report every problem of a black-box command at once, before torch or any process is started."""
+"""Report every problem of a black-box run at once, before torch or any process is started.
+
+The command and the calls ``rapidformer.evaluate`` and ``rapidformer.predict`` are checked alike.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
+from typing import Any
 
 from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
 from rapidformer.config.validate import find_problems
+from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
+from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
 from rapidformer.tasks.preflight import find_task_problems
 
 
 def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
     """The settings of the command and its launch plan, or an error with all problems."""
     problems: list[str] = []
-    args = _parse(words, problems)
-    if name == "predict":
-        args = name_input_files(args)
-    if name in ("evaluate", "predict"):
-        try:
-            args = choose_run_model(args, name)
-        except RapidformerError as error:
-            problems.append(str(error))
+    args = _choose_model(name, _parse(words, problems), problems)
     if (args.stream or args.chat) and args.nproc_per_node is None:
         # One answer at a time: only the ranks that share the model have something to do.
         sizes = (
@@ -34,12 +34,49 @@ def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
         )
         args = args.replace("--stream or --chat", nproc_per_node=math.prod(sizes))
     plan = plan_launch(args)
-    problems += find_problems(args.replace("the launch", world_size=plan.world_size))
+    _check(name, args, plan.world_size, problems)
+    return args, plan
+
+
+def check_call(name: str, settings: Mapping[str, Any], data: Any = None) -> Settings:
+    """The settings of a call, or an error with all problems; ``data`` are the rows it was given."""
+    problems: list[str] = []
+    args = _choose_model(name, arguments_from_mapping(settings), problems)
+    if args.chat:
+        problems.append(
+            "--chat is a conversation in a terminal: type `rapidformer predict --chat`."
+        )
+    # A call starts no processes: it runs in those that a launcher has started, or alone.
+    world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+    rows = None if data is None else take_head(data, args.eval_split)
+    _check(name, args, world_size, problems, rows)
+    return args
+
+
+def _choose_model(name: str, args: Settings, problems: list[str]) -> Settings:
+    """The settings with the model that ``--load`` names, and those of its run."""
+    if name == "predict":
+        args = name_input_files(args)
+    if name in ("evaluate", "predict"):
+        try:
+            args = choose_run_model(args, name)
+        except RapidformerError as error:
+            problems.append(str(error))
+    return args
+
+
+def _check(
+    name: str,
+    args: Settings,
+    world_size: int,
+    problems: list[str],
+    rows: list[Any] | None = None,
+) -> None:
+    problems += find_problems(args.replace("the launch", world_size=world_size))
     gpus = count_gpus() if args.device == "cuda" else 0
-    problems += [p for p in find_task_problems(args, name, gpus) if p not in problems]
+    problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
     if problems:
         raise ConfigurationError(problems)
-    return args, plan
 
 
 def _parse(words: list[str], problems: list[str]) -> Settings:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.cli.checks import check_call
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.strict_json import format_json
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> None:
     """Show the report, and write it to ``--output`` or into the run's folder."""
     given = parse_arguments(argv)
-    report, is_main = _evaluate(given)
+    args = choose_run_model(given, "evaluate")
+    if args.task is None:  # under another launcher, where nothing has been checked yet
+        raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
+    report, is_main = _evaluate(args)
     if not is_main:
         return
     from rich.console import Console
@@ -56,18 +60,19 @@ def evaluate(data: Any = None, **settings: Any) -> EvaluationReport:
     """Evaluate by call: ``evaluate(load="runs/mrpc", eval_split="test")``.
 
     The settings are the command's flags. ``data`` replaces --data-path: a list of rows, a
-    `datasets.Dataset`, or a dictionary of splits.
+    `datasets.Dataset`, a dictionary of splits, or a file.
     """
-    report, is_main = _evaluate(arguments_from_mapping(settings), data)
-    if is_main and settings.get("output") is not None:
-        report.save(settings["output"])
+    if isinstance(data, (str, Path)):
+        settings, data = {**settings, "data_path": str(data)}, None
+    args = check_call("evaluate", settings, data)
+    report, is_main = _evaluate(args, data)
+    if is_main and args.output is not None:
+        report.save(args.output)
     return report
 
 
-def _evaluate(given: Settings, data: Any = None) -> tuple[EvaluationReport, bool]:
-    args = choose_run_model(given, "evaluate")
-    if args.task is None:
-        raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
+def _evaluate(args: Settings, data: Any = None) -> tuple[EvaluationReport, bool]:
+    assert args.task is not None
     from rapidformer.engine import RapidformerEngine
 
     engine = RapidformerEngine(args=args)

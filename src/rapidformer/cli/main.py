@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         error.__traceback__ = shorten(error.__traceback__)
         if not report_failure("".join(traceback.format_exception(error))):
-            raise
+            # Raised again, it would get this command's frames back. A script may have its own hook.
+            sys.excepthook(type(error), error, error.__traceback__)
         return 1
 
 

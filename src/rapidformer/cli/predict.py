@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.cli.checks import check_call
 from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_input
 from rapidformer.cli.output import PartialPredictions, format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 
@@ -25,9 +27,7 @@ def run(argv: list[str]) -> None:
     args = choose_run_model(name_input_files(parse_arguments(argv)), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
-    # Before the engine, so that bad files are found at once. All ranks have the same standard
-    # input, though, and only one of them may read it.
-    rows = None if args.chat or reads_standard_input(args) else read_input(args)
+    rows = _read_early(args)
     from rapidformer.engine import RapidformerEngine
 
     engine = RapidformerEngine(args=args)
@@ -50,17 +50,14 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
         data = [data] if isinstance(data, dict) else [str(data)]
     if data is not None and data and all(isinstance(row, str) for row in data):
         settings, data = {**settings, "input": list(data)}, None
-    args = name_input_files(arguments_from_mapping(settings))
-    args = choose_run_model(args, "predict")
-    if args.task is None:
-        raise ConfigurationError("predict needs task=; `rapidformer tasks` lists them.")
+    args = check_call("predict", settings, data)
+    rows = _read_early(args) if data is None else list(islice(data, args.max_predict_samples))
     from rapidformer.engine import RapidformerEngine
     from rapidformer.tasks.predicting import predict_task
 
     engine = RapidformerEngine(args=args)
     try:
-        rows = list(data)[: args.max_predict_samples] if data is not None else _read_rows(engine)
-        answers = predict_task(engine, rows)
+        answers = predict_task(engine, _read_once(engine) if rows is None else rows)
         if args.output is not None and engine.is_main:
             write_predictions(answers, Path(args.output).expanduser())
         return answers
@@ -68,8 +65,12 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
         engine.close()
 
 
-def _read_rows(engine: RapidformerEngine) -> Rows:
-    return _read_once(engine) if reads_standard_input(engine.args) else read_input(engine.args)
+def _read_early(args: Settings) -> Rows | None:
+    """Read before there is an engine, so that bad files are found at once.
+
+    None for standard input: all ranks have the same one, and only one of them may read it.
+    """
+    return None if args.chat or reads_standard_input(args) else read_input(args)
 
 
 def _read_once(engine: RapidformerEngine) -> Rows:

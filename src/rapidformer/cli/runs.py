@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer.checkpoint.inventory import (
     CheckpointEntry,
@@ -19,22 +19,11 @@ from rapidformer.checkpoint.inventory import (
     take_inventory,
 )
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
+from rapidformer.cli.run_table import draw, list_rows
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
 from rapidformer.strict_json import format_json
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_SHOWN = 3
-"""Checkpoints of each run, if there are several runs."""
-_COLOURS = {
-    "running": "green",
-    "in progress": "green",
-    "damaged": "red",
-    "killed": "yellow",
-    "abandoned": "yellow",
-}
 _NOT_VERIFIED = "Only sizes were compared: `rapidformer check` verifies the contents."
 
 
@@ -88,102 +77,20 @@ def build_parser() -> CommandParser:
 def _show(inventory: Inventory, *, shows_all: bool) -> None:
     from rich.console import Console
 
-    # A pipe has no width: there, nothing is wrapped.
+    # A pipe has no width: there, nothing is shortened.
     console = Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
     if not inventory.runs and not inventory.checkpoints:
         console.print(f"no runs in {inventory.folder}", markup=False, soft_wrap=True)
     else:
-        console.print(_draw(inventory, shows_all or len(inventory.runs) == 1))
+        rows = list_rows(inventory, shows_all=shows_all or len(inventory.runs) == 1)
+        for line in draw("run" if inventory.runs else "checkpoint", rows, console.width):
+            console.print(line, soft_wrap=True)
         console.print()
-        for line in _list_problems(inventory):
-            console.print(line, markup=False, soft_wrap=True)
+        for problem in _list_problems(inventory):
+            console.print(problem, markup=False, soft_wrap=True)
         console.print(_NOT_VERIFIED, style="dim", markup=False)
-    for line in inventory.unreadable:
-        sys.stderr.write(line + "\n")
-
-
-def _draw(inventory: Inventory, shows_all: bool) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run" if inventory.runs else "checkpoint", overflow="fold", min_width=14)
-    for name in ("step", "loss", "metric", "size", "age"):
-        # On a narrow terminal, names of runs and metrics are wrapped, never numbers.
-        table.add_column(name, justify="right", no_wrap=name != "metric")
-    table.add_column("state", no_wrap=True)
-
-    def add(name: str, cells: list[str], state: str, *, is_run: bool = False) -> None:
-        style = "bold" if is_run else ""
-        table.add_row(Text(name, style), *cells, Text(state, _COLOURS.get(state, "")))
-
-    for entry in inventory.checkpoints:
-        add(entry.path.name, _format_checkpoint(entry, None), entry.state)
-    for found in inventory.runs:
-        add(_name_run(found, inventory), _format_run(found), found.state, is_run=True)
-        shown = found.checkpoints if shows_all else found.checkpoints[:_SHOWN]
-        for entry in shown:
-            cells = _format_checkpoint(entry, found.best_metric)
-            add("  " + _name_checkpoint(entry), cells, entry.state)
-        if hidden := found.checkpoints[len(shown) :]:
-            damaged = sum(entry.state == "damaged" for entry in hidden)
-            add(f"  and {len(hidden)} more", [""] * 5, f"{damaged} damaged" if damaged else "")
-    return table
-
-
-def _name_run(found: RunEntry, inventory: Inventory) -> str:
-    if found.path == inventory.folder:
-        return found.path.resolve().name
-    return str(found.path.relative_to(inventory.folder))
-
-
-def _name_checkpoint(entry: CheckpointEntry) -> str:
-    """Staging folders and folders of abandoned checkpoints say so in the last column."""
-    return entry.path.name[entry.path.name.find("iter_") :]
-
-
-def _format_run(found: RunEntry) -> list[str]:
-    value = found.best_value
-    best = "" if value is None else f"best {found.best_metric} {_format_number(value)}"
-    return [
-        _format_step(found.step), _format_number(found.loss), best, format_size(found.size),
-        _format_age(found.modified),
-    ]  # fmt: skip
-
-
-def _format_checkpoint(entry: CheckpointEntry, metric: str | None) -> list[str]:
-    name = metric if metric in entry.metrics else next(iter(entry.metrics), None)
-    result = "" if name is None else f"{name} {_format_number(entry.metrics[name])}"
-    return [
-        _format_step(entry.step), _format_number(entry.loss), result, format_size(entry.size),
-        _format_age(entry.modified),
-    ]  # fmt: skip
-
-
-def _format_step(step: int | None) -> str:
-    return "" if step is None else str(step)
-
-
-def _format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if abs(value) >= 1000 else f"{value:.4f}"
-
-
-def format_size(size: float) -> str:
-    """Bytes in a unit that gives a short number."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}[unit]
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-
-
-def _format_age(modified: float) -> str:
-    seconds = max(time.time() - modified, 0)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    for unreadable in inventory.unreadable:
+        sys.stderr.write(unreadable + "\n")
 
 
 def _list_problems(inventory: Inventory) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The first rows of the data, read by the standard library alone.
 
 So a wrong path or column is found before torch, transformers and `datasets` have been imported.
-What cannot be read so (parquet, the Hub, a nested document) gives no rows and is checked later.
+What it cannot read (parquet, the Hub, a nested document) gives no rows and is checked later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import csv
 import gzip
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,13 @@ def read_head(args: Any, problems: list[str]) -> Rows:
         if path is not None:
             return _read_rows(path)
     return []
+
+
+def take_head(data: Any, split: str) -> list[Any]:
+    """The first rows of data in memory; of a dictionary of splits, those of one split."""
+    if isinstance(data, Mapping):
+        data = next((rows for name, rows in data.items() if get_split_name(name) == split), ())
+    return list(itertools.islice(data, _ROWS))
 
 
 def _find_files(args: Any, problems: list[str]) -> Iterator[tuple[str | None, Path]]:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
@@ -23,8 +24,13 @@ STANDARD_INPUT = "-"
 """``--input -``: one text or JSON object per line of standard input."""
 
 
-def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]:
-    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each."""
+def find_task_problems(
+    args: Settings, command: str, num_gpus: int, rows: list[Any] | None = None
+) -> list[str]:
+    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each.
+
+    ``rows`` are the first of those that a call was given instead of files.
+    """
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     problems += _check_save(args) if command == "train" else _check_output(args)
     if args.task is None:
@@ -38,8 +44,11 @@ def find_task_problems(args: Settings, command: str, num_gpus: int) -> list[str]
     problems += _check_metric(args, task.metrics)
     problems += _check_model(args, None if command == "train" else task)
     problems += _check_input(args, task) if command == "predict" else ()
-    if command != "predict" or (args.input is None and not args.chat):
-        problems += _check_data(args, task, has_answers=command != "predict")
+    has_answers = command != "predict"
+    if rows is not None:
+        problems += _check_columns(args, task, rows, has_answers=has_answers)
+    elif has_answers or (args.input is None and not args.chat):
+        problems += _check_data(args, task, has_answers=has_answers)
     return problems
 
 
@@ -161,7 +170,8 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
     if args.stream and "generated" not in task.answer_keys:
         yield f"--stream needs a task that generates text; {task.name} does not."
     # A run's own --config file may name its training data.
-    has_data = args.data_path is not None and args.sources.get("data_path") == "command line"
+    is_asked = args.sources.get("data_path") in ("command line", "code")
+    has_data = args.data_path is not None and is_asked
     given = [flag for flag, is_given in (("--input", texts), ("--data-path", has_data)) if is_given]
     if args.chat and given:
         yield f"--chat takes what you type: leave out {' and '.join(given)}."
@@ -204,9 +214,14 @@ def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
         return [f"no data: give {what}--data-path, a file, a folder or a dataset on the Hub."]
     problems: list[str] = []
     rows = read_head(args, problems)
-    if rows:
-        try:
-            task.check_columns(rows, args, has_answers=has_answers)
-        except RapidformerError as error:
-            problems.append(str(error))
-    return problems
+    return problems + _check_columns(args, task, rows, has_answers=has_answers)
+
+
+def _check_columns(args: Settings, task: Task, rows: list[Any], *, has_answers: bool) -> list[str]:
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        return []
+    try:
+        task.check_columns(rows, args, has_answers=has_answers)
+    except RapidformerError as error:
+        return [str(error)]
+    return []
