@@ -199,15 +199,15 @@ def render_aliases() -> str:
 
 
 TABLES = {
-    ("coming_from.md", "hugging-face"): render_hugging_face,
-    ("coming_from.md", "flagai"): render_flagai,
-    ("coming_from.md", "accelerator"): render_accelerator,
-    ("coming_from.md", "deepspeed-plugin"): render_deepspeed_plugin,
-    ("coming_from.md", "accelerate-file"): render_accelerate_file,
-    ("coming_from.md", "mindformers-trainer"): render_mindformers_trainer,
-    ("coming_from.md", "mindformers-arguments"): render_mindformers_arguments,
-    ("coming_from.md", "megatron-flags"): render_megatron_flags,
-    ("coming_from.md", "aliases"): render_aliases,
+    ("coming_from/hugging_face.md", "hugging-face"): render_hugging_face,
+    ("coming_from/flagai.md", "flagai"): render_flagai,
+    ("coming_from/accelerate.md", "accelerator"): render_accelerator,
+    ("coming_from/accelerate.md", "deepspeed-plugin"): render_deepspeed_plugin,
+    ("coming_from/accelerate.md", "accelerate-file"): render_accelerate_file,
+    ("coming_from/mindformers.md", "mindformers-trainer"): render_mindformers_trainer,
+    ("coming_from/mindformers.md", "mindformers-arguments"): render_mindformers_arguments,
+    ("coming_from/megatron.md", "megatron-flags"): render_megatron_flags,
+    ("coming_from/flags.md", "aliases"): render_aliases,
     ("switches.md", "switches"): render_switches,
     ("parity.md", "exclusions"): render_exclusions,
 }

@@ -32,7 +32,7 @@ def test_generated_pages_are_fresh() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -76,6 +76,6 @@ def test_flags_in_the_docs_exist() -> None:
     others |= benchmarks
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # Slurm
     others |= {"--" + name.replace("_", "-") for name in REFUSED}  # listed with the reason
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):
             assert flag in known | others, f"{page.name} shows {flag}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rapidformer.config import parse_arguments
+from rapidformer.engine import run
 from rapidformer.errors import ConfigurationError
 
 
@@ -24,11 +25,16 @@ def test_user_defined_parameters_must_have_values() -> None:
         parse_arguments(["--user_defined_parameters=lonely"])
 
 
-def test_app_name_chooses_the_task_where_task_does_not() -> None:
-    assert parse_arguments(["--app-name", "text_classify"]).task == "sequence_classification"
-    assert parse_arguments(["--app-name", "text_classify", "--task", "masked_lm"]).task == (
-        "masked_lm"
-    )
+def test_app_name_chooses_the_task_where_task_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run, "warn_once", said.append)
+    alone = parse_arguments(["--app-name", "text_classify"])
+    both = parse_arguments(["--app-name", "text_classify", "--task", "masked_lm"])
+    assert (alone.task, both.task) == ("sequence_classification", "masked_lm")
+    run._warn_about_settings_without_effect(alone)
+    assert not said, "it has an effect"
+    run._warn_about_settings_without_effect(both)
+    assert said[0].startswith("--app-name has no effect: --task chooses the task")
 
 
 def test_flags_of_megatrons_scripts() -> None:

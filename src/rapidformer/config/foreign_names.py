@@ -1,7 +1,7 @@
 """What happens to a name of another system: one row each.
 
 The tables (``hugging_face_names.py``, ``flagai_names.py``) are the only place that knows a system's
-names. The trainers use them to translate, and ``docs/coming_from.md`` is generated from them.
+names. The trainers use them to translate; ``docs/generate.py`` renders them for the docs.
 """
 
 from __future__ import annotations

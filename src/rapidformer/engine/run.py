@@ -30,6 +30,7 @@ from rapidformer.config.batches import get_batch_schedule
 from rapidformer.config.dialects import WITHOUT_EFFECT
 from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.config.user_defined import APPLICATIONS
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
@@ -330,8 +331,9 @@ def _build_scaler(args: Settings) -> LossScaler:
 
 
 def _warn_about_settings_without_effect(args: Settings) -> None:
-    for name in args.extras:
-        if name in WITHOUT_EFFECT:
+    for name, value in args.extras.items():
+        has_chosen_task = name == "app_name" and APPLICATIONS.get(str(value)) == args.task
+        if name in WITHOUT_EFFECT and not has_chosen_task:
             warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
     for message in find_idle_settings(args):
         warn_once(message)
