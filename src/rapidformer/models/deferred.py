@@ -50,7 +50,11 @@ class DeferredWeights:
 
 
 def splits_weights(args: Any) -> bool:
-    """Whether the settings leave each rank only a part of the weights."""
+    """Whether the settings leave each rank only a part of the weights.
+
+    Under ZeRO-1 and ZeRO-2, every rank needs whole weights to compute. They are built at once, so
+    that switches which test the model first (``--dynamic-shape``) can do so.
+    """
     if args.world_size == 1 or args.deepspeed is not None:
         return False
     sizes = (
@@ -58,7 +62,7 @@ def splits_weights(args: Any) -> bool:
         args.pipeline_model_parallel_size,
         args.expert_model_parallel_size,
     )
-    return bool(args.zero_stage) or max(sizes) > 1
+    return args.zero_stage == 3 or max(sizes) > 1
 
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:
