@@ -57,6 +57,11 @@ def configure_logging(level: str = "info") -> None:
     logger.propagate = False
 
 
+def warn(message: str, *values: object) -> None:
+    """Warn about what every rank finds alike (data, model, settings): rank 0 shows it."""
+    get_logger().warning(message, *values, extra={"is_known_to_all": True})
+
+
 @cache
 def warn_once(message: str, *, is_local: bool = False) -> None:
     """Warn once per run; if ``is_local``, the problem may be this rank's alone: once per rank."""

@@ -1,4 +1,4 @@
-"""A setting without effect is told, with the reason; one with effect is not."""
+"""A setting without effect is reported with the reason; one with effect is not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.idle_settings import find_idle_settings
+from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.unused_flags import describe_unused_flags
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,17 @@ def test_idle_settings_are_named(flags: str, message: str) -> None:
 )
 def test_settings_with_effect_are_not(flags: str) -> None:
     assert find_idle_settings(resolve(parse_arguments(flags.split()))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "unused"),
+    [
+        ("--task qa --packing --label-column x", "--label-column, --packing: no effect on --task"),
+        ("--task causal_lm --packing --tools-column x --text-column y", None),
+        ("--task seq2seq_lm --source-prefix x --target-column y --length-column z", None),
+    ],
+)
+def test_flags_of_other_tasks(flags: str, unused: str | None) -> None:
+    args = parse_arguments(flags.split())
+    found = describe_unused_flags(args, get_task(args.task or ""))
+    assert found == (unused and f"{unused} question_answering.")

@@ -780,6 +780,8 @@ def test_packing_that_pads_more_than_no_packing_says_so(caplog: pytest.LogCaptur
         return caplog.text
 
     assert "--packing adds padding to train" not in pack([2, 8, 5, 5])
+    # Nothing but the last row is padded, and longer rows would be padded more.
+    assert "--packing adds padding to train" not in pack([5, 5, 5])
     # 6 and 4 fill a row of ten, and the other sixes are padded to ten.
     said = pack([6, 6, 6, 4])
     assert "--packing adds padding to train" in said

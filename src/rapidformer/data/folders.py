@@ -16,7 +16,7 @@ from rapidformer.data.files import (
 from rapidformer.data.splits import get_split_name, name_splits
 from rapidformer.errors import DataError
 from rapidformer.hub import list_names
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -62,7 +62,7 @@ def load_named_files(files: Sequence[Path], cache_dir: str | None) -> dict[str, 
             by_split.setdefault(split, []).append(path)
     if unnamed and by_split:
         names = ", ".join(path.name for path in unnamed)
-        get_logger().warning("%s: no split in the name, so not used (train, valid, test).", names)
+        warn("%s: no split in the name, so not used (train, valid, test).", names)
     elif unnamed:
         by_split["train"] = unnamed
     return {split: load_split(paths, cache_dir) for split, paths in by_split.items()}

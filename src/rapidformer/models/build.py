@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.log import get_logger, warn_once
+from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.adapter_folder import (
     find_files,
     is_adapter_folder,
@@ -233,10 +233,9 @@ def _warn_of_ignored_flags(model: nn.Module, args: Any, location: str) -> None:
 
 
 def _report_fresh_weights(report: dict[str, Any], location: str) -> None:
-    logger = get_logger()
     mismatched = [_describe_mismatch(entry) for entry in report.get("mismatched_keys", ())]
     if mismatched:
-        logger.warning(
+        warn(
             "Weights of %s whose shape does not fit this task are newly initialised: %s.",
             location,
             "; ".join(sorted(mismatched)),
@@ -244,7 +243,9 @@ def _report_fresh_weights(report: dict[str, Any], location: str) -> None:
     missing = sorted(report.get("missing_keys", ()))
     if missing:
         names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
-        logger.info("Weights that %s does not have are newly initialised: %s.", location, names)
+        get_logger().info(
+            "Weights that %s does not have are newly initialised: %s.", location, names
+        )
 
 
 def _describe_mismatch(entry: Any) -> str:

@@ -10,7 +10,7 @@ import difflib
 from typing import Any
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 from rapidformer.models.adapter_folder import find_files
 from rapidformer.models.location import (
     check_folder,
@@ -142,7 +142,7 @@ def _set_sizes(config: Any, args: Any) -> None:
         sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
     for flag, value in sizes.items():
         if value is not None and not _own(config, _SIZES[flag]):
-            get_logger().warning(
+            warn(
                 "--%s has no effect: %s models have no such size.",
                 flag.replace("_", "-"),
                 config.model_type,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.errors import ModelError
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 from rapidformer.models.weight_names import NameDifferences, Shape, hide_numbers
 
 # Some classes of a family have it and others do not, with the same trunk.
@@ -56,9 +56,7 @@ def check_names(
             f"{text}:{differences.describe()}\nChoose the model that they belong to, or pass "
             "--allow-partial-load to load only what matches; the rest starts from fresh values."
         )
-    get_logger().warning(
-        f"{text}, and are loaded in part (--allow-partial-load):{differences.describe()}"
-    )
+    warn(f"{text}, and are loaded in part (--allow-partial-load):{differences.describe()}")
 
 
 def _find_differences(report: dict[str, Any], trunk: Trunk) -> NameDifferences:

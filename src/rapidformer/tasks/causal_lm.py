@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import get_logger, warn_once
+from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.chat_columns import (
     CONTEXT,
@@ -248,8 +248,8 @@ def _pack(rows: Any, split: str, length: int) -> Any:
         "padded to the longest)",
         split, f"{len(lengths):,}", f"{len(packed):,}", 100 * padding, 100 * unpacked,
     )  # fmt: skip
-    if padding > unpacked:
-        get_logger().warning(
+    if padding > unpacked and 2 * longest > length:  # else it is only the last row
+        warn(
             "--packing adds padding to %s (%.1f%% instead of %.1f%%): the examples are about as "
             "long as the rows. Omit it, or use a --seq-length of at least %d.",
             split, 100 * padding, 100 * unpacked, 2 * longest,

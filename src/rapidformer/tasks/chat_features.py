@@ -19,7 +19,7 @@ import numpy as np
 
 from rapidformer.data.packing import IGNORED_LABEL
 from rapidformer.errors import DataError, ModelError
-from rapidformer.log import get_logger, warn_once
+from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.chat_columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat_template import ChatTemplate, Span, choose_template
 from rapidformer.tasks.chat_turns import (
@@ -244,7 +244,7 @@ def _report_dropped(reasons: Sequence[str], split: str) -> None:
     if all(reasons):
         raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown)}.")
     for reason, rows in by_reason.items():
-        get_logger().warning(
+        warn(
             "%s: dropped %d of %d examples: %s (%s)",
             split, len(rows), len(reasons), reason, name_rows(rows),
         )  # fmt: skip
@@ -266,7 +266,7 @@ def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
         split, f"{len(features):,}", what, how, f"{tokens:,}", 100 * trained / tokens, which,
     )  # fmt: skip
     if cut:
-        get_logger().warning(
+        warn(
             "%s: %d of %d examples are longer than %d tokens and were cut (--seq-length)",
             split, cut, len(features), encoder.length,
         )  # fmt: skip
@@ -277,7 +277,7 @@ def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
     tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
     # The first token of a row is never a label.
     if not encoder.trains_on_prompts and trained == tokens - len(features):
-        get_logger().warning(
+        warn(
             "%s: every token is trained on, the prompts too, although only answers should be: "
             "check the {%% generation %%} marks of the chat template, or state that this is meant "
             "with --train-on-prompts. `rapidformer data show` shows the labels.",
@@ -292,7 +292,7 @@ def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
             if cut == len(features)
             else "the chat template does not close its answers with it"
         )
-        get_logger().warning(
+        warn(
             "%s: the token that ends an answer, %r, is never trained on, so the model will not "
             "learn to stop; %s. `rapidformer data show` shows the labels.",
             split, encoder.tokenizer.convert_ids_to_tokens(end), reason,

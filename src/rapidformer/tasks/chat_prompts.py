@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn
 from rapidformer.tasks.chat_columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat_features import (
     ChatEncoder,
@@ -113,7 +113,7 @@ def _encode_prompts(
         ids = tokenize(texts, encoder.tokenizer)
     too_long = [n + 1 for n, row in zip(indices, ids, strict=True) if len(row) > encoder.length]
     if too_long:
-        get_logger().warning(
+        warn(
             "input, %s: longer than %d tokens, which leaves no room for the answer: the beginning "
             "is cut off",
             name_rows(too_long),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 from rapidformer.tasks.label_space import LabelSpace, ModelClasses
 from rapidformer.tasks.rows import get_column, get_column_names
 
@@ -82,7 +82,7 @@ def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None
     else:
         why = f"the labels of {split} in the column {column} are whole, but each is written as"
         others = ""
-    get_logger().warning(
+    warn(
         f"{why} a fraction{others}, so the model learns a number for each row (regression). Write "
         "classes as whole numbers (0, 1, ...) or names; --problem-type regression confirms numbers."
     )

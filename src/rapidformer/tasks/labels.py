@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 from rapidformer.tasks.label_checks import (
     check_contradiction,
     check_count,
@@ -187,7 +187,7 @@ def _at_least_two(names: tuple[str, ...]) -> tuple[str, ...]:
     """Add a second class, because a head with one output would mean regression."""
     if len(names) > 1:
         return names
-    get_logger().warning("All rows have the same label, %s: there is nothing to learn.", names[0])
+    warn("All rows have the same label, %s: there is nothing to learn.", names[0])
     return (*names, f"not {names[0]}")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
+from rapidformer.log import warn, warn_once
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluating import measure
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.unused_flags import describe_unused_flags
 from rapidformer.training.finetuner import Finetuner
 from rapidformer.training.loop import Metrics
 
@@ -36,7 +37,7 @@ class TaskFinetuner(Finetuner):
         self.best_metric, self.greater_is_better = self.task.get_best_metric(prepared)
         validation = prepared.validation if prepared.is_labelled("validation") else None
         if validation is None:
-            get_logger().warning(
+            warn(
                 "there is no labelled validation split: the model is not evaluated, and only the "
                 "last one is saved. --validation-split 0.1 holds out rows for validation."
             )
@@ -71,4 +72,8 @@ class TaskFinetuner(Finetuner):
 
 def train_task(engine: RapidformerEngine) -> dict[str, float]:
     """Fine-tune on the task that ``--task`` names."""
-    return TaskFinetuner(engine, get_task(engine.args.task or "")).train()
+    task = get_task(engine.args.task or "")
+    unused = describe_unused_flags(engine.args, task)
+    if unused is not None:
+        warn_once(unused)
+    return TaskFinetuner(engine, task).train()

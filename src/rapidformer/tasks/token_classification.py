@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
+from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
 
@@ -288,7 +288,7 @@ def _drop_empty(features: Any) -> Any:
     dropped = len(features) - len(keep)
     if not dropped:
         return features
-    get_logger().warning("train: dropped %d rows without words.", dropped)
+    warn("train: dropped %d rows without words.", dropped)
     if hasattr(features, "select"):
         return features.select(keep)
     return RowList(features[index] for index in keep)

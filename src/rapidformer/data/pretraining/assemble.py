@@ -28,7 +28,7 @@ from rapidformer.data.pretraining.recipes import (
 )
 from rapidformer.data.pretraining.split import SPLIT_NAMES, SplitRange, parse_split, split_ranges
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn
 
 Prefix = str | Path | Sequence[str]
 Counts = Sequence[int | None]
@@ -202,9 +202,7 @@ class _Builder:
         used = [(part, split) for part, split in found if split.stop > split.start]
         if len(used) < len(found) and used:
             missing = ", ".join(part.prefix for part, split in found if split.stop == split.start)
-            get_logger().warning(
-                "%s: %s has no documents in this split and is left out of it.", name, missing
-            )
+            warn("%s: %s has no documents in this split and is left out of it.", name, missing)
         if not used:
             return None
         if len(parts) == 1:
