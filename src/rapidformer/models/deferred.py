@@ -62,7 +62,7 @@ def splits_weights(args: Any) -> bool:
         args.pipeline_model_parallel_size,
         args.expert_model_parallel_size,
     )
-    return args.zero_stage == 3 or max(sizes) > 1
+    return bool(args.zero_stage == 3) or max(sizes) > 1
 
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:
