@@ -205,8 +205,9 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
             )
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
+    datasets = import_datasets()
     try:
-        return import_datasets().Dataset.from_dict(columns)
+        return datasets.Dataset.from_dict(columns)
     except Exception as error:  # Arrow raises several kinds of error for a column of mixed types
         raise DataError(_describe_mixed_column(columns, path, error)) from error
 
