@@ -185,19 +185,6 @@ def make_leaves() -> list[torch.Tensor]:
     return [x.clone().requires_grad_() for x in (ROWS, TABLE, bias)]
 
 
-class OwnLoss(torch.autograd.Function):
-    """A user's function, which torch calls without asking the tensors that it gets."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        ctx.shape = logits.shape
-        return logits.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return (gradient + torch.zeros(ctx.shape)).contiguous()
-
-
 def measure_after_looking(model: Any, mode: Any) -> torch.Tensor:
     outputs = model(**make_batch())
     with mode():
@@ -222,7 +209,6 @@ USES: dict[str, Any] = {
     "after no_grad": lambda model: measure_after_looking(model, torch.no_grad),
     "after inference_mode": lambda model: measure_after_looking(model, torch.inference_mode),
     "outside autocast": measure_outside_autocast,
-    "a copy": lambda model: OwnLoss.apply(model(**make_batch()).logits.clone()),
     "named arguments": lambda model: (
         model(**make_batch()).logits.mul(other=2).reshape(shape=(-1, WORDS)).pow(2).mean()
     ),
@@ -265,8 +251,6 @@ def test_a_users_hook_on_the_head_changes_the_same(watch: Any) -> None:
 def test_a_gradient_that_would_be_lost_is_refused() -> None:
     model = build("llama").eval()
     apply_fused_loss(find_head(model))
-    with pytest.raises(ConfigurationError, match=r"torch\.autograd\.Function.*--fused-loss off"):
-        OwnLoss.apply(model(**make_batch()).logits).backward()
     with pytest.raises(ConfigurationError, match=r"gradient of the logits.*--fused-loss off"):
         model(**make_batch()).logits.register_hook(lambda gradient: gradient * 2)
 

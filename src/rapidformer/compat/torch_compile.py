@@ -12,12 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._compile import _disable_dynamo as untraced
+from torch._guards import TracingContext
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
+__all__ = ["untraced"]
+
 PRIVATE_NAMES = {
+    "torch._compile._disable_dynamo": "functions that must run as they are",
+    "torch._guards.TracingContext": "tensors that must not be traced",
+    "torch._dynamo.exc.Unsupported": "the same",
     "torch._dynamo.utils.counters": "counting compiled graphs",
     "torch._dynamo.variables": "the name of a logger",
     "torch._dynamo.utils.calculate_time_spent": "the time spent on compiling",
@@ -50,6 +57,18 @@ _KNOWN_OPERATORS = {"aten", "prims", "_c10d_functional", "rapidformer"}
 Backend = str | Callable[..., Any]
 Rewrite = Callable[[Any], None]
 """Changes a traced graph in place."""
+
+
+def is_tracing() -> bool:
+    """Whether this thread is tracing code for ``torch.compile``."""
+    return TracingContext.try_get() is not None
+
+
+def break_graph(reason: str) -> NoReturn:
+    """Leave the code that is being traced uncompiled."""
+    from torch._dynamo.exc import Unsupported
+
+    raise Unsupported(reason)
 
 
 def count_graphs() -> int:

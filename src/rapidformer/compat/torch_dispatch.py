@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -15,9 +17,11 @@ PRIVATE_NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode": "recording how a model is built",
     "torch.utils._pytree.tree_leaves": "tensors in nested arguments of an operator",
     "torch.utils._pytree.tree_map_only": "replacing tensors in nested arguments",
+    "torch.autograd.function._SingleLevelFunction": "arguments of custom autograd functions",
     "torch._ops.OpOverload._schema": "which arguments an operator writes into",
     "torch._C.DisableTorchFunction": "seeing recorded tensors unchanged",
     "torch._C._current_graph_task_id": "distinguishing a recomputed block from a first pass",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "a loss inside a checkpoint",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
     "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
     "torch.ops.aten._grouped_mm": "what selective recompute keeps",
@@ -54,3 +58,24 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def is_in_backward() -> bool:
     """Whether a backward pass is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether something, such as a checkpoint, handles the tensors that autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> None:
+    """From now on, every ``torch.autograd.Function`` gets its arguments of this type converted.
+
+    Such functions bypass ``__torch_function__``. ``convert`` gets the function's class and one
+    argument. A script may keep ``MyFunction.apply`` before this runs. So ``Function.apply`` is not
+    replaced; the class below it, which has no ``apply`` of its own, gets one that converts first.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, kind) for each in args):
+            args = tuple(convert(cls, each) if isinstance(each, kind) else each for each in args)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]

@@ -4,22 +4,39 @@ In training, the head returns ``DeferredLogits``. They know their shape, record 
 shifting and scaling that models and losses do, and compute a cross entropy chunk by chunk. Any
 other operation computes all of them, as the head would have. So a model's own loss, a user's loss
 over ``outputs.logits`` and an accuracy printed now and then all work unchanged.
+
+Logits and their views are computed together, as real views of each other: whatever changes one of
+them in place changes the others, as it would without this switch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
 from rapidformer.accel.watched import is_from_user
-from rapidformer.compat.torch_dispatch import tree_map_only
-from rapidformer.compat.torch_tensors import FACTS
+from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
+from rapidformer.compat.torch_dispatch import (
+    convert_function_arguments,
+    has_saved_tensor_hooks,
+    tree_leaves,
+    tree_map_only,
+    without_torch_function,
+)
+from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.compat.torch_tensors import FACTS, count_changes, get_storage_key
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import say_once
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""
@@ -29,11 +46,46 @@ ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
 
 
 class Head:
-    """The two ways to use a linear head."""
+    """The two ways to use a linear head, while its inputs are those of its call."""
 
-    def __init__(self, compute: Callable[[Tensor], Tensor], compute_loss: ComputeLoss) -> None:
+    def __init__(
+        self, module: nn.Linear, compute: Callable[[Tensor], Tensor], hidden: Tensor
+    ) -> None:
+        self.compute_loss: ComputeLoss = module
         self.compute = compute
-        self.compute_loss = compute_loss
+        self._module = module
+        self._versions = [(each, count_changes(each)) for each in (hidden, *self._list_weights())]
+        self._is_outdated = False
+        _heads.add(self)
+
+    def note_step(self, stepped: set[int]) -> None:
+        """Note that an optimizer has changed the parameters with these ids."""
+        # Looked up now: a sharded weight is another object between calls.
+        self._is_outdated |= any(id(each) in stepped for each in self._list_weights())
+
+    def check_inputs(self) -> None:
+        """Refuse to compute from weights or hidden states that are no longer the same."""
+        is_changed = any(count_changes(each) != version for each, version in self._versions)
+        if self._is_outdated or is_changed:
+            raise ConfigurationError(
+                "The logits were asked for after the weights or hidden states that they are "
+                "computed from had changed, by an optimizer step for example. Ask before, or set "
+                "--fused-loss off."
+            )
+
+    def _list_weights(self) -> list[Tensor]:
+        return [each for each in get_parameter_table(self._module).values() if each is not None]
+
+
+_heads: weakref.WeakSet[Head] = weakref.WeakSet()
+"""Those whose logits still exist."""
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Not by their versions: torch's fused optimizers do not count their changes.
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for head in _heads:
+        head.note_step(stepped)
 
 
 class DeferredLogits(torch.Tensor):
@@ -43,6 +95,13 @@ class DeferredLogits(torch.Tensor):
     _hidden: Tensor
     """Same shape as the logits, except for the last dimension."""
     _steps: tuple[Step, ...]
+    _layout: Tensor
+    """A tensor on the meta device with the strides that the logits will have."""
+    _has_gradient: bool
+    """False if they were derived under ``no_grad``."""
+    _viewed: tuple[DeferredLogits, Step] | None
+    """What these logits are a view of, and how; None if they have their own memory."""
+    _views: list[weakref.ref[DeferredLogits]]
     _computed: Tensor | None
     _is_followed: bool
     """Whether something was derived without computing the logits: it is too late for hooks then."""
@@ -54,74 +113,142 @@ class DeferredLogits(torch.Tensor):
         output of the model, to gather weights.
         """
         self._is_followed = True
-        hidden: Tensor = _Through.apply(self._hidden, self)  # type: ignore[no-untyped-call]
-        return hidden
+        return self._pass_hidden()
 
     def compute(self) -> Tensor:
         """The logits as a plain tensor, with their gradient."""
-        if self._computed is not None:
-            return self._computed
-        # With a gradient even under no_grad: the result is kept, and a loss may use it later.
-        with torch.enable_grad():
-            logits = self._head.compute(_Through.apply(self._hidden, self))  # type: ignore[no-untyped-call]
+        if self._computed is None and self._viewed is not None:
+            self._viewed[0].compute()
+        elif self._computed is None:
+            self._keep(self._run_head())
+        assert self._computed is not None
+        return self._computed
+
+    def _run_head(self) -> Tensor:
+        # With a gradient even under no_grad: the result is kept, and a loss may use it later. Saved
+        # tensors bypass hooks for the same reason: a checkpointed loss that computes the logits
+        # finds them computed when it runs again.
+        unhooked = saved_tensors_hooks(lambda x: x, lambda x: x)
+        with _set_gradient(self._has_gradient), unhooked:
+            logits = self._head.compute(self._pass_hidden())
             for step in self._steps:
                 logits = step(logits)
-        if not torch.is_inference_mode_enabled():
-            self._computed = logits
         return logits
+
+    def _keep(self, logits: Tensor) -> None:
+        """Keep computed logits, and give every view its part of them."""
+        self._computed = logits
+        for view in (reference() for reference in self._views):
+            if view is None or view._viewed is None:
+                continue
+            with _set_gradient(view._has_gradient):
+                view._keep(view._viewed[1](logits))
+
+    def _pass_hidden(self) -> Tensor:
+        self._head.check_inputs()
+        if not self._hidden.requires_grad:
+            return self._hidden
+        with without_torch_function():
+            logits = self.as_subclass(Tensor)
+        hidden: Tensor = _Through.apply(self._hidden, logits)  # type: ignore[no-untyped-call]
+        return hidden
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_tracing():
+            break_graph("deferred logits (--fused-loss)")
         if func in FACTS or (func is Tensor.register_hook and not is_from_user(args[1])):
             return super().__torch_function__(func, types, args, kwargs)
-        if func in (Tensor.register_hook, Tensor.retain_grad) and args[0]._is_followed:
-            raise ConfigurationError(
-                "The gradient of the logits was asked for, but their loss was computed without "
-                "them. Set --fused-loss off."
-            )
+        if func in _NEED_GRADIENT:
+            _check_gradient(args[_NEED_GRADIENT[func] :])
         follow = _FOLLOWED.get(func)
         if follow is not None and args and isinstance(args[0], cls) and args[0]._computed is None:
-            result = follow(func, *args, **kwargs)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and args[0]._has_gradient):
+                result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def defer(
-    head: Head, hidden: Tensor, width: int, dtype: torch.dtype, steps: tuple[Step, ...] = ()
-) -> DeferredLogits:
+@contextmanager
+def _set_gradient(is_on: bool) -> Iterator[None]:
+    """Set autograd's mode, whatever it was when the logits turned out to be needed."""
+    with torch.inference_mode(False), torch.set_grad_enabled(is_on):
+        yield
+
+
+_NEED_GRADIENT = {Tensor.register_hook: 0, Tensor.retain_grad: 0, torch.autograd.grad: 1}
+"""Functions that need the gradient of logits, mapped to the position of the first such argument."""
+
+
+def _check_gradient(given: Any) -> None:
+    """Refuse to compute the gradient of logits whose loss has been computed without them."""
+    if any(isinstance(x, DeferredLogits) and x._is_followed for x in tree_leaves(given)):
+        raise ConfigurationError(
+            "The gradient of the logits was asked for, but their loss was computed without "
+            "them. Set --fused-loss off."
+        )
+
+
+def defer(head: Head, hidden: Tensor, width: int, dtype: torch.dtype) -> DeferredLogits:
     """The outputs of ``head`` for ``hidden``, not computed yet."""
-    # One value, expanded, takes no memory. Only autograd sees it, to run hooks.
-    stand_in = _StandIn.apply(hidden, width, dtype)  # type: ignore[no-untyped-call]
+    layout = torch.empty(*hidden.shape[:-1], width, dtype=dtype, device="meta")
+    return _build(head, hidden, layout, ())
+
+
+def _build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) -> DeferredLogits:
+    # Only autograd sees the stand-in, to run hooks. The logits have a gradient even if only the
+    # head is trained.
+    anchor = hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_()
+    stand_in = _StandIn.apply(anchor, layout, hidden.device)  # type: ignore[no-untyped-call]
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits._head, logits._hidden, logits._steps = head, hidden, steps
+    logits._layout, logits._has_gradient = layout, torch.is_grad_enabled()
+    logits._viewed, logits._views = None, []
     logits._computed, logits._is_followed = None, False
     return logits
+
+
+@cache
+def watch_torch() -> None:
+    """See what bypasses ``__torch_function__``: custom autograd functions and optimizer steps."""
+    convert_function_arguments(DeferredLogits, _compute_for_function)
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _compute_for_function(function: type, logits: DeferredLogits) -> Tensor:
+    say_once(
+        f"--fused-loss: {function.__name__}, a torch.autograd.Function, needs all logits, so they "
+        "are computed as without the switch."
+    )
+    return logits.compute()
 
 
 class _StandIn(torch.autograd.Function):
     """A tensor with the logits' shape and place in the autograd graph, but without values."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        value = torch.full((), float("nan"), dtype=dtype, device=hidden.device)
-        return value.expand(*hidden.shape[:-1], width)
+    def forward(ctx: Any, anchor: Tensor, layout: Tensor, device: torch.device) -> Tensor:
+        # One value, expanded, takes no memory.
+        return torch.full((), float("nan"), dtype=layout.dtype, device=device).expand(layout.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        # ``_Through`` sends one zero, expanded. Any other gradient comes from a custom autograd
-        # function, which bypasses ``__torch_function__`` and took this for real logits.
+        # ``_Through`` sends one zero, expanded. Any other gradient comes from code that bypasses
+        # ``__torch_function__`` and took this for real logits.
         if any(gradient.stride()) and bool(gradient.any()):
             raise ConfigurationError(
-                "The logits were used by a torch.autograd.Function, which --fused-loss cannot "
-                "follow. Pass it a copy, outputs.logits.clone(), or set --fused-loss off."
+                "The logits were used by torch.func (vmap, grad) or a compiled extension, which "
+                "--fused-loss cannot follow. Pass it a copy, outputs.logits.clone(), or set "
+                "--fused-loss off."
             )
         return None, None, None
 
@@ -160,6 +287,10 @@ def _compute_loss(
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
     if not is_plain or not is_labelled or logits.dim() != 2 or reduction not in ("mean", "sum"):
         return NotImplemented
+    # A checkpoint runs a loss twice and must save the same both times, even if the logits were
+    # computed in between.
+    if has_saved_tensor_hooks():
+        return NotImplemented
     # Widening to fp32 is not a step: the loss is computed in fp32 anyway.
     steps = () if set(logits._steps) <= {Tensor.float} else logits._steps
     recipe = Recipe(ignore_index=ignore_index, label_smoothing=label_smoothing, steps=steps)
@@ -167,25 +298,26 @@ def _compute_loss(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _reshape(func: Any, logits: DeferredLogits, *shape: Any, **kwargs: Any) -> Any:
+def _reshape(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     """``view`` and ``reshape``, if they keep the last dimension."""
-    sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else [*shape]
-    width = logits.shape[-1]
-    rows = logits._hidden.shape[:-1].numel()
-    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+    if not args or not isinstance(args[0], (int, tuple, list)) or kwargs:
         return NotImplemented
-    if sizes[-1] == -1:
-        known = -torch.Size(sizes).numel()
-        sizes[-1] = width if known and rows == known else 0
-    if sizes[-1] != width:
+    layout = func(logits._layout, *args)
+    if not layout.dim() or layout.shape[-1] != logits.shape[-1]:
         return NotImplemented
-    return _replace(logits, func(logits.get_hidden(), [*sizes[:-1], logits._hidden.shape[-1]]))
+    # Not ``func``: hidden states need not have the logits' strides.
+    hidden = logits.get_hidden().reshape(*layout.shape[:-1], logits._hidden.shape[-1])
+    return _move(logits, hidden, lambda x: func(x, *args))
 
 
 def _flatten(func: Any, logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if end_dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
-    return _replace(logits, func(logits.get_hidden(), start_dim, end_dim))
+    return _move(
+        logits,
+        func(logits.get_hidden(), start_dim, end_dim),
+        lambda x: func(x, start_dim, end_dim),
+    )
 
 
 def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
@@ -197,53 +329,55 @@ def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
     touches_words = len(slices) == logits.dim() or Ellipsis in parts[:-1]
     if touches_words and slices[-1:] != [slice(None)]:
         return NotImplemented
-    return _replace(logits, logits.get_hidden()[index])
+    return _move(logits, logits.get_hidden()[index], lambda x: x[index])
 
 
 def _make_contiguous(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    if logits._hidden.is_contiguous():
+    if logits._layout.is_contiguous():
         return logits
-    return _replace(logits, logits.get_hidden().contiguous())
+    return _move(logits, logits.get_hidden().contiguous(), Tensor.contiguous)
 
 
 def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     """``float`` and ``to``: note the cast as a step."""
     # Try the call on one element, to see which dtype and device it asks for.
-    kind = func(torch.empty((), dtype=logits.dtype, device=logits.device), *args, **kwargs)
-    if kind.device != logits.device or kind.dtype not in DTYPES:
-        return NotImplemented
-    if kind.dtype == logits.dtype:
+    element = torch.empty((), dtype=logits.dtype, device=logits.device)
+    kind = func(element, *args, **kwargs)
+    if kind is element:
         return logits
+    if kind.device != logits.device or kind.dtype not in DTYPES or kind.dtype == logits.dtype:
+        return NotImplemented
     is_widened = kind.dtype == torch.float32
-    return _replace(
-        logits,
-        dtype=kind.dtype,
-        step=Tensor.float if is_widened else lambda x: x.to(kind.dtype),
-    )
+    step = Tensor.float if is_widened else lambda x: x.to(kind.dtype)
+    return _change(logits, step, kind.dtype)
 
 
 def _scale(func: Any, logits: DeferredLogits, factor: Any = None, **kwargs: Any) -> Any:
     if not isinstance(factor, (int, float)) or kwargs:
         return NotImplemented
-    return _replace(logits, step=lambda x: func(x, factor))
+    return _change(logits, lambda x: func(x, factor))
 
 
 def _apply_tanh(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _replace(logits, step=func)
+    return NotImplemented if kwargs else _change(logits, func)
 
 
-def _replace(
-    logits: DeferredLogits,
-    hidden: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    step: Step | None = None,
-) -> DeferredLogits:
-    hidden = logits.get_hidden() if hidden is None else hidden
-    steps = logits._steps if step is None else (*logits._steps, step)
-    return defer(logits._head, hidden, logits.shape[-1], dtype or logits.dtype, steps)
+def _move(logits: DeferredLogits, hidden: Tensor, look: Step) -> DeferredLogits:
+    """Logits in another shape, or some of their rows: a view or a copy, as torch decides."""
+    layout = look(logits._layout)
+    moved = _build(logits._head, hidden, layout, logits._steps)
+    if get_storage_key(layout) == get_storage_key(logits._layout):
+        moved._viewed = logits, look
+        logits._views.append(weakref.ref(moved))
+    return moved
+
+
+def _change(logits: DeferredLogits, step: Step, dtype: torch.dtype | None = None) -> Tensor:
+    """Logits after one more step, in memory of their own."""
+    layout = torch.empty_like(logits._layout, dtype=dtype)
+    return _build(logits._head, logits.get_hidden(), layout, (*logits._steps, step))
 
 
 _FOLLOWED: dict[Any, Callable[..., Any]] = {

@@ -23,7 +23,7 @@ from rapidformer.accel.fused_loss.chunked import (
     get_compute_type,
     sum_losses,
 )
-from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer
+from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer, watch_torch
 from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
@@ -105,6 +105,7 @@ def apply_fused_loss(
     gather: Callable[[Tensor], Tensor] = gather_with_gradient,
 ) -> None:
     """Defer this head's outputs in training."""
+    watch_torch()
     extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
 
 
@@ -122,10 +123,11 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         if labels is None and not is_wanted:
             dtype = get_compute_type(hidden)
             if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
-                head = Head(functools.partial(self, is_wanted=True), self)
-                width = self.out_features if words is None else words.length
                 # Cast now: autocast may have ended when the logits are needed.
-                return defer(head, hidden.to(dtype), width, dtype)
+                hidden = hidden.to(dtype)
+                head = Head(self, functools.partial(self, is_wanted=True), hidden)
+                width = self.out_features if words is None else words.length
+                return defer(head, hidden, width, dtype)
             result: Tensor = cls.forward(self, hidden)
             return result
         weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
@@ -165,6 +167,8 @@ def _read(
 
 
 def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
+    if torch.compiler.is_compiling():
+        return False
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     # A user's hook must see the head called once, with real outputs.
     return is_trained and dtype in DTYPES and not find_watched({"head": head})
