@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import CheckpointError, ModelError
+from rapidformer.models.adapter_config import to_text
 from rapidformer.models.adapter_folder import load_adapter
-from rapidformer.models.adapters import Adapter, to_text
+from rapidformer.models.adapters import Adapter
 
 IDS = torch.arange(8)[None]
 

@@ -188,6 +188,10 @@ def test_verbs_in_one_process_use_what_was_trained(place: Path, caplog: Any) -> 
     trainer.finetune()
     after = trainer.evaluate()
     assert after["loss"] < before["loss"] and after["PPL"] < before["PPL"]
+    typing = Trainer(arguments, "text_generation", "gpt2", None, "trian", "evla")
+    with pytest.raises(ConfigurationError, match=r"trian: no such .*\n.*evla: no such"):
+        typing.finetune()
+    assert not (place / "output" / "previous").exists(), "the earlier run stays where it is"
     trainer.finetune(finetune_checkpoint=True)
     assert (place / "output" / "previous" / "last").is_dir()
     assert trainer.evaluate()["loss"] < after["loss"]

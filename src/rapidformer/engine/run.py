@@ -52,7 +52,7 @@ from rapidformer.dist.topology import build_topology
 from rapidformer.engine.own_loop import OwnLoop
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import configure_logging, warn_once
-from rapidformer.models.adapters import to_text
+from rapidformer.models.adapter_config import to_text
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 from rapidformer.timers import Timers

@@ -9,8 +9,6 @@ were, and every switch sees a model with frozen weights. Only methods that prepe
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,19 +18,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.log import warn_once
+from rapidformer.models.adapter_config import build_config
+from rapidformer.models.adapter_targets import (
+    check_called,
+    choose_targets,
+    forget_excluded,
+    list_layers,
+    list_uncalled,
+)
 from rapidformer.overlay import extend
 
 if TYPE_CHECKING:
     from torch import nn
 
-ALL_LINEAR = "all-linear"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before the names of a model's weights in an adapter's file."""
 _MOST_TARGETS = 8
-_PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
 _TASK_TYPES = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
@@ -40,12 +43,6 @@ _TASK_TYPES = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
-}
-# Heads that peft trains and saves whole, by task.
-_HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
-    "QUESTION_ANS": ("qa_outputs",),
 }
 
 
@@ -109,42 +106,6 @@ def describe_trained(trained: int, total: int) -> str:
     return f"trainable {trained:,} of {total:,} parameters ({100 * trained / max(total, 1):.2f} %)"
 
 
-# ---- from settings to adapters -------------------------------------------------------------------
-
-
-def build_config(args: Any) -> Any | None:
-    """peft's configuration of the adapters that the settings ask for; None without any."""
-    if args.peft_config is not None:
-        return _read_config(args.peft_config)
-    if args.lora_rank is None:
-        return None
-    from peft import LoraConfig
-
-    alpha = args.lora_alpha or 2 * args.lora_rank
-    return LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=_read_targets(args.lora_target_modules),
-        use_dora=args.use_dora,
-    )
-
-
-def to_text(config: Any) -> str:
-    """A configuration object as the text that ``--peft-config`` takes."""
-    values = {
-        name: sorted(value) if isinstance(value, set) else value
-        for name, value in config.to_dict().items()
-    }
-    try:
-        return json.dumps(values)
-    except TypeError as reason:
-        raise ConfigurationError(
-            f"peft_config: {type(config).__name__} holds something that cannot be saved: {reason}. "
-            "Pass the model itself instead: get_peft_model(model, config)."
-        ) from None
-
-
 def add_adapters(model: nn.Module, args: Any, *, fresh: Sequence[str] = ()) -> nn.Module:
     """The model with the adapters of the settings; as it is if it has some, or none are wanted.
 
@@ -166,22 +127,19 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
     if config.task_type is None:
         config.task_type = _find_task_type(model)
     if not config.is_prompt_learning:
-        _choose_targets(model, config)
-        if getattr(config, "target_modules", None) == ALL_LINEAR:
-            _exclude(config, _list_uncalled(model))
-        _train_fresh(config, fresh)
+        choose_targets(model, config, fresh)
     elif config.task_type is None:
         raise ConfigurationError(
             f"{config.peft_type.value} needs a language model or a classifier of transformers; "
             f"{type(model).__name__} is neither. Use --lora-rank instead."
         )
-    uncalled = _list_uncalled(model)
+    uncalled = list_uncalled(model)
     with _explain(model, config):
         adapted = get_peft_model(model, config)
     inner = get_inner(adapted)
     if uncalled:
-        _check_called(inner, uncalled)
-        _forget_excluded(config, adapted)
+        check_called(inner, uncalled)
+        forget_excluded(config, adapted)
     return inner
 
 
@@ -278,110 +236,9 @@ def _find_active(model: Any, first: str) -> str:
     return next((names[0] for names in found if isinstance(names, list) and names), first)
 
 
-def _read_targets(given: list[str] | None) -> str | list[str] | None:
-    if not given or len(given) > 1:
-        return given or None
-    is_pattern = given[0] == ALL_LINEAR or not _PATTERN_CHARACTERS.isdisjoint(given[0])
-    return given[0] if is_pattern else given
-
-
-def _read_config(source: str) -> Any:
-    from peft import PeftConfig
-
-    text, place = source, "--peft-config"
-    if not source.lstrip().startswith("{"):
-        text, place = Path(source).expanduser().read_text(encoding="utf-8"), source
-    try:
-        values = json.loads(text)
-        values.pop("peft_version", None)
-        _check_type(values.get("peft_type"), place)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            config = PeftConfig.from_peft_type(**values)
-    except (ValueError, TypeError, KeyError) as reason:
-        raise ConfigurationError(f"{place} is not a configuration of peft: {reason}.") from None
-    for each in caught:
-        warn_once(f"{place}: {each.message}")
-    return config
-
-
-def _check_type(given: Any, place: str) -> None:
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    known = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
-    if given is not None and given not in known:
-        near = difflib.get_close_matches(str(given).upper(), known, n=1)
-        raise ConfigurationError(
-            f"{place}: peft has no peft_type {given!r}."
-            + (f" Did you mean {near[0]}?" if near else "")
-            + f" It has {', '.join(known)}."
-        )
-
-
 def _find_task_type(model: nn.Module) -> str | None:
     name = type(model).__name__
     return next((kind for ending, kind in _TASK_TYPES.items() if name.endswith(ending)), None)
-
-
-def _choose_targets(model: Any, config: Any) -> None:
-    """peft knows which layers are usual for an architecture; for others, all linear ones."""
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    is_lora = config.peft_type.value == "LORA"
-    named = (config.target_modules, getattr(config, "target_parameters", None))
-    if is_lora and not any(named) and kind not in KNOWN:
-        config.target_modules = ALL_LINEAR
-
-
-def _list_uncalled(model: nn.Module) -> list[str]:
-    """Layers whose weights are read by the module around them, so that an adapter never runs."""
-    from torch import nn
-
-    return [
-        f"{name}.out_proj".removeprefix(".")
-        for name, module in model.named_modules()
-        if type(module) is nn.MultiheadAttention
-    ]
-
-
-def _check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
-    """Refuse adapters without effect."""
-    modules = dict(model.named_modules())
-    idle = [name for name in uncalled if hasattr(modules.get(name), "base_layer")]
-    if idle:
-        raise ModelError(
-            f"an adapter of {idle[0]} would never be trained: nn.MultiheadAttention does not call "
-            "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
-            f"the module around it: {idle[0].split('.')[-2:][0]}."
-        )
-
-
-def _forget_excluded(config: Any, adapted: Any) -> None:
-    """Name no targets of which every layer was excluded: they are shown at start-up."""
-    adapted_layers = [f".{name}" for name in getattr(adapted, "targeted_module_names", ())]
-    if adapted_layers and isinstance(config.target_modules, set):
-        config.target_modules = {
-            target
-            for target in config.target_modules
-            if any(name.endswith(f".{target}") for name in adapted_layers)
-        }
-
-
-def _train_fresh(config: Any, fresh: Sequence[str]) -> None:
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
-    heads = _HEADS.get(config.task_type, ())
-    added = [name for name in modules if name and not set(name.split(".")) & set(heads)]
-    if not added or not hasattr(config, "modules_to_save"):
-        return
-    config.modules_to_save = [*(config.modules_to_save or ()), *added]
-    _exclude(config, added)
-
-
-def _exclude(config: Any, names: Sequence[str]) -> None:
-    """Do not adapt these modules, unless a pattern already says which not to."""
-    if names and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
-        config.exclude_modules = [*(config.exclude_modules or ()), *names]
 
 
 @contextmanager
@@ -395,15 +252,6 @@ def _explain(model: nn.Module, config: Any) -> Iterator[None]:
         text = " ".join(str(reason).split()).rstrip(".")
         raise ModelError(
             f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text}. "
-            f"Its linear and embedding layers are {_list_layers(model)}: choose with "
+            f"Its linear and embedding layers are {list_layers(model)}: choose with "
             "--lora-target-modules."
         ) from None
-
-
-def _list_layers(model: nn.Module) -> str:
-    names = {
-        name.rpartition(".")[2]: None
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D", "Embedding")
-    }
-    return ", ".join(names) or "none"

@@ -6,13 +6,13 @@
     trainer.finetune()     # from the model's weights
 
 A model instance with data sets of its own runs as Hugging Face's trainer does. Everything else is
-settings of a task, and an engine is made by each verb: ``set_parallel_config`` may come at any time
-before it.
+settings of a task, and each verb builds its own engine: ``set_parallel_config`` may be called
+any time before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,12 @@ from rapidformer.config.mindformers_names import (
     PET_METHODS,
     RECOMPUTE_CONFIG,
     TASKS,
-    TRAINING_ARGUMENTS,
 )
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import configure_logging, get_logger, say_once
-from rapidformer.models.adapters import build_config
+from rapidformer.models.adapter_config import build_config
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluating import evaluate_task
 from rapidformer.tasks.mindformers_answers import read_prompts, rename_answers
@@ -45,15 +44,13 @@ from rapidformer.tasks.mindformers_calls import (
     read_generation,
 )
 from rapidformer.tasks.mindformers_run import GivenTask, is_path, measure_own
+from rapidformer.tasks.mindformers_settings import SOURCE, build_parallel_settings, check_task
 from rapidformer.tasks.predicting import predict_task
 from rapidformer.training.run_folder import BEST, LAST, set_aside
 from rapidformer.training.trainer.mindformers_arguments import MindFormersArguments
-from rapidformer.training.trainer.mindformers_context import get_context
-from rapidformer.training.trainer.settings import build_settings
 from rapidformer.training.trainer.trainer import Trainer
 from rapidformer.training.trainer.weights import load_weights
 
-_SOURCE = "Trainer"
 _NEEDS_INSTANCE = ("optimizers", "data_collator")
 Checkpoint = str | bool | None
 
@@ -187,47 +184,7 @@ class MindFormersTrainer(Trainer):
 
     def build_settings(self) -> Settings:
         """The arguments, and what ``set_parallel_config`` and ``init_context`` were given."""
-        given = {
-            name: getattr(self.args, name)
-            for name in TRAINING_ARGUMENTS
-            if getattr(self.args, name, None) is not None
-        }
-        given |= self._given_parallel | self._given_recompute
-        values = {
-            row.setting: given[name]
-            for name, row in ((n, r) for n, (_, r) in TRAINING_ARGUMENTS.items())
-            if row.outcome == "mapped" and name in given
-        }
-        context = get_context()
-        if context.device is not None or str(given.get("device_target")).upper() == "CPU":
-            values["device"] = "cpu"
-        if context.shards_optimizer:
-            values["zero_1_memory_optimization"] = True
-        if given.get("select_recompute"):
-            values |= {"checkpoint_activations": True, "recompute_granularity": "selective"}
-        self._check_widths(given, values)
-        if values.get("pipeline_model_parallel_size", 1) > 1 and given.get("micro_batch_num"):
-            values["gradient_accumulation_steps"] = given["micro_batch_num"]
-        return build_settings(self.args).replace(_SOURCE, **values)
-
-    def _check_widths(self, given: Mapping[str, Any], values: dict[str, Any]) -> None:
-        widths = {
-            name: int(given.get(name) or 1)
-            for name in ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
-        }
-        if not get_context().splits_models:
-            for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
-                         "context_parallel_size"):  # fmt: skip
-                values.pop(name, None)
-            return
-        world, product = get_world_size_from_environment(), 1
-        for width in widths.values():
-            product *= width
-        if "data_parallel" in given and product != world:
-            listed = " x ".join(f"{name} {width}" for name, width in widths.items())
-            raise ConfigurationError(
-                f"{listed} = {product}, but {world} processes run: start as many, or change one."
-            )
+        return build_parallel_settings(self.args, self._given_parallel | self._given_recompute)
 
     def _build_task_settings(self, **values: Any) -> Settings:
         if self.task_name not in TASKS:
@@ -244,7 +201,7 @@ class MindFormersTrainer(Trainer):
             if is_path(data)
         }
         known = {"task": TASKS[self.task_name], "pretrained_model_name_or_path": self._location}
-        return self.build_settings().replace(_SOURCE, **{**known, **paths, **values})
+        return self.build_settings().replace(SOURCE, **{**known, **paths, **values})
 
     def _find_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """True: the newest of this output folder; a text: a path or a model's name."""
@@ -328,12 +285,17 @@ class MindFormersTrainer(Trainer):
             raise DataError("Trainer: training needs a train_dataset.")
         if resumes:
             values["load"] = self.args.output_dir if resumes is True else str(resumes)
+        settings = self._build_task_settings(**values, **self._adapters)
+        check_task(
+            settings,
+            reads_files=is_path(self.train_dataset),
+            has_own_metrics=self.compute_metrics is not None,
+        )
         given = Path(values.get("pretrained_model_name_or_path", ""))
         if not resumes and given.parent == self._output and given.name in (BEST, LAST):
             # The earlier run of this folder is set aside before the weights are read.
             moved = given.parent / PREVIOUS / given.name
-            values["pretrained_model_name_or_path"] = str(moved)
-        settings = self._build_task_settings(**values, **self._adapters)
+            settings = settings.replace(SOURCE, pretrained_model_name_or_path=str(moved))
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
             engine.hold_folder(Path(settings.save))
