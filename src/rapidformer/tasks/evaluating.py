@@ -26,7 +26,7 @@ from rapidformer.tasks.predicting import compose_task_model
 from rapidformer.tasks.progress import show_progress
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows import take_first
-from rapidformer.training.loop import evaluate_model
+from rapidformer.training.evaluation import evaluate_model
 
 # Examples between two gatherings: enough to make them cheap, few enough to hold.
 _HELD_EXAMPLES = 1024

@@ -13,8 +13,8 @@ from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluating import measure
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.unused_flags import describe_unused_flags
+from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
-from rapidformer.training.loop import Metrics
 
 
 class TaskFinetuner(Finetuner):

@@ -16,7 +16,7 @@ from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import RapidformerError
-from rapidformer.training.loop import Evaluation, Metrics
+from rapidformer.training.evaluation import Evaluation, Metrics
 from rapidformer.training.template import Template, _missing_hook
 
 

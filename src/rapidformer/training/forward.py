@@ -11,15 +11,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from rapidformer.errors import RapidformerError
-from rapidformer.training.loop import ForwardResult
 
 Weight = float | torch.Tensor | None
 """None: the user did not say what the mean was taken over, so the batch's labels are counted."""
+
+
+class ForwardResult(NamedTuple):
+    """The result of a forward step; the engine counts a weight of None."""
+
+    loss: torch.Tensor
+    weight: float | torch.Tensor | None
+    parts: Mapping[str, tuple[torch.Tensor, float | torch.Tensor | None]] = MappingProxyType({})
+    """The parts of the loss by name, each a mean over its own weight; only for display."""
 
 
 def interpret_forward(returned: Any) -> ForwardResult:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.checkpoint.run_file import blaming
@@ -29,39 +25,19 @@ from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
+from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
 from rapidformer.training.first_labels import check_first_labels
+from rapidformer.training.forward import ForwardResult
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.graph_report import GraphReport
-from rapidformer.training.meter import Measurement, Meter
+from rapidformer.training.log_lines import LogLines
+from rapidformer.training.meter import Meter
 from rapidformer.training.progress import Progress
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.timetable import Timetable
-from rapidformer.training.utilization import Utilization
-
-Metrics = dict[str, float]
-
-
-class ForwardResult(NamedTuple):
-    """The result of a forward step; the engine counts a weight of None."""
-
-    loss: torch.Tensor
-    weight: float | torch.Tensor | None
-    parts: Mapping[str, tuple[torch.Tensor, float | torch.Tensor | None]] = MappingProxyType({})
-    """The parts of the loss by name, each a mean over its own weight; only for display."""
-
-
-@dataclass(kw_only=True)
-class Evaluation:
-    """How a model is evaluated during training, and which result is better."""
-
-    run: Callable[[], dict[str, float]]
-    interval: int | None = None
-    """Updates between evaluations if the settings do not say; None: after each epoch."""
-    best_metric: str | None = None
-    greater_is_better: bool = True
 
 
 class TrainingLoop:
@@ -118,12 +94,11 @@ class TrainingLoop:
             self._callbacks.append(GraphReport(engine.graphs))
         self._callbacks += callbacks
         self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
-        self._utilization = Utilization(engine)
+        self._log_lines = LogLines(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self.step
-        self._has_measured = False
         self._step_before = self.step
         self._signals = StopSignals(
             reporter.say,
@@ -170,7 +145,7 @@ class TrainingLoop:
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.parallelized.model.train()
-        self._utilization.measure_device()
+        self._log_lines.measure_device()
         try:
             self._notify("on_train_begin")
             if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
@@ -383,39 +358,10 @@ class TrainingLoop:
         measured = self.meter.read()
         has_scaler = self.engine.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
-        self._notify("on_log", self._describe(measured))
+        left = self.train_iters - self._attempts
+        line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
+        self._notify("on_log", line)
         self._saves.report_if_written()
-
-    def _describe(self, measured: Measurement) -> dict[str, Any]:
-        updates = len(measured.losses)
-        step_time = measured.seconds / updates
-        line: dict[str, Any] = {
-            **measured.parts,
-            "step": self.step,
-            "epoch": round(self.epoch, 4),
-            "loss": measured.loss,
-            "lr": self.lr,
-            "grad_norm": measured.grad_norm,
-            "step_time": step_time,
-            "samples_per_second": measured.samples / measured.seconds,
-        }
-        if measured.slots:  # not known for images, say
-            line["tokens_per_second"] = measured.tokens / measured.seconds
-            line["padding_share"] = 1 - measured.tokens / measured.slots
-        # The first step alone prepares much that later ones reuse: it predicts nothing.
-        if self._has_measured or updates > 1:
-            line["seconds_left"] = max(self.train_iters - self._attempts, 0) * step_time
-        self._has_measured = True
-        if (utilization := self._utilization.compute(measured)) is not None:
-            line["mfu"] = utilization
-        if self.engine.device.type == "cuda":
-            line["memory_gib"] = torch.cuda.max_memory_allocated(self.engine.device) / 2**30
-        if self.engine.graphs is not None:
-            line["cuda_graphs"] = self.engine.graphs.count
-        if self.engine.scaler is not None:
-            line["loss_scale"] = self.engine.scaler.scale
-            line["skipped_updates"] = self.engine.clock.skipped
-        return line
 
     def _locate(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": round(self.epoch, 4)}
@@ -487,11 +433,3 @@ class TrainingLoop:
             self.progress.best_value = self.progress.best_step = None
         self._step_before = self.step
         self._saves.remember(self.step, self.progress)
-
-
-def evaluate_model(
-    engine: RapidformerEngine, run: Callable[[], dict[str, float]]
-) -> dict[str, float]:
-    """Evaluate without gradients and dropout, then restore training mode."""
-    with engine.evaluating():
-        return run()

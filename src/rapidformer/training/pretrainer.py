@@ -24,8 +24,8 @@ import torch
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.training.evaluation import Evaluation, Metrics
 from rapidformer.training.forward import SingleBatch
-from rapidformer.training.loop import Evaluation, Metrics
 from rapidformer.training.meter import WeightedSums
 from rapidformer.training.template import Template, _missing_hook, accepts_arguments
 from rapidformer.training.timetable import count_updates

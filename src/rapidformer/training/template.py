@@ -28,13 +28,9 @@ from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
-from rapidformer.training.forward import ForwardStep, interpret_forward
-from rapidformer.training.loop import (
-    Evaluation,
-    ForwardResult,
-    Metrics,
-    TrainingLoop,
-)
+from rapidformer.training.evaluation import Evaluation, Metrics
+from rapidformer.training.forward import ForwardResult, ForwardStep, interpret_forward
+from rapidformer.training.loop import TrainingLoop
 from rapidformer.training.processor import find_processor
 from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize

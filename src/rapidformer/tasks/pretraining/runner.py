@@ -19,8 +19,8 @@ from rapidformer.tasks.pretraining.models import (
     count_usable_tokens,
     load_processor,
 )
-from rapidformer.training.forward import interpret_forward
-from rapidformer.training.loop import ForwardResult, Metrics, evaluate_model
+from rapidformer.training.evaluation import Metrics, evaluate_model
+from rapidformer.training.forward import ForwardResult, interpret_forward
 from rapidformer.training.pretrainer import PreTrainer
 
 _SPLITS = {"train": 0, "validation": 1, "valid": 1, "test": 2}

@@ -10,8 +10,8 @@ from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
+from rapidformer.training.evaluation import Evaluation
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.loop import Evaluation
 from rapidformer.training.progress import Progress
 from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template

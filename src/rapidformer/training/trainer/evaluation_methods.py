@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 
-from rapidformer.training.loop import evaluate_model
+from rapidformer.training.evaluation import evaluate_model
 from rapidformer.training.regularization import regularize
 from rapidformer.training.trainer.evaluating import choose_outputs, run_evaluation
 from rapidformer.training.trainer.loss import call_with_count, count_labels

@@ -30,7 +30,7 @@ from transformers.trainer_utils import (
 from rapidformer.config import Settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
 from rapidformer.training.progress import Progress
 from rapidformer.training.trainer.arguments import TrainingArguments
@@ -41,7 +41,8 @@ from rapidformer.training.trainer.callbacks import (
     build_reporting_callbacks,
     build_state,
 )
-from rapidformer.training.trainer.columns import ColumnFilter, choose_collator, find_label_names
+from rapidformer.training.trainer.columns import choose_collator, find_label_names
+from rapidformer.training.trainer.data_methods import DataMethods
 from rapidformer.training.trainer.dialects import check_names, take_on_dialect
 from rapidformer.training.trainer.evaluation_methods import EvaluationMethods
 from rapidformer.training.trainer.familiar_names import FamiliarNames
@@ -63,7 +64,7 @@ Inputs = dict[str, Any]
 Metrics = dict[str, Any]
 
 
-class Trainer(FamiliarNames, EvaluationMethods):
+class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
     """Trains, evaluates and predicts with one model."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -365,42 +366,6 @@ class Trainer(FamiliarNames, EvaluationMethods):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to."""
         return list_decayed(model)
-
-    # ---- data ----------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> Any:
-        """The training data as a loader; a subclass may return any torch ``DataLoader``."""
-        if self.train_dataset is None:
-            raise DataError("Trainer: training needs a train_dataset.")
-        is_shuffled = self.engine.args.dataloader_type != "single"
-        return self._build_loader(self.train_dataset, "training", shuffle=is_shuffled)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Evaluation data as a loader, by itself or by its name among several."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if dataset is None:
-            raise DataError("Trainer: evaluation needs an eval_dataset.")
-        return self._build_loader(dataset, "evaluation")
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Data to predict on as a loader."""
-        return self._build_loader(test_dataset, "test")
-
-    def _build_loader(self, dataset: Any, what: str, *, shuffle: bool = False) -> Any:
-        collate, is_training = self.data_collator, what == "training"
-        if self.args.remove_unused_columns:
-            columns = ColumnFilter(self.model, self.label_names)
-            dataset = columns.filter_dataset(dataset, what)
-            collate = columns.filter_rows(collate)
-        return self.engine.build_data_loader(
-            dataset,
-            collate,
-            shuffle=shuffle,
-            batch_size=None if is_training else self.engine.args.eval_micro_batch_size,
-            is_training=is_training,
-        )
 
 
 def _average_losses(history: list[dict[str, float]]) -> float:
