@@ -26,7 +26,8 @@ from rapidformer.accel.unpad import model as unpadded_model
 from rapidformer.accel.unpad import padding_observer
 from rapidformer.accel.unpad.batches import find_rows, find_sides
 from rapidformer.accel.unpad.switch import apply_unpadding
-from rapidformer.models.plan import find_plan, shifts_labels
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import find_plan
 from rapidformer.overlay import get_fact
 
 SMALL: dict[str, Any] = {

@@ -20,7 +20,7 @@ from torch import nn
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import find_adapter
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace

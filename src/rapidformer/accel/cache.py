@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rapidformer.compat.transformers_models import is_own_model
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 from rapidformer.overlay import get_own_class
 
 _NAME = "use_cache"

@@ -6,7 +6,6 @@ leaves them split only if the loss is one of these.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,6 @@ _IGNORED = -100
 
 SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 """Logits, labels and the ignored label -> the sum of all losses."""
-
-
-def find_known_loss(model: Any) -> bool | None:
-    """Whether the model's own loss shifts its labels; None if it is not one of these."""
-    # The model's own forward may be below those of switches.
-    forwards = [vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)]
-    codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
-    if not any(code is not None and "loss_function" in code.co_names for code in codes):
-        return None
-    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-
-    return {ForCausalLMLoss: True, ForMaskedLMLoss: False}.get(model.loss_function)
 
 
 def has_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -42,7 +42,8 @@ from rapidformer.models.adapters import (
     get_inner,
 )
 from rapidformer.models.deferred import build_for_split
-from rapidformer.models.plan import GivenPlan, shifts_labels
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import GivenPlan
 from rapidformer.models.work import ModelWork, count_work
 from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues
 from rapidformer.optim.observer import get_observer

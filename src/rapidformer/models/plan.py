@@ -276,33 +276,3 @@ def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
-
-_UNSHIFTED = frozenset(
-    f"{name}ForCausalLM"
-    for name in (
-        "Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian",
-        "Mvp", "PLBart", "Pegasus", "ProphetNet", "TrOCR", "Whisper",
-    )
-) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}  # fmt: skip
-"""Named like causal language models, but each position is compared with its own label."""
-
-
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model compares each position with the *next* label (causal language models).
-
-    Such a model has no prediction for a row's first label, so that label does not count in the
-    loss.
-    """
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return False
-    # An adapter's class need not say what it adapts.
-    get_base: Any = getattr(model, "get_base_model", None)
-    model = model if get_base is None else get_base()
-    # A subclass may have any name. Without an encoder, "conditional generation" is that of a
-    # multimodal decoder.
-    names = [cls.__name__ for cls in type(model).__mro__]
-    marks = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-    is_causal = any(mark in name for name in names for mark in marks)
-    return is_causal and _UNSHIFTED.isdisjoint(names)

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 
 
 @contextmanager

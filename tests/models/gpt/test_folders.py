@@ -14,7 +14,7 @@ from rapidformer.checkpoint.export import export_model
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ModelError
 from rapidformer.models import GPTForCausalLM, GPTModel
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 
 from .small import (
     EXPERTS,

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from rapidformer.errors import ModelError
 from rapidformer.models import GPTModel
-from rapidformer.models.plan import find_plan, shifts_labels
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import find_plan
 
 from .small import (
     EXPERTS,

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rapidformer.accel.known_loss import build_split_loss, find_known_loss
+from rapidformer.accel.known_loss import build_split_loss
 from rapidformer.accel.tensor.styles import Split, extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens
+from rapidformer.models.own_loss import find_known_loss
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import find_fact, get_fact, list_layers, put_fact
 

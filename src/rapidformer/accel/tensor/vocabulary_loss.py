@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.known_loss import build_split_loss, find_known_loss, has_labels
+from rapidformer.accel.known_loss import build_split_loss, has_labels
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
+from rapidformer.models.own_loss import find_known_loss
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import find_fact, get_fact
 

@@ -16,7 +16,7 @@ from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, read_sides
 from rapidformer.accel.watched import find_requested
 from rapidformer.data.batch import get_host_copy
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 from rapidformer.overlay import find_fact
 
 _LEAST_PADDING = 0.05

@@ -35,7 +35,8 @@ from rapidformer.accel.watched import find_requested, list_inner_modules
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.plan import LAYER_DROPS, ModelPlan, shifts_labels
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import LAYER_DROPS, ModelPlan
 from rapidformer.overlay import find_fact, put_fact
 
 
@@ -154,6 +155,9 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
         return f"{type(model).__name__} derives its decoder's mask from the labels"
     if is_encoder_decoder(model) and find_stacks(model) is None:
         return f"{type(model).__name__} does not use both an encoder and a decoder"
+    if is_encoder_decoder(model) and model.get_output_embeddings() is None:
+        # Its decoder reads the input again, and its labels say nothing about padding.
+        return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
     if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):

@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from rapidformer.data.nested import map_tensors
 from rapidformer.engine import RapidformerEngine
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 from rapidformer.training.trainer.interface import TrainerInterface
 
 _PADDING = -100

@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.gathering import gather_for_metrics, gather_nested
 from rapidformer.errors import RapidformerError
-from rapidformer.models.plan import shifts_labels
+from rapidformer.models.own_loss import shifts_labels
 
 _IGNORED = -100
 
