@@ -96,6 +96,36 @@ def test_another_dropout_mask_is_not_rounding(family: str, monkeypatch: pytest.M
         assert_equal(found, expected, 1000 * ROUNDING)
 
 
+class CountingBlock(nn.Module):
+    """Changes its buffers in every pass: in place, by a new tensor, and as BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("passes", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return self.norm(self.linear(x) * self.passes + self.mean)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_buffers_change_once(granularity: str) -> None:
+    """The second pass also starts from what they held in the first one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(CountingBlock(), CountingBlock())
+    model = copy.deepcopy(plain)
+    apply_recompute(model, find_plan(model), granularity=granularity)
+    for rows in torch.randn(3, 5, 4):
+        for each in (plain, model):
+            each(rows).pow(3).sum().backward()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    gradients = [{n: p.grad for n, p in each.named_parameters()} for each in (model, plain)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_every_nth_block_is_recomputed(interval: int) -> None:
     model = make("bert")

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.changed_buffers import BlockBuffers, RepeatedPass
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
 from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
@@ -60,6 +61,9 @@ def apply_recompute(
         region = _find_region(block)
         if region is not None:
             put_fact(block, region)
+        buffers = BlockBuffers(block)
+        if buffers.places:
+            put_fact(block, buffers)
         extend(block, "recompute", _BUILDERS[granularity], is_shared=True)
     return model
 
@@ -82,6 +86,9 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         region = find_fact(self, SequenceRegion)
         if region is not None:
             run = functools.partial(_run_at_length, region, region.length, run)
+        buffers = find_fact(self, BlockBuffers)
+        if buffers is not None:
+            run = RepeatedPass(buffers, run)
         return checkpoint(run, *args, **options, **kwargs)
 
     return {"__call__": call}

@@ -148,6 +148,9 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
         return f"{type(model).__name__} is not a transformers model with repeated blocks"
+    main_input = getattr(model, "main_input_name", "input_ids")
+    if main_input != "input_ids":
+        return f"{type(model).__name__} takes {main_input}, which are not tokens"
     if "MultipleChoice" in type(model).__name__:
         return f"{type(model).__name__} has several rows per sample, which is not supported yet"
     if getattr(config, "model_type", "") == "encoder-decoder":
