@@ -134,6 +134,9 @@ def test_evaluate_needs_a_model_and_a_task(find: Find) -> None:
     assert "evaluate needs --task, since --load does not name a run with a task" in problem
     (problem,) = find("evaluate", "--load runs_typo --data-path rows.jsonl")
     assert "since runs_typo is not a folder here. Check its name" in problem
+    Path("empty").mkdir()
+    (problem,) = find("evaluate", "--load empty")
+    assert problem.startswith("--load empty has no model")
 
 
 def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:

@@ -68,7 +68,7 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 f"{command} needs a trained model: give --load RUN, the folder of a run or of a "
                 "model."
             )
-        elif args.task is None:
+        elif args.task is None and not _has_no_model(args.load):
             name = args.load or args.pretrained_model_name_or_path
             reason = (
                 "--load does not name a run with a task"
@@ -76,6 +76,13 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 else f"{name} is not a folder here. Check its name, or give the task of a Hub model"
             )
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
+
+
+def _has_no_model(folder: str | None) -> bool:
+    """Whether ``--load`` names a folder without a model: then that is the problem to report."""
+    from rapidformer.models.location import is_model_folder
+
+    return folder is not None and not is_model_folder(Path(folder).expanduser())
 
 
 def _check_save(args: Settings) -> Iterator[str]:

@@ -146,7 +146,8 @@ def _describe_near(prefix: str) -> str:
         return f"there is no folder {folder}."
     found = [name for name in list_prefixes(folder) if has_indexed(folder / name)]
     if not found:
-        return f"{folder} holds no .bin/.idx pair."
+        where = "the current folder" if folder == Path() else folder
+        return f"{where} holds no .bin/.idx pair; `rapidformer preprocess` writes them."
     if path.is_dir():
         near = found
     else:
