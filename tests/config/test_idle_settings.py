@@ -46,7 +46,7 @@ def test_settings_with_effect_are_not(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "unused"),
     [
-        ("--task qa --packing --label-column x", "--label-column, --packing: no effect on --task"),
+        ("--task qa --packing --label-column x", "--label-column, --packing"),
         ("--task causal_lm --packing --tools-column x --text-column y", None),
         ("--task seq2seq_lm --source-prefix x --target-column y --length-column z", None),
     ],
@@ -54,4 +54,4 @@ def test_settings_with_effect_are_not(flags: str) -> None:
 def test_flags_of_other_tasks(flags: str, unused: str | None) -> None:
     args = parse_arguments(flags.split())
     found = describe_unused_flags(args, get_task(args.task or ""))
-    assert found == (unused and f"{unused} question_answering.")
+    assert found == (unused and f"no effect on --task question_answering: {unused}.")

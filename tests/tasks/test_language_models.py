@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.registry import get_task
 
@@ -66,6 +67,26 @@ def test_masks_change_in_training_and_stay_in_evaluation(bert_folder: Path) -> N
     fixed = [first.validation[i] for i in range(2)]
     assert torch.equal(first.collate(fixed)["labels"], first.collate(fixed)["labels"])
     pickle.loads(pickle.dumps(first.collate))
+
+
+def test_masks_do_not_depend_on_micro_batches_and_change_with_the_epoch(bert_folder: Path) -> None:
+    args = make_args(pretrained_model_name_or_path=bert_folder, seq_length=16)
+    prepared = MASKED.prepare(args, {"train": ROWS})
+
+    def read(**division: Any) -> list[set[tuple[int, ...]]]:
+        loader = DistributedLoader(
+            prepared.train, collate=prepared.collate, shuffle=True, seed=1, **division
+        )
+        return [
+            {tuple(row[row != -100].tolist()) for batch in loader for row in batch["labels"]}
+            for _ in range(2)
+        ]
+
+    first, second = read(micro_batch_size=4)
+    lengths = [len(prepared.train[i]["input_ids"]) for i in range(len(prepared.train))]
+    by_tokens = {"token_budget": 20, "lengths": lengths, "rounds_per_update": 2}
+    assert read(micro_batch_size=1) == read(micro_batch_size=2, **by_tokens) == [first, second]
+    assert first != second
 
 
 def test_masking_shares(bert_folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer.data.batch import describe_batch
 from rapidformer.data.parcel import pack
-from rapidformer.data.random_numbers import random_numbers_from
+from rapidformer.data.random_numbers import random_numbers_from, sample_seeds
 from rapidformer.errors import RapidformerError
 
 Collate = Callable[[list[Any]], Any]
@@ -36,10 +36,18 @@ class Fetcher:
             with random_numbers_from((*self._seed, number)):
                 fetch_many = getattr(self._dataset, "__getitems__", None)
                 rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
-                batch = self._collate(rows)
+                batch = self._collate_seeded(rows, indices)
         except RapidformerError as error:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
             return error, (), number, is_filler, is_last
         info = describe_batch(batch)
         counts = tuple(info.as_filler() if is_filler else info)
         return pack(batch), counts, number, is_filler, is_last
+
+    def _collate_seeded(self, rows: list[Any], indices: list[Any]) -> Any:
+        run_seed, epoch, _ = self._seed
+        token = sample_seeds.set([(run_seed, epoch, 1, index) for index in indices])
+        try:
+            return self._collate(rows)
+        finally:
+            sample_seeds.reset(token)

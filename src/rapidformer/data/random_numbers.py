@@ -1,14 +1,32 @@
-"""Random numbers for reading data: a run's model and its data never draw from the same sequence."""
+"""Random numbers for reading data: a run's model and its data never draw from the same sequence.
+
+What a collate function draws from torch, NumPy or Python belongs to the micro-batch. What it draws
+from ``get_sample_seeds`` belongs to each sample, however samples are divided into micro-batches.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
 _RandomStates = tuple[torch.Tensor, Any, Any]
+SampleSeed = tuple[int, ...]
+
+sample_seeds: ContextVar[Sequence[SampleSeed]] = ContextVar("sample_seeds", default=())
+"""One for each sample of the micro-batch that is being collated, if the loader knows them."""
+
+
+def get_sample_seeds(count: int) -> Sequence[SampleSeed]:
+    """Seeds for the samples that are being collated; without our loader, drawn from torch."""
+    seeds = sample_seeds.get()
+    if len(seeds) == count:
+        return seeds
+    return [(int(seed),) for seed in torch.randint(2**62, (count,))]
 
 
 class random_numbers_from:  # noqa: N801 - reads as a statement

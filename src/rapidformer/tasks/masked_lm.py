@@ -1,8 +1,7 @@
 """Predict masked words from their context (BERT's pre-training).
 
-Training rows are masked again each time they are collated, from torch's random numbers; validation
-and test rows are masked once, by seed and row, so that every evaluation asks for the same words. A
-row that already has labels is not masked.
+Training rows get new masks in every epoch; validation and test rows are masked once, so that every
+evaluation asks for the same words. A row that already has labels is not masked.
 """
 
 from __future__ import annotations
@@ -117,22 +116,17 @@ def _check_mask(tokenizer: Any, args: Any) -> None:
 
 def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
     """Evaluation rows with fixed masks, the same in every evaluation."""
-    import numpy as np
-
-    from rapidformer.tasks.masking import mask_tokens
+    from rapidformer.tasks.masking import mask_row
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
     def mask(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        result: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-        for ids, index in zip(columns["input_ids"], indices, strict=True):
-            random = np.random.default_rng((args.seed, index))
-            draws = random.random((3, 1, len(ids)))
-            masked, labels = mask_tokens(np.array([ids]), draws, tokenizer, args.mask_prob)
-            result["input_ids"].append(masked[0].tolist())
-            result["labels"].append(labels[0].tolist())
-        kept = {name: values for name, values in columns.items() if name not in result}
-        return kept | result
+        masked = [
+            mask_row({"input_ids": ids}, (args.seed, index), tokenizer, args.mask_prob)
+            for ids, index in zip(columns["input_ids"], indices, strict=True)
+        ]
+        kept = {name: values for name, values in columns.items() if name != "input_ids"}
+        return kept | {name: [row[name].tolist() for row in masked] for name in masked[0]}
 
     key = ("mask", args.seed, args.mask_prob, get_tokenizer_key(tokenizer))
     return map_rows(blocks, mask, workers=args.preprocessing_workers, key=key)

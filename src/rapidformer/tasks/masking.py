@@ -1,8 +1,9 @@
 """BERT's masking: of the chosen tokens, 80 % are masked, 10 % replaced and 10 % kept.
 
-The random numbers come from the caller, so that training (torch's generator) and evaluation (fixed
-by seed and row) use the same rule. Every row keeps at least one label: a batch without labels has
-no mean loss. transformers' ``DataCollatorForLanguageModeling`` promises neither.
+A row's masks depend on its seed alone: in training on the run's seed, the epoch and the row, in
+evaluation on the run's seed and the row, never on which rows share a micro-batch. Every row keeps
+at least one label: a batch without labels has no mean loss. transformers'
+``DataCollatorForLanguageModeling`` promises neither.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rapidformer.data.random_numbers import SampleSeed, get_sample_seeds
 from rapidformer.tasks.text import build_text_collator
+
+Row = dict[str, Any]
 
 IGNORED_LABEL = -100
 _HIDDEN_FRACTION = 0.8
@@ -35,6 +39,14 @@ def mask_tokens(
     return np.where(replaced, (draws[2] * len(tokenizer)).astype(ids.dtype), masked), labels
 
 
+def mask_row(row: Row, seed: SampleSeed, tokenizer: Any, fraction: float) -> Row:
+    """A row with masked tokens and their labels: the same ones for the same seed."""
+    ids = np.asarray(row["input_ids"])
+    draws = np.random.default_rng(seed).random((3, len(ids)))
+    masked, labels = mask_tokens(ids, draws, tokenizer, fraction)
+    return {**row, "input_ids": masked, "labels": labels}
+
+
 class MaskingCollator:
     """Dynamic padding and, for rows without labels, dynamic masking."""
 
@@ -43,12 +55,12 @@ class MaskingCollator:
         self.fraction = fraction
         self.pad = build_text_collator(tokenizer)
 
-    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        if "labels" not in rows[0]:
+            seeds = get_sample_seeds(len(rows))
+            rows = [
+                mask_row(row, seed, self.tokenizer, self.fraction)
+                for row, seed in zip(rows, seeds, strict=True)
+            ]
         batch: dict[str, torch.Tensor] = self.pad(rows)
-        if "labels" not in batch:
-            ids = batch["input_ids"].numpy()
-            draws = torch.rand(3, *ids.shape, dtype=torch.float64).numpy()
-            masked, labels = mask_tokens(ids, draws, self.tokenizer, self.fraction)
-            batch["input_ids"] = torch.from_numpy(masked)
-            batch["labels"] = torch.from_numpy(labels)
         return batch

@@ -22,7 +22,7 @@ def describe_unused_flags(args: Settings, task: Task) -> str | None:
         for setting in get_settings().values()
         if args.is_given(setting.name) and not _is_read(setting, task)
     ]
-    return f"{', '.join(unused)}: no effect on --task {task.name}." if unused else None
+    return f"no effect on --task {task.name}: {', '.join(unused)}." if unused else None
 
 
 def _is_read(setting: Setting, task: Task) -> bool:
