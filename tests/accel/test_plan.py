@@ -124,6 +124,76 @@ def test_the_list_with_the_most_weights_has_the_blocks() -> None:
     assert list(find_plan(Towers()).blocks) == ["blocks.0", "blocks.1"]
 
 
+class Layer(nn.Module):
+    """A dense layer, or one with experts."""
+
+    def __init__(self, experts: Any = None, width: int = 4) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1)
+        self.norm = nn.LayerNorm(width)
+        if experts is None:
+            self.feed_forward: nn.Module = feed_forward(width)
+        else:
+            self.router, self.experts = nn.Linear(width, 6), experts
+            self.shared_expert = feed_forward(width)
+
+
+class ExpertLayer(Layer):
+    pass
+
+
+class Mixer(nn.Module):
+    """Has nothing in common with the layers that it takes turns with, like Jamba's Mamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.experts = nn.Linear(4, 4), experts_in_list()
+
+
+def feed_forward(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 9), nn.ReLU(), nn.Linear(9, width))
+
+
+def experts_in_list() -> nn.Module:
+    return nn.ModuleList(feed_forward() for _ in range(6))
+
+
+def experts_by_name() -> nn.Module:
+    return nn.ModuleDict({f"expert_{i}": feed_forward() for i in range(6)})
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [Layer(), Layer(experts_in_list()), Layer(), Layer(experts_in_list())],
+        [Layer(), Layer(experts_by_name()), Layer(), Layer(experts_by_name())],
+        [Layer(), ExpertLayer(experts_in_list())],
+        [Layer(), ExpertLayer(experts_in_list()), ExpertLayer(experts_in_list())],
+        [Mixer(), Layer(), Mixer(), Layer()],
+    ],
+    ids=["list", "names", "two classes", "first dense", "nothing in common"],
+)
+def test_layers_with_experts_take_turns_with_dense_ones(layers: list[nn.Module]) -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(90, 4), "layers": nn.ModuleList(layers)})
+    assert list(find_plan(model).blocks) == [f"layers.{i}" for i in range(len(layers))]
+
+
+@pytest.mark.parametrize("widths", [(4, 8), (4, 4)])
+def test_parts_of_a_model_are_not_its_blocks(widths: tuple[int, int]) -> None:
+    """An embedding, an encoder and a head in a row; stages of a hierarchical encoder."""
+
+    class Stage(nn.Module):
+        def __init__(self, width: int, depth: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Layer(width=width) for _ in range(depth))
+
+    stages = nn.ModuleList(Stage(width, depth) for width, depth in zip(widths, (2, 3), strict=True))
+    encoder = nn.ModuleDict({"stages": stages})
+    model = nn.Sequential(nn.ModuleDict({"words": nn.Embedding(9, 4)}), encoder, nn.Linear(4, 9))
+    blocks = [f"1.stages.{i}.blocks.{j}" for i, depth in enumerate((2, 3)) for j in range(depth)]
+    assert list(find_plan(model).blocks) == blocks
+
+
 @pytest.mark.parametrize(
     "layer", [nn.Linear(4, 400), nn.Embedding(400, 4)], ids=["heads", "tables"]
 )

@@ -2,14 +2,14 @@
 
 Sources in order: the caller (``engine.compose(plan=...)``), the model's own ``rapidformer_plan()``,
 Hugging Face's markers (blocks that support recompute, modules that must not be split), then the
-largest lists of equal blocks. What one source leaves out comes from the next. A plan names modules
-and holds none, so it stays valid after parameters are replaced.
+largest lists of similar blocks. What one source leaves out comes from the next. A plan names
+modules and holds none, so it stays valid after parameters are replaced.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,7 +120,7 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
     for source, names in (
         (MARKED, _find_marked_blocks(model)),
         ("the block that all layers share", _find_shared_block(model)),
-        ("found by their equal structure", _find_equal_lists(model)),
+        ("found by their structure", _find_block_lists(model)),
     ):
         if names:
             return ModelPlan(blocks=tuple(names), tied=tied, source=source)
@@ -207,15 +207,16 @@ def _find_shared_block(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.endswith("albert_layer_groups.0")]
 
 
-def _find_equal_lists(model: nn.Module) -> list[str]:
-    """The list of equal modules with the most weights, and others like it (a decoder's blocks).
+def _find_block_lists(model: nn.Module) -> list[str]:
+    """The list of similar modules with the most weights, and others like it (a decoder's blocks).
 
     Not the longest: heads, experts and classifiers may be more numerous than blocks. Heads over a
     large vocabulary may be larger, too, so single layers count only if there is nothing else.
+    Experts are inside blocks, which have more weights and so come first.
     """
-    lists = list(_iterate_equal_lists(model))
+    lists = list(_iterate_block_lists(model))
     lists.sort(key=lambda each: (not each.has_single_layers, each.size), reverse=True)
-    found: list[_EqualList] = []
+    found: list[_BlockList] = []
     for each in lists:
         is_inside = any(each.name.startswith(other.prefix) for other in found)
         is_like_largest = not found or (each.is_stack and each.size >= _LEAST_SIZE * found[0].size)
@@ -226,8 +227,8 @@ def _find_equal_lists(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EqualList:
-    """Equal modules in a list."""
+class _BlockList:
+    """Similar modules in a list."""
 
     name: str
     place: int
@@ -248,27 +249,59 @@ class _EqualList:
         return f"{self.name}." if self.name else ""
 
 
-def _iterate_equal_lists(model: nn.Module) -> Iterator[_EqualList]:
+def _iterate_block_lists(model: nn.Module) -> Iterator[_BlockList]:
     for place, (name, module) in enumerate(model.named_modules()):
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         children = list(module)
-        if isinstance(children[0], (nn.ModuleList, nn.ModuleDict)):
+        if any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in children):
             continue  # a list of lists: nobody calls its members
-        shapes = {tuple(p.shape for p in child.parameters()) for child in children}
-        is_equal = len({type(child) for child in children}) == 1 and len(shapes) == 1
         is_in_list = name.rpartition(".")[2].isdigit()
         has_parts = bool(list(children[0].children()))
-        is_from_torch = type(children[0]).__module__.startswith("torch.")
-        if is_equal and shapes != {()}:
-            yield _EqualList(
+        if any(True for _ in module.parameters()) and _is_similar(children):
+            yield _BlockList(
                 name=name,
                 place=place,
                 members=[f"{name}.{i}".removeprefix(".") for i in range(len(children))],
                 size=sum(p.numel() for p in module.parameters()),
-                has_single_layers=is_from_torch and not has_parts,
+                has_single_layers=_is_from(children[0], "torch") and not has_parts,
                 is_stack=has_parts and not is_in_list,
             )
+
+
+def _is_similar(members: Sequence[nn.Module]) -> bool:
+    """Whether modules may be a stack of blocks, all equal or of a few kinds that take turns.
+
+    Dense layers and layers with experts usually have the same attention. Failing that, kinds must
+    recur. A model's embedding, encoder and head in one ``Sequential`` do neither.
+    """
+    kinds = Counter(map(_describe_kind, members))
+    if len(kinds) == 1:
+        return True
+    # Of its own layers, transformers marks those that can be used as blocks.
+    if not all(list(each.children()) and not _is_from(each, "transformers") for each in members):
+        return False
+    has_one_class = len({type(member) for member in members}) == 1
+    if min(kinds.values()) > 1 or (has_one_class and len(kinds) < len(members)):
+        return True
+    parts = [set(_iterate_parts(member)) for member in members]
+    return bool(set.intersection(*parts))
+
+
+def _is_from(module: nn.Module, library: str) -> bool:
+    return type(module).__module__.partition(".")[0] == library
+
+
+def _describe_kind(module: nn.Module) -> tuple[Any, ...]:
+    return type(module), tuple(parameter.shape for parameter in module.parameters())
+
+
+def _iterate_parts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """What tells parts of a block apart: those with a matrix, unlike norms, and not embeddings."""
+    for name, part in block.named_children():
+        has_matrix = any(parameter.dim() > 1 for parameter in part.parameters())
+        if has_matrix and not isinstance(part, nn.Embedding):
+            yield name, _describe_kind(part)
 
 
 def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
