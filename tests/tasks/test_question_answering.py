@@ -78,7 +78,15 @@ def test_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Path) -> Non
     batch = prepared.collate([prepared.validation[i] for i in range(len(prepared.validation))])
     with torch.no_grad():
         whole = float(TASK.forward(model, batch))
+        windows = [
+            prepared.collate([prepared.validation[i]]) for i in range(len(batch["input_ids"]))
+        ]
+        apart = [float(TASK.forward(model, window)) for window in windows]
+        # Without padding, it is the model's own loss.
+        own = float(model(**TASK.model_inputs(windows[0])).loss)
     assert metrics["loss"] == pytest.approx(whole, rel=1e-5)
+    assert whole == pytest.approx(np.mean(apart), rel=1e-5), "padding does not count"
+    assert apart[0] == pytest.approx(own, rel=1e-5)
     assert 0 <= metrics["exact_match"] <= metrics["f1"] <= 100
 
 

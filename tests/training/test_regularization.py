@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from rapidformer.config import arguments_from_mapping
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 from rapidformer.training.regularization import regularize
 
 
@@ -31,6 +32,16 @@ def test_smoothed_loss_of_a_classifier() -> None:
     expected = 0.8 * plain.loss + 0.2 * -log_probs.mean(-1).mean()
     torch.testing.assert_close(smoothed, expected)
     assert torch.equal(model(input_ids=ids, labels=labels).loss, plain.loss)
+
+
+def test_numbers_cannot_be_smoothed(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    model, ids = make_bert().train(), torch.arange(6).reshape(2, 3)
+    model.config.problem_type = "regression"
+    labels = torch.rand(2, 3)
+    with regularize(model, arguments_from_mapping({"label_smoothing": 0.2})):
+        model(input_ids=ids, labels=labels)
+    assert "--label-smoothing has no effect" in caplog.text
 
 
 def test_smoothed_loss_of_a_causal_model_is_shifted_and_skips_padding() -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.answers import (
     choose_answer,
+    compute_window_losses,
     find_best_spans,
-    get_window_losses,
     join_windows,
 )
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -134,6 +134,10 @@ class QuestionAnswering(Task):
         own = [{**window, "example": window["example"] - start} for window in windows[first:last]]
         return replace(taken, extras={**taken.extras, "windows": {"test": own}})
 
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The mean loss over the windows, the same however they are divided into micro-batches."""
+        return compute_window_losses(model(**self.model_inputs(batch)), batch).mean()
+
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
@@ -147,7 +151,7 @@ class QuestionAnswering(Task):
             prepared.extras["n_best"],
         )
         if "start_positions" in batch:
-            losses = get_window_losses(output, batch)
+            losses = compute_window_losses(output, batch).tolist()
             for record, loss in zip(records, losses, strict=True):
                 record |= {"loss": loss, "count": 1}
         return records

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 from rapidformer.models.own_loss import shifts_labels
 
 
@@ -56,7 +57,11 @@ def _smooth_labels(model: nn.Module, smoothing: float) -> RemovableHandle:
     ) -> Any:
         labels = settings.get("labels")
         logits = getattr(output, "logits", None)
-        if labels is None or logits is None or labels.is_floating_point():
+        if labels is None or labels.is_floating_point():
+            if module.training:
+                warn_once("--label-smoothing has no effect: the model gets no classes as labels.")
+            return output
+        if logits is None:
             return output
         output["loss"] = smooth_loss(logits, labels, smoothing, is_shifted=is_shifted)
         return output
