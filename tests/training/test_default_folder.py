@@ -70,7 +70,7 @@ def test_a_restarted_run_finds_the_folder_of_its_first_attempt(
     assert (again.save, again.load) == (str(first), str(first))
 
 
-def test_a_run_that_cannot_begin_leaves_no_folder(runs: Path) -> None:
+def test_a_run_that_cannot_begin_leaves_no_folder(runs: Path, tmp_path: Path) -> None:
     class Fails(LineFinetuner):
         def train_valid_test_datasets_provider(self) -> Any:
             raise RapidformerError("no data")
@@ -78,6 +78,13 @@ def test_a_run_that_cannot_begin_leaves_no_folder(runs: Path) -> None:
     with pytest.raises(RapidformerError, match="no data"):
         Fails(make_engine(epochs=1, save=None)).train()
     assert not runs.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "old").mkdir()
+    for name in ("mine/new", "mine/old", "other/new"):
+        with pytest.raises(RapidformerError, match="no data"):
+            Fails(make_engine(epochs=1, save=str(tmp_path / name))).train()
+    assert not (tmp_path / "other").exists() and not (tmp_path / "mine" / "new").exists()
+    assert (tmp_path / "mine" / "old").is_dir(), "a folder of the user's stays"
 
 
 def _train_without_save() -> str | None:

@@ -50,18 +50,21 @@ def choose_folder(args: Settings) -> Settings:
 
 @contextmanager
 def dropped_if_unused(folder: str | None) -> Iterator[None]:
-    """Remove the empty folder of a run that failed before it wrote anything."""
+    """Remove the new folder of a run that failed before it wrote anything."""
+    path = Path(folder or "")
+    # A default folder exists by now, and its parent is ours; that of --save may be the user's.
+    is_parent_ours = path.exists() or not path.parent.exists()
     try:
         yield
     except BaseException:
         if folder is not None:
-            path = Path(folder)
             with suppress(OSError):  # it is not empty, or was never created
                 for name in (OWNER_FILE, RUN_FILE):
                     if {child.name for child in path.iterdir()} <= {OWNER_FILE, RUN_FILE}:
                         (path / name).unlink(missing_ok=True)
                 path.rmdir()
-                path.parent.rmdir()
+                if is_parent_ours:
+                    path.parent.rmdir()
         raise
 
 

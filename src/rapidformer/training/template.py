@@ -172,11 +172,13 @@ class Template(ABC):
     def _choose_folder(self) -> str | None:
         """Give the run a folder, unless it has one or must not keep anything (``--save none``).
 
-        Returns the folder if this rank created it.
+        Returns the folder if it is new and this rank is the one to remove it after a failure.
         """
         args = self.args
-        if args.save is not None or args.keeps_nothing:
+        if args.keeps_nothing:
             return None
+        if args.save is not None:
+            return args.save if self.engine.is_main and not Path(args.save).exists() else None
         problem: str | None = None
         if self.engine.is_main:
             try:
