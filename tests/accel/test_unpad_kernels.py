@@ -96,9 +96,12 @@ def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:
     moved = move_to_device(batch, torch.device("meta"))
     batch["labels"].numpy().fill(7)  # the loader's next batch
     assert get_host_copy(moved["labels"]).tolist() == [[1, 2], [3, -100]]
-    moved["labels"].mul_(2)  # what the host has is out of date
-    with pytest.raises(NotImplementedError, match="meta"):
-        get_host_copy(moved["labels"])
+    replaced = move_to_device(batch, torch.device("meta"))
+    replaced["labels"].data = torch.empty_like(replaced["labels"])
+    moved["labels"].mul_(2)
+    for outdated in (moved, replaced):  # the host's copy is that of the batch before
+        with pytest.raises(NotImplementedError, match="meta"):
+            get_host_copy(outdated["labels"])
 
 
 @pytest.mark.parametrize("kind", MASKS)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.compat.torch_tensors import count_changes, get_storage_key, has_storage
 from rapidformer.data.nested import iterate_tensors, map_tensors
 
 IGNORED_LABEL = -100
@@ -124,8 +124,10 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same without waiting; None if the values are on the device only."""
     if tensor.device.type == "cpu":
         return tensor
-    copy, version = getattr(tensor, _HOST_COPY, (None, None))
-    if copy is None or version != count_changes(tensor):
+    copy, version, memory = getattr(tensor, _HOST_COPY, (None, None, None))
+    # ``tensor.data = other`` does not count as a change, but has other memory. What is written
+    # through ``tensor.data`` is not noticed: only the device would tell.
+    if copy is None or version != count_changes(tensor) or memory != get_storage_key(tensor):
         return None
     found: torch.Tensor = copy
     return found
@@ -133,12 +135,13 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _keep_host_copy(moved: torch.Tensor, value: torch.Tensor) -> None:
     # Tensors made in inference mode do not count their changes.
-    if value.dim() != 2 or moved.is_inference():
+    if value.dim() != 2 or moved.is_inference() or not has_storage(moved):
         return
     if value.device.type == "cpu" and not value.is_floating_point():
         # A clone: a loader may fill the same memory with its next batch. If it does so through
         # NumPy, no version tells.
-        setattr(moved, _HOST_COPY, (value.clone(), count_changes(moved)))
+        state = value.clone(), count_changes(moved), get_storage_key(moved)
+        setattr(moved, _HOST_COPY, state)
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:
