@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -435,15 +436,18 @@ def test_a_number_that_changes_needs_another_graph() -> None:
 
 
 class Moving(Run):
-    """Keeps a mean of its losses, in place and outside the model."""
+    """Keeps means of its losses outside the model, in place: one counted as a change, one not."""
 
     def __init__(self, *, replays: bool) -> None:
-        self.center = torch.zeros(())
-        super().__init__(make_gpt2(), make_texts(32), Again(self.center) if replays else None)
+        self.center, self.mean = torch.zeros(()), torch.zeros(1)
+        capture = Again(self.center, self.mean) if replays else None
+        super().__init__(make_gpt2(), make_texts(32), capture)
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
         loss = model(**batch).loss
         self.center.mul_(0.9).add_(loss.detach())
+        pair = torch.stack([loss.detach(), self.center])[:, None]
+        functional.batch_norm(pair, self.mean, torch.ones(1), training=True)
         return loss * self.center
 
 
@@ -459,7 +463,7 @@ class Late(Callback):
 
 
 def test_tensors_outside_the_model_and_a_late_hook() -> None:
-    """A step that is recorded or compared moves the mean once; the hook runs in every step."""
+    """A step that is recorded or compared moves the means once; the hook runs in every step."""
     runs, hooks = [], [Late(), Late()]
     for replays, hook in zip((False, True), hooks, strict=True):
         run = Moving(replays=replays)
@@ -471,6 +475,7 @@ def test_tensors_outside_the_model_and_a_late_hook() -> None:
     assert on.engine.graphs.problem == "a replay would not run the hooks on lm_head"
     assert on.values.lines == off.values.lines
     assert torch.equal(on.center, off.center)
+    assert torch.equal(on.mean, off.mean)
     assert hooks[1].calls == hooks[0].calls > 0
 
 

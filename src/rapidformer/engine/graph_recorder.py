@@ -148,6 +148,7 @@ class Snapshot:
             torch.set_rng_state(self._drawn)
         self.host_numbers.restore()
         for tensor, value, changes in self._tensors:
-            if count_changes(tensor) != changes:
+            # torch's batch_norm changes its statistics without counting it.
+            if count_changes(tensor) != changes or not torch.equal(tensor, value):
                 with torch.no_grad():
                     tensor.copy_(value)
