@@ -20,17 +20,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
-from rapidformer.data.fetching import Collate, Dealt, Fetched, Fetcher
-from rapidformer.data.lengths import measure_sample
+from rapidformer.data.fetching import Collate, Fetched, Fetcher
 from rapidformer.data.order import EpochOrder
 from rapidformer.data.parcel import Parcel
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.random_numbers import random_numbers_from
+from rapidformer.data.rounds import Rounds
 from rapidformer.data.streams import StreamReader
-from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
-from rapidformer.errors import DataError, RapidformerError
+from rapidformer.errors import RapidformerError
 
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
@@ -63,20 +62,12 @@ class DistributedLoader:
         self.dataset = dataset
         self.collate_fn = collate
         self.batch_size = micro_batch_size
-        self._num_replicas = num_replicas
-        self._replica = replica
-        self._rounds_per_update = rounds_per_update
         # NumPy takes no negative seeds; torch and Python do.
         self._seed = seed % 2**63
         self._order = EpochOrder(dataset, self._seed, shuffle=shuffle, draw=order)
         self._stream = StreamReader(dataset, self._seed, gather_digests)
-        self._drop_last = drop_last
         self._num_workers = num_workers
         self._device = device or torch.device("cpu")
-        self._get_batch_size = get_batch_size
-        """Samples of the next update after this many samples, if updates differ in size."""
-        self._token_budget = token_budget
-        """Tokens per micro-batch, if their number is limited and not that of samples."""
         self._lengths = lengths
         """Tokens of every sample; not known beforehand for a stream."""
         self._sum_counts = sum_counts
@@ -86,6 +77,16 @@ class DistributedLoader:
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
         if not self._is_stream:
             self.num_samples = len(dataset) if num_samples is None else num_samples
+        self._cut = Rounds(
+            micro_batch_size=micro_batch_size,
+            num_replicas=num_replicas,
+            replica=replica,
+            per_update=rounds_per_update,
+            num_samples=self.num_samples,
+            drops_last=drop_last,
+            get_batch_size=get_batch_size,
+            token_budget=token_budget,
+        )
         self.epoch = 0
         self._consumed = 0
         """Samples of the current epoch that have been handed out, over all ranks."""
@@ -96,7 +97,8 @@ class DistributedLoader:
         self._is_resuming = False
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
-        self._check_size()
+        if not self._is_stream:
+            self._cut.check_size()
 
     @property
     def is_stream(self) -> bool:
@@ -105,11 +107,11 @@ class DistributedLoader:
     @property
     def has_token_budget(self) -> bool:
         """Whether updates differ in their number of micro-batches."""
-        return self._token_budget is not None
+        return self._cut.token_budget is not None
 
     @property
     def samples_per_round(self) -> int:
-        return self.batch_size * self._num_replicas
+        return self._cut.samples
 
     @property
     def is_shuffled(self) -> bool:
@@ -125,12 +127,12 @@ class DistributedLoader:
 
     def count_updates_done(self) -> int:
         """Updates until here, if all had been as large as they are now."""
-        left = -(-self._count_rounds_after(self._consumed) // self._rounds_per_update)
+        left = -(-self._cut.count_after(self._consumed) // self._cut.per_update)
         return (self.epoch + 1) * self.updates_per_epoch - left
 
     @property
     def updates_per_epoch(self) -> int:
-        return -(-self._count_rounds_after(0) // self._rounds_per_update)
+        return -(-self._cut.count_after(0) // self._cut.per_update)
 
     @property
     def consumed_samples(self) -> int:
@@ -143,16 +145,16 @@ class DistributedLoader:
             raise TypeError(
                 "a stream of data has no length: say how long to train in --train-iters"
             )
-        if self._token_budget is not None:
+        if self._cut.token_budget is not None:
             raise TypeError(
                 "with --tokens-per-micro-batch, the number of micro-batches depends on their "
                 "lengths: count optimizer steps (loader.updates_per_epoch)"
             )
-        return self._count_rounds_after(0)
+        return self._cut.count_after(0)
 
     @property
     def samples_per_update(self) -> int:
-        return self.samples_per_round * self._rounds_per_update
+        return self._cut.samples_per_update
 
     @property
     def _may_reuse_memory(self) -> bool:
@@ -163,18 +165,10 @@ class DistributedLoader:
         if self._device.type == "cuda":
             return self._is_stream
         # A step's micro-batches are collected before it runs.
-        has_one = self._rounds_per_update == 1 and not (self._token_budget or self._get_batch_size)
+        has_one = self._cut.per_update == 1 and not (
+            self._cut.token_budget or self._cut.get_batch_size
+        )
         return not has_one and (self._is_stream or self._num_workers == 0)
-
-    def _count_rounds_after(self, consumed: int) -> int:
-        """Rounds until the end of the epoch, of which this many samples are consumed."""
-        if not self._drop_last:
-            return -(-(self.num_samples - consumed) // self.samples_per_round)
-        end = self.num_samples // self.samples_per_update * self.samples_per_update
-        if self._get_batch_size is not None:
-            return max(end - consumed, 0) // self.samples_per_round
-        updates = max(self.num_samples - consumed, 0) // self.samples_per_update
-        return updates * self._rounds_per_update
 
     def __iter__(self) -> Iterator[Any]:
         """The bare batches, for a loop of the user's own."""
@@ -230,12 +224,12 @@ class DistributedLoader:
         for micro_batch in rounds:
             if starts_update:
                 self._update_start = self._consumed
-            if self._token_budget is None:
+            if self._cut.token_budget is None:
                 rounds_left = (rounds_left or self._count_rounds()) - 1
                 self._consumed += self.samples_per_round
                 micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
             elif micro_batch.is_last:
-                self._consumed += self._get_update_size(self._consumed)
+                self._consumed += self._cut.get_update_size(self.epoch, self._consumed)
             self._rounds += 1
             if not self._is_stream:
                 self._consumed = min(self._consumed, self.num_samples)
@@ -276,21 +270,15 @@ class DistributedLoader:
             state.get("samples_per_update", self.samples_per_update) == self.samples_per_update
         )
         self._rounds = self._consumed // self.samples_per_round if is_same else 0
-        if not self._is_stream and self._count_rounds_after(self._consumed) == 0:
+        if not self._is_stream and self._cut.count_after(self._consumed) == 0:
             self.epoch, self._consumed, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
 
     def _count_rounds(self) -> int:
         """Rounds until the end of the current update."""
-        if self._get_batch_size is None:
-            return self._rounds_per_update - self._rounds % self._rounds_per_update
-        return self._get_update_size(self._consumed) // self.samples_per_round
-
-    def _get_update_size(self, consumed: int) -> int:
-        """Samples of the update that begins after this many samples of the epoch."""
-        if self._get_batch_size is None:
-            return self.samples_per_update
-        return self._get_batch_size(self.epoch * self.num_samples + consumed)
+        if self._cut.get_batch_size is None:
+            return self._cut.per_update - self._rounds % self._cut.per_update
+        return self._cut.get_update_size(self.epoch, self._consumed) // self.samples_per_round
 
     def _count_ahead(
         self, rounds: Iterator[MicroBatch], sum_counts: Callable[[torch.Tensor], torch.Tensor]
@@ -306,7 +294,7 @@ class DistributedLoader:
                 yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
 
     def _take_update(self, rounds: Iterator[MicroBatch]) -> list[MicroBatch]:
-        if self._token_budget is None:
+        if self._cut.token_budget is None:
             return list(islice(rounds, self._count_rounds()))
         held: list[MicroBatch] = []
         for each in rounds:
@@ -320,17 +308,19 @@ class DistributedLoader:
 
         With a token budget, the last one of every update is.
         """
-        rounds_left = self._count_rounds_after(self._consumed)
+        rounds_left = self._cut.count_after(self._consumed)
         num_workers = min(self._num_workers, rounds_left)
+        order = self._order.start(self.epoch)
+        dealt = self._cut.deal(order, self._lengths, self.epoch, self._consumed)
         fetcher = Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
         loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=self._build_keys(),  # type: ignore[arg-type]
+            sampler=dealt,  # type: ignore[arg-type]
             collate_fn=_pass_on,
             num_workers=num_workers,
             # An update is handed out whole: the workers must get that far while another one runs.
-            prefetch_factor=max(2, self._rounds_per_update // num_workers) if num_workers else None,
+            prefetch_factor=max(2, self._cut.per_update // num_workers) if num_workers else None,
             pin_memory=self._device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
@@ -342,112 +332,16 @@ class DistributedLoader:
                 batch = batch.unpack()
             yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
 
-    def _build_keys(self) -> Iterator[Dealt]:
-        order = self._order.start(self.epoch)
-        if self._token_budget is not None:
-            assert self._lengths is not None
-            for start, size in self._iterate_update_sizes():
-                samples = [int(i) for i in order[start : start + size]]
-                yield from self._deal_by_tokens(start, samples, [self._lengths[i] for i in samples])
-            return
-        rounds = self._count_rounds_after(self._consumed)
-        end = self._consumed + rounds * self.samples_per_round
-        for start in range(self._consumed, end, self.samples_per_round):
-            samples = [int(i) for i in order[start : start + self.samples_per_round]]
-            mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            is_last = start + self.samples_per_round == end
-            yield self._get_number(start), mine or samples[:1], not mine, is_last
-
-    def _iterate_update_sizes(self) -> Iterator[tuple[int, int]]:
-        """The first sample and the number of samples of each update still to come."""
-        start, end = self._consumed, self.num_samples
-        if self._drop_last:
-            end = start + self._count_rounds_after(start) * self.samples_per_round
-        while start < end:
-            size = min(self._get_update_size(start), end - start)
-            yield start, size
-            start += size
-
-    def _deal_by_tokens(
-        self, start: int, samples: list[Any], lengths: Sequence[int]
-    ) -> Iterator[Dealt]:
-        """This rank's micro-batches of one update, which begins with sample ``start``."""
-        assert self._token_budget is not None
-        parts = split_by_tokens(lengths, self._token_budget, self._num_replicas)
-        for place in range(self._replica, len(parts), self._num_replicas):
-            mine = [samples[index] for index in parts[place]]
-            is_last = place + self._num_replicas >= len(parts)
-            yield start + place, mine or samples[:1], not mine, is_last
-
-    def _get_number(self, start: int) -> int:
-        """A micro-batch's place in the one global order, the same for any number of processes.
-
-        ``start`` is the first sample of its round.
-        """
-        return start // self.batch_size + self._replica
-
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
-        for number, mine, is_filler, is_last in self._deal_stream():
+        take = self._stream.start(self.epoch)
+        dealt = self._cut.deal_stream(take, self.epoch, self._consumed)
+        for number, mine, is_filler, is_last in dealt:
             with random_numbers_from((self._seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine)
             info = describe_batch(batch)
             info = info.as_filler() if is_filler else info
             yield MicroBatch(batch, info, is_filler, is_last, self.epoch, number)
-
-    def _deal_stream(self) -> Iterator[Dealt]:
-        if self._token_budget is not None:
-            for start, samples in self._read_stream():
-                lengths = [measure_sample(sample) for sample in samples]
-                yield from self._deal_by_tokens(start, samples, lengths)
-            return
-        rounds = self._read_stream()
-        current = next(rounds, None)
-        while current is not None:
-            following = next(rounds, None)
-            start, samples = current
-            mine = samples[self.batch_size * self._replica :][: self.batch_size]
-            yield self._get_number(start), mine or samples[:1], not mine, following is None
-            current = following
-
-    def _read_stream(self) -> Iterator[tuple[int, list[Any]]]:
-        """The rounds from the current position on; whole updates only, if the last is dropped.
-
-        With a token budget, whole updates instead of rounds.
-        """
-        take = self._stream.start(self.epoch)
-        left = self._consumed
-        while left > 0:
-            skipped = take(min(left, self.samples_per_round))
-            if not skipped:
-                return
-            left -= len(skipped)
-        waiting: list[tuple[int, list[Any]]] = []
-        has_budget = self._token_budget is not None
-        start = self._consumed
-        while True:
-            size = self._get_update_size(start) if has_budget else self.samples_per_round
-            samples = take(size)
-            if not samples or (self._drop_last and len(samples) < size):
-                return
-            waiting.append((start, samples))
-            start += size
-            if has_budget or not self._drop_last or len(waiting) == self._rounds_per_update:
-                yield from waiting
-                waiting = []
-
-    def _check_size(self) -> None:
-        if self._is_stream:
-            return
-        if self.num_samples == 0:
-            raise DataError("the data set is empty: there is nothing to train or evaluate on.")
-        if self._count_rounds_after(0) == 0:
-            needed = self.samples_per_round * self._rounds_per_update
-            raise DataError(
-                f"the data set has {self.num_samples} samples, less than one global batch of "
-                f"{needed}, and the last, smaller batch is dropped: use a smaller "
-                "--global-batch-size, or --keep-last."
-            )
 
 
 def _pass_on(batch: Any) -> Any:

@@ -1,0 +1,157 @@
+"""How an epoch is cut into rounds and updates, and which samples of each a rank gets.
+
+Everything here follows from the position in the epoch: nothing is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rapidformer.data.fetching import Dealt
+from rapidformer.data.lengths import measure_sample
+from rapidformer.data.order import Numbers
+from rapidformer.data.streams import Take
+from rapidformer.data.token_budget import split_by_tokens
+from rapidformer.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """The rounds of an epoch; one is a micro-batch on every rank."""
+
+    micro_batch_size: int
+    num_replicas: int
+    replica: int
+    per_update: int
+    num_samples: int
+    """Samples in an epoch; 0 for a stream."""
+    drops_last: bool
+    get_batch_size: Callable[[int], int] | None
+    """Samples of the next update after this many samples, if updates differ in size."""
+    token_budget: int | None
+    """Tokens per micro-batch, if their number is limited and not that of samples."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a round, over all ranks."""
+        return self.micro_batch_size * self.num_replicas
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.samples * self.per_update
+
+    def count_after(self, consumed: int) -> int:
+        """Rounds until the end of the epoch, of which this many samples are consumed."""
+        if not self.drops_last:
+            return -(-(self.num_samples - consumed) // self.samples)
+        end = self.num_samples // self.samples_per_update * self.samples_per_update
+        if self.get_batch_size is not None:
+            return max(end - consumed, 0) // self.samples
+        updates = max(self.num_samples - consumed, 0) // self.samples_per_update
+        return updates * self.per_update
+
+    def get_update_size(self, epoch: int, consumed: int) -> int:
+        """Samples of the update that begins after this many samples of the epoch."""
+        if self.get_batch_size is None:
+            return self.samples_per_update
+        return self.get_batch_size(epoch * self.num_samples + consumed)
+
+    def check_size(self) -> None:
+        """Refuse data that is too small for a single update."""
+        if self.num_samples == 0:
+            raise DataError("the data set is empty: there is nothing to train or evaluate on.")
+        if self.count_after(0) == 0:
+            raise DataError(
+                f"the data set has {self.num_samples} samples, less than one global batch of "
+                f"{self.samples_per_update}, and the last, smaller batch is dropped: use a smaller "
+                "--global-batch-size, or --keep-last."
+            )
+
+    # ---- dealing ---------------------------------------------------------------------------------
+
+    def deal(
+        self, order: Numbers, lengths: Sequence[int] | None, epoch: int, consumed: int
+    ) -> Iterator[Dealt]:
+        """This rank's micro-batches from the position on; the last one of the epoch is marked.
+
+        With a token budget, the last one of every update is.
+        """
+        if self.token_budget is not None:
+            assert lengths is not None
+            for start, size in self._iterate_update_sizes(epoch, consumed):
+                samples = [int(i) for i in order[start : start + size]]
+                yield from self._deal_by_tokens(start, samples, [lengths[i] for i in samples])
+            return
+        end = consumed + self.count_after(consumed) * self.samples
+        for start in range(consumed, end, self.samples):
+            samples = [int(i) for i in order[start : start + self.samples]]
+            yield self._deal_round(start, samples, is_last=start + self.samples == end)
+
+    def deal_stream(self, take: Take, epoch: int, consumed: int) -> Iterator[Dealt]:
+        """The same for a stream, whose samples are read in order."""
+        if self.token_budget is not None:
+            for start, samples in self._read(take, epoch, consumed):
+                lengths = [measure_sample(sample) for sample in samples]
+                yield from self._deal_by_tokens(start, samples, lengths)
+            return
+        rounds = self._read(take, epoch, consumed)
+        current = next(rounds, None)
+        while current is not None:
+            following = next(rounds, None)
+            yield self._deal_round(*current, is_last=following is None)
+            current = following
+
+    def _deal_round(self, start: int, samples: list[Any], *, is_last: bool) -> Dealt:
+        """This rank's slice of a round, whose first sample is ``start``."""
+        mine = samples[self.micro_batch_size * self.replica :][: self.micro_batch_size]
+        # Its place in the one global order, which is the same for any number of ranks.
+        number = start // self.micro_batch_size + self.replica
+        return number, mine or samples[:1], not mine, is_last
+
+    def _deal_by_tokens(
+        self, start: int, samples: list[Any], lengths: Sequence[int]
+    ) -> Iterator[Dealt]:
+        """This rank's micro-batches of one update, which begins with sample ``start``."""
+        assert self.token_budget is not None
+        parts = split_by_tokens(lengths, self.token_budget, self.num_replicas)
+        for place in range(self.replica, len(parts), self.num_replicas):
+            mine = [samples[index] for index in parts[place]]
+            is_last = place + self.num_replicas >= len(parts)
+            yield start + place, mine or samples[:1], not mine, is_last
+
+    def _iterate_update_sizes(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
+        """The first sample and the number of samples of each update still to come."""
+        start, end = consumed, self.num_samples
+        if self.drops_last:
+            end = start + self.count_after(start) * self.samples
+        while start < end:
+            size = min(self.get_update_size(epoch, start), end - start)
+            yield start, size
+            start += size
+
+    def _read(self, take: Take, epoch: int, consumed: int) -> Iterator[tuple[int, list[Any]]]:
+        """The rounds of a stream from the position on; whole updates only, if the last is dropped.
+
+        With a token budget, whole updates instead of rounds.
+        """
+        left = consumed
+        while left > 0:
+            skipped = take(min(left, self.samples))
+            if not skipped:
+                return
+            left -= len(skipped)
+        waiting: list[tuple[int, list[Any]]] = []
+        has_budget = self.token_budget is not None
+        start = consumed
+        while True:
+            size = self.get_update_size(epoch, start) if has_budget else self.samples
+            samples = take(size)
+            if not samples or (self.drops_last and len(samples) < size):
+                return
+            waiting.append((start, samples))
+            start += size
+            if has_budget or not self.drops_last or len(waiting) == self.per_update:
+                yield from waiting
+                waiting = []
