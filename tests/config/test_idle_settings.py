@@ -19,6 +19,7 @@ from rapidformer.tasks.unused_flags import describe_unused_flags
         ("--overwrite", "without --save"),
         ("--hysteresis 3 --bf16", "without --mixed-precision fp16"),
         ("--min-lr 1e-6 --lr 1e-3 --lr-decay-style constant", "--lr-decay-style constant"),
+        ("--micro-batch-size 16 --global-batch-size 4", "on 1 data-parallel rank: 4 is used"),
         ("--epochs 3 --train-iters 10", "--train-iters 10 overrides it"),
         ("--sequence-parallel", "no effect without --tensor-model-parallel-size"),
     ],

@@ -79,7 +79,9 @@ def test_a_warm_up_longer_than_the_run_is_reported(caplog: pytest.LogCaptureFixt
         warn_once.cache_clear()
         learning_rates(1, 20, 8, lr=1e-3, lr_warmup_iters=iters)
     (message,) = caplog.messages
-    assert message.startswith("the warm-up takes the whole run (160 of 160 samples, 20 steps)")
+    assert message.startswith(
+        "the warm-up takes the whole run (warm-up: 160 samples, run: 160 in 20 steps)"
+    )
 
 
 @settings(max_examples=100, deadline=None)

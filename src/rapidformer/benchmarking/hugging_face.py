@@ -63,7 +63,7 @@ def measure_trainer(job: Job, train: Callable[[], None]) -> Result:
             "composes its model, as a task, Finetuner, PreTrainer or Trainer does."
         )
     first = taken.collate([taken.data[0]]) if hasattr(taken.data, "__getitem__") else None
-    if not isinstance(first, dict) or "labels" not in first:
+    if not isinstance(first, dict) or first.keys().isdisjoint(("labels", "start_positions")):
         raise RapidformerError(
             "--against hf needs batches with labels, so that the model computes its own loss. "
             "This run's batches have none."

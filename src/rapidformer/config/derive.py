@@ -95,6 +95,10 @@ def _follows(implication: Implication, args: Settings) -> bool:
     return is_set(implication.setting) and not any(map(is_set, preventing))
 
 
+SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
+"""The origin of a micro-batch size that replaces the user's, which does not fit into a step."""
+
+
 def _derive_batches(args: Settings, problems: list[str]) -> Settings:
     """Global batch = micro-batch x data-parallel ranks x accumulation: two give the third."""
     replicas = args.data_parallel_size
@@ -111,6 +115,9 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
         micro = _BLACK_BOX_MICRO_BATCH
     if total is None:
         total = micro * replicas * (steps or 1)
+    if steps is None and micro * replicas > total and total % replicas == 0:
+        micro = total // replicas
+        args = args.replace(SMALLER_MICRO_BATCH, micro_batch_size=micro)
     unit = micro * replicas
     if total % unit and steps is None:
         rule = f"--micro-batch-size {micro} x {replicas} data-parallel ranks = {unit}"

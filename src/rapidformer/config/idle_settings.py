@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rapidformer.config.derive import SMALLER_MICRO_BATCH
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, Switch, to_flag
 
@@ -37,6 +38,12 @@ def find_idle_settings(args: Settings) -> list[str]:
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
     if args.train_iters is not None and args.is_given("epochs"):
         idle.append(f"--epochs has no effect: --train-iters {args.train_iters} overrides it.")
+    if args.sources.get("micro_batch_size") == SMALLER_MICRO_BATCH:
+        ranks = f"{args.data_parallel_size} data-parallel rank{'s' * (args.data_parallel_size > 1)}"
+        idle.append(
+            f"--micro-batch-size is too large for --global-batch-size {args.global_batch_size} on "
+            f"{ranks}: {args.micro_batch_size} is used."
+        )
     return idle
 
 

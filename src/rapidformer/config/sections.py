@@ -291,7 +291,8 @@ class TrainingLengthArguments:
     """Training"""
 
     micro_batch_size: int | None = None
-    """samples per forward pass of a rank (default: 8, or as --global-batch-size implies)"""
+    """samples per forward pass of a rank, at most --global-batch-size / ranks (default: 8, or as
+    --global-batch-size implies)"""
     global_batch_size: int | None = None
     """samples per optimizer step over all ranks; if larger than micro-batch x ranks, gradients are
     accumulated"""

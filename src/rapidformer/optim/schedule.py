@@ -71,7 +71,7 @@ def build_curve(
         warmup = count_samples(settings.lr_warmup_iters)
     if train_iters and warmup >= (samples := count_samples(train_iters)):
         warn_once(
-            f"the warm-up takes the whole run ({warmup:,.0f} of {samples:,} samples, "
+            f"the warm-up takes the whole run (warm-up: {warmup:,.0f} samples, run: {samples:,} in "
             f"{train_iters:,} steps), so the learning rate never reaches --lr {settings.lr}: use a "
             "shorter one, such as --lr-warmup-fraction 0.1."
         )
