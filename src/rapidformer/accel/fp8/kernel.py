@@ -22,7 +22,7 @@ from rapidformer.compat.triton import on_device
 
 LINE = (PART, 4)
 """Elements and warps of a program that reads a tensor from start to end."""
-TILE = (64, 64, 4)
+TILE = (64, 128, 8)
 """Rows, columns and warps of a program that also writes its tile transposed."""
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 

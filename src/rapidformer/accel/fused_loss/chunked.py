@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.split import VocabularySlice
+from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
 
 Step = Callable[[Tensor], Tensor]
@@ -92,7 +93,10 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
-        return *(None if each is None else each.mul_(gradient) for each in gradients), None, None
+        for each in gradients:
+            if each is not None:
+                multiply_all([each], gradient)  # faster than mul_ with a scalar on a GPU
+        return *gradients, None, None
 
 
 def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
