@@ -172,6 +172,20 @@ def test_falcon_takes_its_heads_without_lists(form: dict[str, Any]) -> None:
         torch.testing.assert_close(after, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_for_eager_attention_copy_no_numbers_to_the_device(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_masks_from_host(build("llama"))
+    sizes = {"batch_size": 3, "q_length": 8, "kv_length": 8, "dtype": dtype}
+    padding = MASKS["padding"].bool()
+    expected = masking_utils.eager_mask(**sizes, attention_mask=padding)
+    monkeypatch.delattr(torch, "tensor")
+    build_mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    found = build_mask(**sizes, attention_mask=padding)
+    assert found.dtype is dtype and torch.equal(found, expected)
+
+
 def test_a_mask_that_only_the_device_knows_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     make_masks_from_host(model)

@@ -1,7 +1,8 @@
-"""transformers' attention masks, made without reading from the device.
+"""transformers' attention masks, made without waiting for the device.
 
 transformers leaves out a mask that hides nothing. To find out, it reads the mask from the device,
-and the host waits for all work before it. Here the answer comes from the host if it has one.
+and the host waits for all work before it. Here the answer comes from the host if it has one. Masks
+for eager attention wait because two numbers are copied to the device; here they are filled in.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def ask_host_first(
         # If another version of transformers takes other parameters, its own function stays.
         if original is not None and list(inspect.signature(original).parameters) == _TAKES[name]:
             setattr(owner, name, functools.wraps(original)(build(original)))
+    interface = masking_utils.AttentionMaskInterface
+    interface.register("eager", _fill_eager(masking_utils.eager_mask, masking_utils.sdpa_mask))
 
 
 def makes_own_mask(module: nn.Module) -> bool:
@@ -159,6 +162,24 @@ def _find_packed(is_packed: Ask, original: Any) -> Any:
         return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
 
     return find
+
+
+def _fill_eager(original: Any, build_bools: Any) -> Any:
+    """As transformers' own, which copies its two numbers to the device, and waits for it."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Tensor | None:
+        if args:  # by position, sdpa's parameters are others
+            found: Tensor | None = original(*args, **kwargs)
+            return found
+        dtype = kwargs.pop("dtype", torch.float32)
+        is_seen = build_bools(**{**kwargs, "allow_is_causal_skip": False})
+        if is_seen is None:
+            return None
+        zeros = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
+        return zeros.masked_fill(~is_seen, torch.finfo(dtype).min)
+
+    return build
 
 
 def _look_for_padding(find_values: Callable[[Tensor], Any | None], original: Any) -> Any:
