@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with
 from rapidformer import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from rapidformer.log import warn_once
+from tests.accel.models import make
 from tests.processes import run_in_processes
 
 
@@ -504,3 +505,16 @@ def test_a_model_keeps_no_cache_in_training_only() -> None:
     assert model(ids, use_cache=True).past_key_values is not None
     assert model.eval()(ids).past_key_values is not None
     assert model.config.use_cache is True
+
+
+def test_modules_kept_in_evaluation_mode_stay_in_it() -> None:
+    """compose() tries batches, and an evaluation comes and goes."""
+    model: Any = make("bert", dropout=0.1).train()
+    model.bert.embeddings.eval()
+    before = [module.training for module in model.modules()]
+    engine = RapidformerEngine(args={"log_level": "error", "lr": 0.1})
+    engine.compose(model)
+    assert [module.training for module in model.modules()] == before
+    with engine.evaluating():
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before

@@ -25,6 +25,7 @@ from rapidformer.dist.heartbeat import in_phase
 from rapidformer.dist.topology import Topology
 from rapidformer.engine.updates import UpdatingRun
 from rapidformer.errors import RapidformerError
+from rapidformer.models.evaluation_mode import evaluation_mode
 
 GROUP_BATCHES = 16
 """Batches whose samples are sorted together, and whose results come together."""
@@ -126,14 +127,9 @@ class PredictingRun(UpdatingRun):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients and no dropout inside; afterwards, training mode is restored."""
-        model = self.parallelized.model
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
-                yield
-        finally:
-            model.train(was_training)
+        mode = evaluation_mode(self.parallelized.model)
+        with mode, torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
+            yield
 
 
 def cut_into_groups(samples: int, batch_size: int) -> list[int]:

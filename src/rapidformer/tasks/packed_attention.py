@@ -16,6 +16,7 @@ import torch
 from rapidformer.compat.transformers_models import get_attention
 from rapidformer.errors import ModelError
 from rapidformer.log import get_logger
+from rapidformer.models.evaluation_mode import evaluation_mode
 
 Batch = dict[str, Any]
 _MARK = "packed_attention"
@@ -35,13 +36,8 @@ _LEAST_EFFECT = 1e-4
 def apply_packed_attention(model: Any, length: int) -> None:
     """Find how this model keeps examples apart, and store it on the model."""
     proof = _Proof(model, length)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            way = proof.find_way()
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.no_grad():
+        way = proof.find_way()
     setattr(model, _MARK, way)
     for module in model.modules():
         # This check looks for padding in every batch that has no mask, and would warn about ours.

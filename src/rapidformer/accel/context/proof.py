@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.tensor_plans import describe_model
 
 _LARGEST_DIFFERENCE = 1e-3
@@ -25,10 +26,8 @@ def prove_context(model: Any, region: ContextRegion) -> None:
     inputs = _build_inputs(model, region)
     if inputs is None:
         return
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             region.is_off = True
             whole = _run(model, inputs)
             region.is_off = False
@@ -40,7 +39,6 @@ def prove_context(model: Any, region: ContextRegion) -> None:
         raise ConfigurationError(_explain(model, region, finding)) from reason
     finally:
         region.is_off = False
-        model.train(was_training)
     scale = whole.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     difference = float((whole - shared).abs().max() / scale)
     if not difference <= _LARGEST_DIFFERENCE:

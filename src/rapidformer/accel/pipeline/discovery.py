@@ -23,6 +23,7 @@ from torch.func import functional_call
 from rapidformer.accel.tensor.styles import replace_first
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.errors import ModelError
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, remove
 
@@ -139,16 +140,11 @@ def _run_hollow(
         name: torch.zeros(b.shape, dtype=b.dtype) if b.is_meta else b.detach().cpu()
         for name, b in model.named_buffers()
     }
-    was_training = model.training
-    try:
-        model.eval()
-        with torch.enable_grad(), _recording(model, plan, recorder):
-            # Tied names are kept separate here on purpose: each use is found on its own.
-            output = functional_call(
-                model, {**stand_ins, **buffers}, (), dict(inputs), tie_weights=False
-            )
-    finally:
-        model.train(was_training)
+    with evaluation_mode(model), torch.enable_grad(), _recording(model, plan, recorder):
+        # Tied names are kept separate here on purpose: each use is found on its own.
+        output = functional_call(
+            model, {**stand_ins, **buffers}, (), dict(inputs), tie_weights=False
+        )
     if recorder.order != list(range(len(plan.blocks))):
         raise ModelError("its blocks do not run one after the other, each once")
     usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)

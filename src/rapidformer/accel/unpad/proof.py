@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.errors import ModelError
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
 
 _LENGTHS = (9, 4, 6)
@@ -37,11 +38,9 @@ def find_difference(
     They are compared in the model's own dtype and, on a GPU, under autocast to ``dtype``, which
     runs other kernels. The batch is padded, or has packed examples.
     """
-    was_training = model.training
     device = next(model.parameters()).device
-    model.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with evaluation_mode(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
             # Not torch.manual_seed: it also seeds GPUs, whose states are not restored here.
             torch.default_generator.manual_seed(0)
             batch = _make_packed_batch(model) if is_packed else _make_batch(model)
@@ -57,8 +56,6 @@ def find_difference(
     except Exception as error:  # a model's code may raise anything on tensors it does not expect
         reason = str(error).splitlines()[0] if str(error) else ""
         return f"it fails with {type(error).__name__}: {reason}"
-    finally:
-        model.train(was_training)
 
 
 def _compare(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rapidformer.errors import ModelError
+from rapidformer.models.evaluation_mode import evaluation_mode
 
 if TYPE_CHECKING:
     from rapidformer.tasks.pretraining.objectives import NextToken
@@ -31,13 +32,8 @@ def check_documents(objective: NextToken, model: Any) -> None:
     args = objective.args
     if args.reset_attention_mask:
         _check_window(model, args.seq_length or 0)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                _try_two_documents(objective, model)
-        finally:
-            model.train(was_training)
+        with evaluation_mode(model), torch.no_grad():
+            _try_two_documents(objective, model)
         return
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     if args.reset_position_ids and not takes_positions:

@@ -1,0 +1,26 @@
+"""Evaluation mode for a while, which leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model evaluates; afterwards, every module has the mode that it had before.
+
+    ``model.train()`` alone would not do: a script may keep some modules, such as a frozen encoder,
+    in evaluation mode.
+    """
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        # From the outside in: each call also sets the modules inside, which follow.
+        for module, mode in was_training:
+            if module.training != mode:
+                module.train(mode)
