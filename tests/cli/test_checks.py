@@ -64,6 +64,8 @@ def test_calls_are_checked_like_the_command(find: Find) -> None:
         with pytest.raises(ConfigurationError) as caught:
             call([{"text": "a", "label": 0}], **settings)
         assert caught.value.problems == expected, "rows in memory are checked like a file's"
+    with pytest.raises(ConfigurationError, match="data= and data_path= exclude each other"):
+        rapidformer.evaluate([{"text": "a"}], load="model", data_path="rows.jsonl")
     with pytest.raises(ConfigurationError, match="--chat is a conversation in a terminal"):
         rapidformer.predict(load="model", task="causal_lm", chat=True)
 

@@ -46,6 +46,12 @@ def check_call(name: str, settings: Mapping[str, Any], data: Any = None) -> Sett
         problems.append(
             "--chat is a conversation in a terminal: type `rapidformer predict --chat`."
         )
+    if data is not None:
+        problems += [
+            f"data= and {each}= exclude each other: give only one of them."
+            for each in ("input", "data_path")
+            if settings.get(each) is not None
+        ]
     # A call starts no processes: it runs in those that a launcher has started, or alone.
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
     rows = None if data is None else take_head(data, args.eval_split)

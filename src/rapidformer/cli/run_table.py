@@ -70,6 +70,8 @@ def draw(title: str, rows: list[Row], width: int) -> Iterator[Text]:
         line.rstrip()
         return line
 
+    top = join(heading, "")
+    top.stylize("bold")
     lines = []
     for row in rows:
         style = "bold" if row.is_run else ""
@@ -77,9 +79,8 @@ def draw(title: str, rows: list[Row], width: int) -> Iterator[Text]:
             lines.append(Text(row.name, style))
             row = replace(row, name="")
         lines.append(join(row, style))
-    top = join(heading, "")
-    top.stylize("bold")
-    yield from (top, Text("─" * min(width, max(line.cell_len for line in lines))), *lines)
+    longest = max(line.cell_len for line in (top, *lines))
+    yield from (top, Text("─" * min(width, longest)), *lines)
 
 
 def _measure(rows: list[Row], width: int) -> tuple[dict[str, int], int]:

@@ -1,4 +1,4 @@
-"""The verbs of a training loop of the user's: ``backward``, ``step``, ``accumulate``.
+"""The verbs of a user's own training loop: ``backward``, ``step``, ``accumulate``.
 
 ``backward`` decides *when* an update happens, by counting micro-batches. ``optimizer.step()``,
 ``lr_scheduler.step()`` and ``zero_grad()`` do nothing while gradients are being accumulated, so the
