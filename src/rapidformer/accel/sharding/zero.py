@@ -12,6 +12,7 @@ parameter.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -65,6 +66,8 @@ def apply_sharding(
     With ``offloads`` the shards stay in host memory and visit the device for their block.
     """
     options = get_sharding_options(mesh, stage, offloads=offloads)
+    # Any head with a bias returns one. It matters only to code that changes outputs in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         block = model.get_submodule(name)
