@@ -37,7 +37,7 @@ def chat_words(tmp_path: Path) -> list[Any]:
     data = write_rows(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 3)
     return [
         "data", "show", "--task", "causal_lm", "--pretrained-model-name-or-path", folder,
-        "--from-scratch", "--data-path", data, "-n", 1,
+        "--data-path", data, "-n", 1,
     ]  # fmt: skip
 
 

@@ -100,8 +100,8 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
             "data show needs rows of a table, and --task pretraining reads .bin/.idx files: use "
             "`rapidformer data head`."
         )
-    # Where the run computes and saves does not matter here.
-    here = args.replace("data show", device="cpu", save=None)
+    # The rows are shown without weights, and where the run computes and saves does not matter.
+    here = args.replace("data show", device="cpu", save=None, from_scratch=True)
     if args.task is None:
         problems.append("nothing to show: give --task and --data-path, or --load RUN.")
     else:
