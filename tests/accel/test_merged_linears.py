@@ -123,7 +123,26 @@ def test_layers_outside_autocast_stay() -> None:
     assert len(products) == 1
 
 
-@pytest.mark.parametrize("change", [lambda rows: rows.mul_(2), nn.ReLU(inplace=True)])
+@torch.library.custom_op("rapidformer_tests::double", mutates_args=("rows",))
+def double_in_place(rows: Tensor) -> None:
+    rows.mul_(2)
+
+
+def square_in_place(rows: Tensor) -> None:
+    rows **= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.mul_(2),
+        lambda rows: torch.mul(rows, 2, out=rows),
+        nn.ReLU(inplace=True),
+        square_in_place,
+        double_in_place,
+    ],
+    ids=["method", "out", "relu", "operator", "custom"],
+)
 def test_an_input_that_is_changed_in_between_is_not_shared(change: Any) -> None:
     model = Block()
 

@@ -12,6 +12,7 @@ model and its layers stay as they are.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -25,10 +26,18 @@ from torch.nn import functional
 
 from rapidformer.accel.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_autocast_change, is_gradient_change
+from rapidformer.compat.torch_dispatch import is_mutable
 from rapidformer.compat.torch_tensors import copy_all
 
 _ALIGNMENT = 64
 """Elements: products read weights from addresses that are multiples of 16 bytes."""
+
+_IN_PLACE = {"setitem", "triton_kernel_wrapper_mutation"} | {
+    name.strip("_")
+    for name in dir(operator)
+    if name.startswith("__i") and hasattr(operator, f"__{name[3:]}")
+}
+"""Calls in a graph that change a tensor: ``x **= 2`` is ``ipow``."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,9 @@ def _separates_layers(node: Node) -> bool:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    if is_in_place or name in ("setitem", "iadd", "isub", "imul", "itruediv"):
+    if is_in_place or name.strip("_") in _IN_PLACE or node.kwargs.get("out") is not None:
+        return True
+    if is_mutable(node.target):
         return True
     module = getattr(node.target, "__module__", None)
     if not callable(node.target) or module != functional.__name__:

@@ -49,6 +49,14 @@ def get_schema(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+def is_mutable(operator: Any) -> bool:
+    """Whether an operator writes into its arguments; without an overload, any of its own may."""
+    overloads: list[str] = getattr(operator, "overloads", list)()
+    each = [getattr(operator, name) for name in overloads] or [operator]
+    schemas = filter(None, map(get_schema, each))
+    return any(schema.is_mutable for schema in schemas)
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensors bypass ``__torch_function__``."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
