@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,24 @@ def test_an_input_that_is_changed_in_between_is_not_shared(change: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(compiled(ROWS), call(ROWS))
     assert [product.outputs for product in products] == [[8], [4]]
+
+
+def test_a_weight_that_the_block_changes_is_read_after_the_change() -> None:
+    model = Block()
+
+    def call(rows: Tensor) -> Tensor:
+        first = model.query(rows)
+        model.key.weight.data.mul_(2)
+        with torch.no_grad():
+            model.value.weight[0] = 1
+        return torch.cat([first, model.key(rows), model.value(rows)], dim=-1)
+
+    before = copy.deepcopy(model.state_dict())
+    compiled, _ = compile_merged(call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compiled(ROWS)
+        model.load_state_dict(before)
+        assert torch.equal(found, call(ROWS))
 
 
 def test_a_layer_that_is_called_twice_gets_both_gradients() -> None:

@@ -19,7 +19,7 @@ from operator import getitem
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
@@ -38,6 +38,8 @@ _IN_PLACE = {"setitem", "triton_kernel_wrapper_mutation"} | {
     if name.startswith("__i") and hasattr(operator, f"__{name[3:]}")
 }
 """Calls in a graph that change a tensor: ``x **= 2`` is ``ipow``."""
+_VIEWS = {"detach", "getitem", "select", "t", "transpose", "unbind", "view", "_get_data_attr"}
+"""Calls through which a weight may be changed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ def merge_linears(module: GraphModule) -> None:
     device = get_example(layers[0].weight).device
     if not torch.is_autocast_enabled(device.type):
         return
-    groups = _group(layers, may_merge=not any(map(_separates_layers, graph.nodes)))
+    separating = [node for node in graph.nodes if _separates_layers(node)]
+    if any(_is_parameter(_find_viewed(node)) for node in separating):
+        return  # a layer must see what the block has written into its weight
+    groups = _group(layers, may_merge=not separating)
     dtype = torch.get_autocast_dtype(device.type)
     starts, size = _lay_out(groups)
     with graph.inserting_before(layers[0].node):
@@ -141,7 +146,7 @@ def _separates_layers(node: Node) -> bool:
         return False
     if is_gradient_change(node):
         return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _get_name(node)
     is_in_place = name.endswith("_") and not name.endswith("__")
     if is_in_place or name.strip("_") in _IN_PLACE or node.kwargs.get("out") is not None:
         return True
@@ -152,6 +157,24 @@ def _separates_layers(node: Node) -> bool:
         return False
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     return bool(given.arguments.get("inplace"))
+
+
+def _find_viewed(node: Node) -> Node:
+    """What a call in place changes: its first argument, or what that is a view of."""
+    first = next(iter(node.all_input_nodes), node)
+    while first.op in ("call_method", "call_function") and _get_name(first) in _VIEWS:
+        first = first.all_input_nodes[0]
+    return first
+
+
+def _is_parameter(node: Node) -> bool:
+    value = get_example(node) if node.op == "placeholder" else None
+    return isinstance(value, nn.Parameter)
+
+
+def _get_name(node: Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _group(layers: Sequence[_Layer], *, may_merge: bool) -> list[list[_Layer]]:
