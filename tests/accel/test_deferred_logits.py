@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.switch import apply_fused_loss
+from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.errors import ConfigurationError
 
 ROWS, TOKENS, WIDTH, WORDS = 3, 7, 8, 37
@@ -274,6 +275,8 @@ def test_what_would_differ_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="gradient of the logits was asked for"):
         torch.autograd.grad(loss, logits, allow_unused=True)
     loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not has_hooks(optimizer), "a step may still be replayed by a CUDA graph"
+    optimizer.step()
     with pytest.raises(ConfigurationError, match="by an optimizer step for example"):
         logits.argmax(-1)

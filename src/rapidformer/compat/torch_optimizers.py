@@ -52,9 +52,10 @@ def step_divided(divisor: Tensor, optimizer: Any, step: Callable[[], object]) ->
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether something looks at each update, before or after it."""
-    after = _global_optimizer_post_hooks or optimizer._optimizer_step_post_hooks
-    return bool(after) or has_step_hooks(optimizer)
+    """Whether something must see each update, before or after it."""
+    after = (*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    is_seen = any(not getattr(hook, "may_be_skipped", False) for hook in after)
+    return is_seen or has_step_hooks(optimizer)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

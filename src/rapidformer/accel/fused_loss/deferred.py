@@ -88,6 +88,10 @@ def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         head.note_step(stepped)
 
 
+# A step that a CUDA graph replays runs no hooks, and nobody holds its logits.
+_note_step.may_be_skipped = True  # type: ignore[attr-defined]
+
+
 class DeferredLogits(torch.Tensor):
     """The outputs of a head that has not been applied yet."""
 
