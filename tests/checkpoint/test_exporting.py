@@ -102,6 +102,18 @@ def test_an_export_that_computes_other_logits_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
 
+def test_a_run_from_fresh_weights_has_nothing_to_compare_with(base: Path, tmp_path: Path) -> None:
+    model = load(base)
+    run = train(model, tmp_path / "run")
+    model.save_pretrained(run / "last")
+    (run / "arguments.yaml").write_text("from_scratch: true\n")
+    assert rapidformer.export(run, tmp_path / "out", verify=False).changes is None
+    # A script's run does not say so, but its base model may have no weights.
+    (run / "arguments.yaml").unlink()
+    (base / "model.safetensors").unlink()
+    assert rapidformer.export(run, tmp_path / "out", verify=False).changes is None
+
+
 @pytest.mark.usefixtures("in_process")
 def test_an_export_that_is_the_base_model_is_refused(base: Path, tmp_path: Path) -> None:
     run = train(load(base), tmp_path / "run", lr=1e-7)

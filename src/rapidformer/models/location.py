@@ -94,12 +94,17 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
         )
     if is_checkpoint_model(path):
         return
-    if needs_weights and not any((path / name).is_file() for name in _WEIGHT_FILES):
+    if needs_weights and not has_weights(path):
         raise ModelError(
             f"The model folder {location} lacks weights (model.safetensors or "
             f"pytorch_model.bin): it holds {_list_folder(path)}. Add --from-scratch to start from "
             "fresh weights."
         )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a local folder has a model's weights."""
+    return any((folder / name).is_file() for name in _WEIGHT_FILES)
 
 
 def has_tokenizer(folder: Path) -> bool:

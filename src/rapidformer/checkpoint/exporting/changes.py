@@ -19,6 +19,7 @@ from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.checkpoint.frozen import compare_checksums, compute_checksum
 from rapidformer.errors import ModelError
 from rapidformer.hub import looks_like_path
+from rapidformer.models.location import has_weights
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,12 @@ class Changes:
 def find_missing_start(source: Source) -> str | None:
     """Why there is nothing to compare with; None if there is."""
     if source.start is None:
-        return "the run names no model that it started from; --base FOLDER names one"
-    if not Path(source.start).exists() and looks_like_path(source.start):
-        return f"the base model {source.start} is no longer there; --base FOLDER names another"
+        return "the run names no model whose weights it started from; --base FOLDER names one"
+    start = Path(source.start)
+    if not start.exists() and looks_like_path(source.start):
+        return f"the base model {start} is no longer there; --base FOLDER names another"
+    if source.base is None and start.is_dir() and not has_weights(start):
+        return f"{start} has no weights, so the run started from fresh ones"
     return None
 
 

@@ -108,24 +108,24 @@ def _describe_checkpoint(folder: Path, base: str | None) -> Source:
 
 
 def _find_start(folder: Path) -> str | None:
-    """The starting model that the run's folder knows, absolute or as it was given."""
+    """The model whose weights the run started from, absolute or as it was given."""
     for place in (folder.parent, folder):
+        arguments = _read_arguments(place / _ARGUMENTS_FILE)
+        if arguments.get("from_scratch"):
+            return None
         checkpoint = find_checkpoint(place) if place.is_dir() else None
         known = read_origin(checkpoint / DESCRIPTION) if checkpoint else None
-        known = known or _read_arguments(place / _ARGUMENTS_FILE)
+        known = known or arguments.get("pretrained_model_name_or_path")
         if known:
-            return known
+            return str(known)
     return None
 
 
-def _read_arguments(file: Path) -> str | None:
+def _read_arguments(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(content, dict) or content.get("from_scratch"):
-        return None
-    start = content.get("pretrained_model_name_or_path")
-    return str(start) if start else None
+        return {}
+    return content if isinstance(content, dict) else {}
