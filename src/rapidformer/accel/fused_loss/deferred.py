@@ -82,6 +82,8 @@ _heads: weakref.WeakSet[Head] = weakref.WeakSet()
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _heads:
+        return
     # Not by their versions: torch's fused optimizers do not count their changes.
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for head in _heads:
