@@ -29,7 +29,7 @@ VOCABULARY = list(dict.fromkeys([*SPECIAL, *WORDS, *PIECES]))
 DEFAULTS: dict[str, Any] = {
     "task": None, "pretrained_model_name_or_path": None, "load": None, "data_path": None,
     "data_name": None, "data_dir": None, "train_data": None, "valid_data": None, "test_data": None,
-    "seq_length": None, "decoder_seq_length": None, "doc_stride": 128, "max_answer_length": 30,
+    "seq_length": None, "decoder_seq_length": None, "doc_stride": None, "max_answer_length": 30,
     "n_best": 20, "mask_prob": 0.15, "seed": 1234, "text_column": None, "text_pair_column": None,
     "label_column": None, "question_column": None, "context_column": None, "answers_column": None,
     "choice_columns": None, "image_column": None, "target_column": None, "source_prefix": None,

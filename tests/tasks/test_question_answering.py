@@ -158,6 +158,8 @@ def test_bad_input_is_reported(bert_folder: Path) -> None:
     bad = [{**ROWS[0], "answers": 5}]
     with pytest.raises(DataError, match=r"train, row 1: the column answers holds '5'"):
         TASK.prepare(_args(bert_folder), {"train": bad})
+    short = TASK.prepare(_args(bert_folder, doc_stride=None), {"train": ROWS})
+    assert len(short.train) > len(ROWS), "half a window overlaps, not 128 tokens"
     with pytest.raises(ConfigurationError, match=r"--doc-stride 29 leaves no room.*at most 14"):
         TASK.prepare(_args(bert_folder, doc_stride=29), {"train": ROWS})
     with pytest.raises(ConfigurationError, match=r"--seq-length 100 is longer than the 64"):

@@ -158,8 +158,9 @@ class DataArguments:
     """token_classification: label every piece of a word, not only its first"""
     group_texts: bool = True
     """masked_lm, causal_lm: concatenate texts and cut them into full rows of --seq-length"""
-    doc_stride: int = 128
-    """question_answering: overlap in tokens between the windows of a long context"""
+    doc_stride: int | None = None
+    """question_answering: overlap in tokens between the windows of a long context (default: 128, at
+    most half a window)"""
     max_answer_length: int = 30
     """question_answering: longest answer in tokens"""
     n_best: int = 20

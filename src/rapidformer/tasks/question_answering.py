@@ -197,7 +197,7 @@ def _load_parts(args: Any) -> TextParts:
     _, tokenizer, length = parts
     check_is_fast(tokenizer, "question_answering")
     room = length - tokenizer.num_special_tokens_to_add(pair=True)
-    if args.doc_stride >= room:
+    if args.doc_stride is not None and args.doc_stride >= room:
         raise ConfigurationError(
             f"--doc-stride {args.doc_stride} leaves no room in windows of {length} tokens "
             f"({room} without special tokens): use at most {room // 2}, or a larger --seq-length."

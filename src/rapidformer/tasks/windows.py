@@ -16,6 +16,7 @@ from rapidformer.tasks.base import check_row_texts
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
 _PART = 1000
+_STRIDE = 128
 """Rows that are read at once."""
 
 
@@ -105,8 +106,8 @@ def encode_windows(
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
-    stride = args.doc_stride
     room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+    stride = min(_STRIDE, room // 2) if args.doc_stride is None else args.doc_stride
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         questions = check_row_texts(columns[names[0]], names[0], split, indices[0])

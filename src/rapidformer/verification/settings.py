@@ -240,7 +240,7 @@ def _reduce_batches(args: Settings, job: Job) -> Settings:
         gradient_accumulation_steps=None,
         seq_length=None if args.seq_length is None else min(args.seq_length, _SEQUENCE),
         decoder_seq_length=min(args.decoder_seq_length or _SEQUENCE, _SEQUENCE),
-        doc_stride=min(args.doc_stride, _STRIDE),
+        doc_stride=None if args.doc_stride is None else min(args.doc_stride, _STRIDE),
     )
 
 
