@@ -137,6 +137,15 @@ def test_a_kind_of_block_is_compiled_once_for_the_first_size_and_once_for_all_ot
     assert compiled.describe().endswith(", 0 recompilations")
 
 
+def test_a_kind_of_block_is_compiled_once_if_other_sizes_are_expected() -> None:
+    model = build_model("small-gpt2", 0.0, layers=2).train()
+    expected = run(model, "small-gpt2", VARIED)
+    compiled = compile_blocks(model)
+    compiled.expect_other_sizes()
+    assert_close(run(model, "small-gpt2", VARIED), expected)
+    assert (compiled.graphs, compiled.recompilations) == (2, 0)  # in training and in evaluation
+
+
 def test_a_recomputed_adapter_in_bf16_needs_a_second_graph_for_the_first_block_only() -> None:
     """The embeddings are frozen, so the first block's input needs no gradient."""
     model = build_model("small-gpt2-lora", 0.0, layers=3).train()

@@ -18,9 +18,12 @@ from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from tests.training import test_cuda_graph as stand_in
 from tests.training.test_cuda_graph import (
     Spoiler,
+    make_bart,
     make_bert,
     make_gpt2,
+    make_pairs,
     make_rows,
+    make_t5,
     make_texts,
 )
 
@@ -82,18 +85,25 @@ def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
     assert on.engine.graphs.updates == (optimizer == "ours")
 
 
-def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "make_data", "most"),
+    [(make_bert, make_rows, 6), (make_t5, make_pairs, 8), (make_bart, make_pairs, 8)],
+    ids=["bert", "t5", "bart"],
+)
+def test_rows_of_different_lengths(
+    make: Any, make_data: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the same steps without a graph, with dropout; and against the padded model."""
-    on = Run(make_bert(0.1), make_rows(96))
+    on = Run(make(0.1), make_data(96))
     lines = on.run_and_list()
-    assert 1 < count(on) <= 6
+    assert 1 < count(on) <= most
     with monkeypatch.context() as patch:
         patch.setattr(graphs, "MOST_GRAPHS", 0)
-        never = Run(make_bert(0.1), make_rows(96))
+        never = Run(make(0.1), make_data(96))
         assert never.run_and_list() == lines
         assert count(never) == 0
-    off = Run(make_bert(0.0), make_rows(32), cuda_graph="off").run_and_list()
-    on = Run(make_bert(0.0), make_rows(32))
+    off = Run(make(0.0), make_data(32), cuda_graph="off").run_and_list()
+    on = Run(make(0.0), make_data(32))
     mine = [line["loss"] for line in on.run_and_list()]
     assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)
 

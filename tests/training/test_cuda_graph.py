@@ -13,12 +13,16 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     OPTConfig,
     OPTForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from rapidformer import Finetuner, RapidformerEngine
@@ -31,6 +35,7 @@ from rapidformer.engine.graphed_passes import Outcome
 from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.engine.host_numbers import HostNumbers, count_unused_numbers, draw_unused
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
@@ -353,6 +358,64 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     filled.train()
     mine = [line["loss"] for line in filled.values.lines]
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+def make_t5(dropout: float) -> Any:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=60, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4,
+        dropout_rate=dropout, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def make_bart(dropout: float) -> Any:
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
+    config = BartConfig(vocab_size=60, d_model=16, dropout=dropout, **sizes)
+    return BartForConditionalGeneration(config)
+
+
+def make_pairs(count: int) -> Rows:
+    torch.manual_seed(1)
+    lengths = torch.randint(5, 60, (count, 2)).tolist()
+    ids = [[torch.randint(5, 60, (length,)).tolist() for length in pair] for pair in lengths]
+    return [{"input_ids": source, "labels": target} for source, target in ids]
+
+
+@pytest.mark.parametrize("make", [make_t5, make_bart])
+def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float], Any]) -> None:
+    """A few graphs for all lengths of both sides, and the results of a run without."""
+    plain = Run(make(0.0), make_pairs(48), None, dynamic_shape="off")
+    plain.train()
+    capture = Again()
+    graphed = Run(make(0.0), make_pairs(48), capture, dynamic_shape="off")
+    graphed.train()
+    assert graphed.engine.graphs is not None
+    assert graphed.engine.graphs.problem is None
+    assert capture.replayed > capture.recorded > 1
+    mine = [line["loss"] for line in graphed.values.lines]
+    assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+class MeanOverAll(Run):
+    """Its loss is a mean over all positions, padded ones included."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        labels = batch.pop("labels")
+        logits = model(**batch, labels=labels).logits
+        each = functional.cross_entropy(logits.mT, labels, reduction="none")
+        return each.mean()
+
+
+def test_a_loss_that_changes_with_the_width_of_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    plain = MeanOverAll(make_t5(0.0), make_pairs(24), None, dynamic_shape="off")
+    plain.train()
+    graphed = MeanOverAll(make_t5(0.0), make_pairs(24), Again(), dynamic_shape="off")
+    graphed.train()
+    assert graphed.values.lines == plain.values.lines
+    assert "the loss changes with the number of columns" in caplog.text
 
 
 def test_a_replay_that_differs_is_not_used() -> None:

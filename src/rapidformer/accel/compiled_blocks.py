@@ -80,6 +80,10 @@ class CompiledBlocks:
         call = self._call_with_gradients if only_with_gradients else self._call
         set_compiled_call(block, functools.partial(call, block, kind))
 
+    def expect_other_sizes(self) -> None:
+        """Compile for all sizes from the start, and not for the first one alone before."""
+        self._sizes_vary = True
+
     def describe(self) -> str:
         """What was compiled so far, or why nothing was."""
         if not self.graphs:

@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.capture import Capture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.engine.graph_recorder import RecordedPasses, Recorder, Snapshot
 from rapidformer.engine.graphed_passes import Outcome, Passes, RunForward
 from rapidformer.engine.graphed_update import GraphedUpdate
+from rapidformer.engine.graphed_widths import LossWidths
 from rapidformer.engine.host_numbers import count_unused_numbers
 from rapidformer.engine.replayed_code import ReplayedCode
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
+from rapidformer.overlay import find_fact
 
 MOST_GRAPHS = 8
 _MOST_AT_ONCE = 6
@@ -75,6 +78,7 @@ class GraphedPasses:
         self._is_asked = is_asked
         self._work = work
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
+        self._widths = LossWidths(model, is_16_bit=is_16_bit)
         self._code: ReplayedCode
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
@@ -119,7 +123,7 @@ class GraphedPasses:
                 self._check(update)
             if not self._is_asked:
                 self._code.check_hooks(self._parameters)
-            inputs = [read_inputs(self._model, each.batch) for each in update]
+            inputs = self._read_inputs(run_forward, update)
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
@@ -139,6 +143,20 @@ class GraphedPasses:
             )
 
         return self._run(_Request(update, weights, describe, build), known)
+
+    def _read_inputs(self, run_forward: RunForward, update: Update) -> list[Inputs | None]:
+        """Of each micro-batch; if the loss allows it, with one of a few widths."""
+
+        def take_snapshot() -> Snapshot:
+            return Snapshot(self._code.list_tensors(), self._device)
+
+        inputs = [read_inputs(self._model, each.batch) for each in update]
+        compiled = find_fact(self._model, CompiledBlocks)
+        if compiled is not None and any(each is None or each.is_rounded for each in inputs):
+            compiled.expect_other_sizes()
+        if self._widths.may_change(run_forward, update, inputs, take_snapshot):
+            return inputs
+        return [read_inputs(self._model, each.batch, widens=False) for each in update]
 
     def _run(self, request: _Request, inputs: list[Inputs]) -> Outcome | None:
         key, weights = request.describe(inputs), request.weights

@@ -2,7 +2,7 @@
 
 A batch's key is everything that Python code can see of it except the values of its tensors, and
 there is a graph for each key. To keep keys few, a batch that runs unpadded is first padded to one
-of a few widths.
+of a few widths, and so is one for an encoder-decoder model.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
 from rapidformer.accel.unpad.batches import read_fixed_rows
-from rapidformer.accel.unpad.fixed import FixedRows, fix_rows
-from rapidformer.accel.unpad.rows import Rows
-from rapidformer.data.batch import IGNORED_LABEL, find_host_copy, fits_numpy, get_host_copy
+from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
+from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
+from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.sides import is_encoder_decoder
+from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import join, map_tensors
 from rapidformer.errors import RapidformerError
+from rapidformer.overlay import find_fact
 
-_WIDTHS = 64
-"""Padded batches have a multiple of this many columns."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -42,10 +41,15 @@ class Inputs:
     """The padded values of its tensors in host memory, by path in the batch."""
     others: Mapping[str, Tensor]
     """Tensors that are only on the device, or whose dtype NumPy does not have."""
-    is_rounded: bool
-    """Whether columns were added."""
+    columns: Columns | None
+    """What its tensors were padded to; None if the batch runs as it is."""
     fixed: FixedRows | None
     key: Hashable
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its sizes are some of a few."""
+        return self.columns is not None
 
     @property
     def rows(self) -> Rows | None:
@@ -57,37 +61,60 @@ class Inputs:
         return [*self.arrays.values(), *rows]
 
 
-def read_inputs(model: nn.Module, batch: Any, *, sizes_up: int = 0) -> Inputs | None:
+def read_inputs(
+    model: nn.Module, batch: Any, *, sizes_up: int = 0, widens: bool = True
+) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
     That is the case until the loss has been seen on a padded batch (``padding_observer.py``).
-    ``sizes_up`` rounds the number of tokens up to a later size.
+    ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
+    its width.
     """
-    columns, fills, fixed = None, dict[str, int](), None
+    columns, fixed = None, None
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.dim() == 2:
         is_real = get_host_copy(mask).bool().numpy()
-        targets = get_host_copy(labels) if labels.shape == mask.shape else labels
-        columns, fills = _choose_columns(model, batch, mask)
-        if columns is not None:
-            wide = _pad(targets, columns, IGNORED_LABEL) if "labels" in fills else targets
-            fixed = read_fixed_rows(model, _widen(is_real, columns, 0), wide, sizes_up)
+        columns = find_columns(model, batch) if widens else None
+        if columns is not None and is_encoder_decoder(model):
+            if sizes_up:
+                return None
+            is_real = pad_array(is_real, columns["attention_mask"])
+        elif columns is not None:
+            fixed = _read_wide_rows(model, is_real, mask, labels, columns, sizes_up)
             if fixed is None:
                 return None
-        if fixed is None or fixed.rows is None:
             # If padding stays in the batch, more of it could change the loss.
-            columns, fixed = None, FixedRows(None, is_full=bool(is_real.all()))
-    arrays, others = _read_values(batch, fills, columns)
+            columns = columns if fixed.rows is not None else None
+        if fixed is None or fixed.rows is None:
+            fixed = FixedRows(None, is_full=bool(is_real.all()))
+    arrays, others = _read_values(batch, columns or {})
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
     is_full = fixed is not None and fixed.is_full
-    key = (_describe(batch, "", fills, columns), tuple(arrays), sizes, is_full)
-    return Inputs(batch, arrays, others, columns is not None, fixed, key)
+    key = (_describe(batch, "", columns or {}), tuple(arrays), sizes, is_full)
+    return Inputs(batch, arrays, others, columns, fixed, key)
 
 
-def _read_values(
-    batch: Any, fills: Mapping[str, int], columns: int | None
-) -> tuple[dict[str, Array], dict[str, Tensor]]:
+def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns | None:
+    """The columns that a batch may get, as far as is known without its loss; None for none."""
+    filling = find_fact(model, Filling)
+    if filling is None or not filling.is_exact or not isinstance(batch, Mapping):
+        return None
+    if is_encoder_decoder(model):
+        return choose_sides(model, batch, factor=factor)
+    return choose_columns(model, batch, batch["attention_mask"], factor=factor)
+
+
+def _read_wide_rows(
+    model: nn.Module, is_real: Mask, mask: Tensor, labels: Tensor, columns: Columns, sizes_up: int
+) -> FixedRows | None:
+    targets = labels
+    if labels.shape == mask.shape:
+        targets = pad(get_host_copy(labels), columns["labels"])
+    return read_fixed_rows(model, pad_array(is_real, columns["attention_mask"]), targets, sizes_up)
+
+
+def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[str, Tensor]]:
     """A batch's tensors by path: those in host memory as arrays, and all others."""
     arrays: dict[str, Array] = {}
     others: dict[str, Tensor] = {}
@@ -95,55 +122,13 @@ def _read_values(
     def read(name: str, tensor: Tensor) -> Tensor:
         found = find_host_copy(tensor)
         if found is not None and fits_numpy(found):
-            value = found.numpy()
-            arrays[name] = _widen(value, columns, fills.get(name))
+            arrays[name] = pad_array(found.numpy(), columns.get(name))
         else:
-            others[name] = _pad(tensor, columns, fills.get(name))
+            others[name] = pad(tensor, columns.get(name))
         return tensor
 
     map_tensors(batch, read)
     return arrays, others
-
-
-def _widen(array: Array, columns: int | None, fill: int | None) -> Array:
-    """Add columns on the right, unless the array has none to fill."""
-    if columns is None or fill is None:
-        return array
-    wide = np.full((len(array), columns), fill, dtype=array.dtype)
-    wide[:, : array.shape[1]] = array
-    return wide
-
-
-def _pad(tensor: Tensor, columns: int | None, fill: int | None) -> Tensor:
-    """``_widen`` for a tensor."""
-    if columns is None or fill is None:
-        return tensor
-    return functional.pad(tensor, (0, columns - tensor.shape[1]), value=fill)
-
-
-def _choose_columns(
-    model: Any, batch: Mapping[str, Any], mask: Tensor
-) -> tuple[int | None, dict[str, int]]:
-    """The next width and what to pad each tensor with; no width if that is unknown for one."""
-    config = getattr(model, "config", None)
-    pad = getattr(config, "pad_token_id", None)
-    fills = {
-        "input_ids": pad if isinstance(pad, int) and pad >= 0 else 0,
-        "attention_mask": 0,
-        "token_type_ids": 0,
-        "labels": IGNORED_LABEL,
-    }
-    shaped = {
-        name
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.shape[:2] == mask.shape
-    }
-    is_known = all(name in fills and batch[name].dim() == 2 for name in shaped)
-    most = getattr(config, "max_position_embeddings", None)
-    columns = -(-mask.shape[1] // _WIDTHS) * _WIDTHS
-    if isinstance(most, int):
-        columns = max(min(columns, most), mask.shape[1])
-    return (columns if is_known else None), {name: fills[name] for name in shaped & set(fills)}
 
 
 class StaticInputs:
@@ -173,20 +158,17 @@ class StaticInputs:
             self._rows.forget_packed()
 
 
-def _describe(batch: Any, path: str, fills: Mapping[str, int], columns: int | None) -> Hashable:
+def _describe(batch: Any, path: str, columns: Columns) -> Hashable:
     """Everything that Python code can see of a batch, except the values of its tensors."""
     if isinstance(batch, Tensor):
         shape = tuple(batch.shape)
-        if columns is not None and path in fills:
-            shape = (shape[0], columns)
+        if path in columns:
+            shape = (shape[0], columns[path].width)
         return shape, batch.dtype
     if isinstance(batch, Mapping):
-        items = batch.items()
-        return tuple((key, _describe(v, join(path, key), fills, columns)) for key, v in items)
+        return tuple((key, _describe(v, join(path, key), columns)) for key, v in batch.items())
     if isinstance(batch, (list, tuple)):
-        return tuple(
-            _describe(value, join(path, i), fills, columns) for i, value in enumerate(batch)
-        )
+        return tuple(_describe(value, join(path, i), columns) for i, value in enumerate(batch))
     if isinstance(batch, _PLAIN):
         return batch
     raise NotRepeatableError(f"its batches hold {type(batch).__name__} objects")

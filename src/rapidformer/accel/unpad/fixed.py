@@ -18,7 +18,7 @@ _FIXED = "rapidformer_fixed_rows"
 
 @dataclass(frozen=True)
 class Filling:
-    """A fact on a model: whether rows of padding added to a batch leave its result unchanged."""
+    """A fact on a model: whether padding added to a batch leaves its results unchanged."""
 
     is_exact: bool
 

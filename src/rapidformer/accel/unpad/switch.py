@@ -17,6 +17,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.attention import find_configs
 from rapidformer.accel.unpad.attention import register, use_rows
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
+from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.fixed import Filling
 from rapidformer.accel.unpad.model import add_full_mask, extend_model
 from rapidformer.accel.unpad.padding_observer import PaddingObserver
@@ -34,7 +35,7 @@ from rapidformer.accel.unpad.sides import (
 from rapidformer.accel.watched import find_requested, list_inner_modules
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan
 from rapidformer.overlay import find_fact, put_fact
@@ -133,13 +134,21 @@ def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
 
 
 def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
-    """Find out whether rows of padding may be added to an unpadded batch (``--cuda-graph``)."""
-    if find_fact(model, PaddingObserver) is None or is_encoder_decoder(model):
-        return  # nothing is unpadded, or no graph replays it
-    with uncompiled(model.modules()):
-        plain = functools.partial(_call, model)
+    """Find out whether padding may be added to a batch, up to one of a few sizes.
+
+    That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
+    unpadded gets rows of padding, an encoder-decoder model columns on both sides.
+    """
+    if is_encoder_decoder(model):
+        if _find_problem(model, plan) is not None:
+            return
+        filled = functools.partial(_call_widened, model)
+    elif find_fact(model, PaddingObserver) is not None:
         filled = functools.partial(_call_filled, model)
-        difference = find_difference(model, plan, plain, filled, dtype)
+    else:
+        return
+    with uncompiled(model.modules()):
+        difference = find_difference(model, plan, functools.partial(_call, model), filled, dtype)
     put_fact(model, Filling(is_exact=difference is None))
 
 
@@ -197,3 +206,12 @@ def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
     with use_rows(Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)):
         return _call(model, batch)
+
+
+def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
+    columns = choose_sides(model, batch)
+    if columns is None or columns["labels"].width == batch["labels"].shape[1]:
+        raise ModelError("its rows cannot be any longer")
+    outputs = _call(model, widen(batch, columns))
+    outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
+    return outputs

@@ -1,0 +1,113 @@
+"""Add columns of padding to a batch, so that padded batches have one of a few widths.
+
+Each CUDA graph replays batches of one width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.accel.unpad.rows import round_up
+from rapidformer.data.batch import IGNORED_LABEL
+
+_WIDTHS = 64
+"""Batches that run unpadded have a multiple of this many columns."""
+_SIDE_WIDTHS = 16
+"""The same for both sides of an encoder-decoder model, which compute on their padding."""
+_LIMITS = (
+    "max_position_embeddings",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+    "max_source_positions",
+    "max_target_positions",
+)
+"""Entries of a model's configuration: how long a row can be."""
+
+
+class Column(NamedTuple):
+    """How wide a tensor of a batch becomes, and what it is filled with."""
+
+    width: int
+    fill: int
+
+
+Columns = Mapping[str, Column]
+
+
+def choose_columns(
+    model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: int = 1
+) -> Columns | None:
+    """The next width of a batch with this mask; None if one of its tensors is unknown.
+
+    With a ``factor``, the batch is first taken to be that many times as wide.
+    """
+    width = factor * mask.shape[1]
+    wide = _limit(model, mask.shape[1], -(-width // _WIDTHS) * _WIDTHS)
+    fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
+    shaped = {
+        name
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and value.shape[:2] == mask.shape
+    }
+    if any(name not in fills or batch[name].dim() != 2 for name in shaped):
+        return None
+    return {name: Column(wide, fills[name]) for name in shaped}
+
+
+def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Columns | None:
+    """As ``choose_columns``, for both sides of an encoder-decoder model."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    encoder, decoder = _list_fills(model, ""), _list_fills(model, "decoder_")
+    decoder["labels"] = IGNORED_LABEL
+    known = {**encoder, **decoder}
+    if "attention_mask" not in tensors or "labels" not in tensors:
+        return None  # padding could be anywhere
+    if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
+        return None
+    columns: dict[str, Column] = {}
+    for side, first in ((encoder, "attention_mask"), (decoder, "labels")):
+        own = tensors[first].shape[1]
+        if any(tensors[name].shape[1] != own for name in side if name in tensors):
+            return None
+        wide = _limit(model, own, round_up(factor * own, least=_SIDE_WIDTHS))
+        columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
+    return columns
+
+
+def widen(batch: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """A batch with its columns added."""
+    return {name: pad(value, columns.get(name)) for name, value in batch.items()}
+
+
+def pad(tensor: Tensor, column: Column | None) -> Tensor:
+    """Add columns on the right."""
+    if column is None:
+        return tensor
+    return functional.pad(tensor, (0, column.width - tensor.shape[1]), value=column.fill)
+
+
+def pad_array(array: np.ndarray[Any, Any], column: Column | None) -> np.ndarray[Any, Any]:
+    """``pad`` for an array."""
+    if column is None:
+        return array
+    wide = np.full((len(array), column.width), column.fill, dtype=array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide
+
+
+def _list_fills(model: Any, prefix: str) -> dict[str, int]:
+    pad_token = getattr(getattr(model, "config", None), "pad_token_id", None)
+    token = pad_token if isinstance(pad_token, int) and pad_token >= 0 else 0
+    return {f"{prefix}input_ids": token, f"{prefix}attention_mask": 0}
+
+
+def _limit(model: Any, given: int, wide: int) -> int:
+    """No wider than the model's positions allow, and at least as wide as it is."""
+    config = getattr(model, "config", None)
+    limits = [getattr(config, name, None) for name in _LIMITS]
+    return max(given, min([wide, *(limit for limit in limits if isinstance(limit, int))]))

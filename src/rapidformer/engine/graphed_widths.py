@@ -1,0 +1,126 @@
+"""Whether a loss stays the same if its batch gets columns of padding.
+
+A model may ignore them, and the user's loss may not: a mean over all positions, padded ones
+included, changes with the width of the batch. So the loss of a batch is compared once with that of
+the same batch with more padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
+from rapidformer.accel.unpad.columns import Columns, widen
+from rapidformer.compat.torch_modules import uncompiled
+from rapidformer.data.nested import map_tensors
+from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
+from rapidformer.engine.graph_recorder import Snapshot
+from rapidformer.engine.graphed_passes import RunForward
+from rapidformer.log import warn_once
+
+_FACTOR = 2
+"""How many times as wide the compared batch is, unless that is too long for the model."""
+_LEAST_FACTOR = 1.02
+"""A batch that cannot become this much wider keeps its width: its loss would show nothing."""
+_LIMIT = 1e-4
+"""How far the two losses may differ, relative."""
+_LIMIT_16_BIT = 2e-2
+
+
+class LossWidths:
+    """Decides which batches may get more columns."""
+
+    def __init__(self, model: nn.Module, *, is_16_bit: bool) -> None:
+        self._model = model
+        self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
+        self._is_ignored: bool | None = None
+
+    def may_change(
+        self,
+        run_forward: RunForward,
+        update: Update,
+        inputs: Sequence[Inputs | None],
+        take_snapshot: Callable[[], Snapshot],
+    ) -> bool:
+        """Whether these inputs may be wider than the micro-batches that they are made from.
+
+        The answer depends on the sizes of the update and on the loss alone, so that a resumed run
+        continues with the same sizes.
+        """
+        grown = [each for each, found in zip(update, inputs, strict=True) if _grows(found)]
+        compared = [(each, find_columns(self._model, each.batch, factor=_FACTOR)) for each in grown]
+        factors = [_get_factor(each, columns) for each, columns in compared]
+        if not grown or min(factors) < _LEAST_FACTOR:
+            return not grown
+        if self._is_ignored is None:
+            micro_batch, columns = compared[0]
+            # A mean over all positions would change by more than this.
+            limit = min(self._limit, (1 - 1 / factors[0]) / 4)
+            with _evaluating(self._model, take_snapshot()):
+                self._is_ignored = _compare(run_forward, micro_batch, columns or {}, limit)
+            if self._is_ignored is False:
+                warn_once(
+                    "--cuda-graph: the loss changes with the number of columns in a batch, so "
+                    "batches keep their lengths, and few are replayed. Leave padding out of the "
+                    "loss and of its mean to train faster.",
+                    is_local=True,
+                )
+        return bool(self._is_ignored)
+
+
+def _grows(inputs: Inputs | None) -> bool:
+    if inputs is None or inputs.columns is None:
+        return False
+    return any(
+        column.width > inputs.batch[name].shape[1] for name, column in inputs.columns.items()
+    )
+
+
+def _get_factor(micro_batch: MicroBatch, columns: Columns | None) -> float:
+    """How much wider the narrowest tensor becomes."""
+    widths = (columns or {}).items()
+    return min((c.width / micro_batch.batch[name].shape[1] for name, c in widths), default=1.0)
+
+
+@contextmanager
+def _evaluating(model: nn.Module, before: Snapshot) -> Iterator[None]:
+    """Without dropout, gradients and compilation."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with uncompiled(model.modules()), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        before.restore()
+
+
+def _compare(
+    run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, limit: float
+) -> bool | None:
+    """Whether the loss stays the same with these columns; None if it is not finite."""
+    # Copies: a forward step may change its batch.
+    batches = [map_tensors(micro_batch.batch, lambda name, tensor: tensor.clone()) for _ in "12"]
+    try:
+        expected = _read(run_forward(micro_batch._replace(batch=batches[0])))
+        found = _read(run_forward(micro_batch._replace(batch=widen(batches[1], columns))))
+    except Exception:  # the user's code may expect this width, and fail in any way with another
+        return False
+    if not all(map(math.isfinite, expected)):
+        return None
+    return len(found) == len(expected) and all(
+        math.isclose(mine, theirs, rel_tol=limit)
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+
+
+def _read(result: MicroBatchResult) -> list[float]:
+    weights = [result.weight] if result.is_weight_given else []
+    numbers: list[float | Tensor] = [result.loss, *weights]
+    return [float(each) for each in [*numbers, *(mean for mean, _ in result.parts.values())]]
