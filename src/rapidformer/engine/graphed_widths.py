@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
+from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import map_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.engine.graph_recorder import Snapshot
@@ -35,8 +36,9 @@ _LIMIT_16_BIT = 2e-2
 class LossWidths:
     """Decides which batches may get more columns."""
 
-    def __init__(self, model: nn.Module, *, is_16_bit: bool) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, is_16_bit: bool) -> None:
         self._model = model
+        self._device = device
         self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
         self._is_ignored: bool | None = None
 
@@ -62,15 +64,43 @@ class LossWidths:
             # A mean over all positions would change by more than this.
             limit = min(self._limit, (1 - 1 / factors[0]) / 4)
             with _evaluating(self._model, take_snapshot()):
-                self._is_ignored = _compare(run_forward, micro_batch, columns or {}, limit)
-            if self._is_ignored is False:
-                warn_once(
-                    "--cuda-graph: the loss changes with the number of columns in a batch, so "
-                    "batches keep their lengths, and few are replayed. Leave padding out of the "
-                    "loss and of its mean to train faster.",
-                    is_local=True,
-                )
+                self._is_ignored = self._compare(run_forward, micro_batch, columns or {}, limit)
         return bool(self._is_ignored)
+
+    def _compare(
+        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, limit: float
+    ) -> bool | None:
+        """Whether the loss stays the same with these columns; None if it is not finite."""
+
+        def read(columns: Columns) -> list[float]:
+            # A copy: a forward step may change its batch.
+            copied = map_tensors(micro_batch.batch, lambda name, tensor: tensor.clone())
+            batch = move_to_device(widen(copied, columns), self._device)
+            return _list_means(run_forward(micro_batch._replace(batch=batch)))
+
+        try:
+            expected, found = read({}), read(columns)
+        except Exception as error:  # the user's code may expect this width, and fail in any way
+            _warn(f"a step fails if its batch has more columns ({type(error).__name__}: {error})")
+            return False
+        if not all(map(math.isfinite, expected)):
+            return None
+        for mine, theirs in zip(found, expected, strict=True):
+            if not math.isclose(mine, theirs, rel_tol=limit):
+                _warn(
+                    f"the loss depends on the number of columns of a batch ({theirs:.4g}; "
+                    f"{mine:.4g} with more padding)"
+                )
+                return False
+        return True
+
+
+def _warn(reason: str) -> None:
+    warn_once(
+        f"--cuda-graph: {reason}, so batches keep their widths, and few are replayed. Leave "
+        "padding out of the loss and of its mean to train faster.",
+        is_local=True,
+    )
 
 
 def _grows(inputs: Inputs | None) -> bool:
@@ -101,26 +131,7 @@ def _evaluating(model: nn.Module, before: Snapshot) -> Iterator[None]:
         before.restore()
 
 
-def _compare(
-    run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, limit: float
-) -> bool | None:
-    """Whether the loss stays the same with these columns; None if it is not finite."""
-    # Copies: a forward step may change its batch.
-    batches = [map_tensors(micro_batch.batch, lambda name, tensor: tensor.clone()) for _ in "12"]
-    try:
-        expected = _read(run_forward(micro_batch._replace(batch=batches[0])))
-        found = _read(run_forward(micro_batch._replace(batch=widen(batches[1], columns))))
-    except Exception:  # the user's code may expect this width, and fail in any way with another
-        return False
-    if not all(map(math.isfinite, expected)):
-        return None
-    return len(found) == len(expected) and all(
-        math.isclose(mine, theirs, rel_tol=limit)
-        for mine, theirs in zip(found, expected, strict=True)
-    )
-
-
-def _read(result: MicroBatchResult) -> list[float]:
+def _list_means(result: MicroBatchResult) -> list[float]:
     weights = [result.weight] if result.is_weight_given else []
     numbers: list[float | Tensor] = [result.loss, *weights]
     return [float(each) for each in [*numbers, *(mean for mean, _ in result.parts.values())]]

@@ -78,7 +78,7 @@ class GraphedPasses:
         self._is_asked = is_asked
         self._work = work
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
-        self._widths = LossWidths(model, is_16_bit=is_16_bit)
+        self._widths = LossWidths(model, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
