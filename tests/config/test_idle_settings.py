@@ -6,7 +6,8 @@ import pytest
 
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.idle_settings import find_idle_settings
-from rapidformer.tasks.registry import get_task
+from rapidformer.config.schema import get_settings
+from rapidformer.tasks.registry import PRETRAINING, get_task, list_tasks
 from rapidformer.tasks.unused_flags import describe_unused_flags
 
 
@@ -49,10 +50,22 @@ def test_settings_with_effect_are_not(flags: str) -> None:
     [
         ("--task qa --packing --label-column x", "--label-column, --packing"),
         ("--task causal_lm --packing --tools-column x --text-column y", None),
+        ("--task causal_lm --context-column x --mask-prob 0.2", "--mask-prob"),
         ("--task seq2seq_lm --source-prefix x --target-column y --length-column z", None),
     ],
 )
 def test_flags_of_other_tasks(flags: str, unused: str | None) -> None:
     args = parse_arguments(flags.split())
-    found = describe_unused_flags(args, get_task(args.task or ""))
-    assert found == (unused and f"no effect on --task question_answering: {unused}.")
+    task = get_task(args.task or "")
+    expected = unused and f"no effect with --task {task.name}: {unused}."
+    assert describe_unused_flags(args, task) == expected
+
+
+def test_settings_of_particular_tasks_name_them() -> None:
+    settings = get_settings().values()
+    names = {task.name for task in list_tasks()} | {PRETRAINING}
+    assert {name for setting in settings for name in setting.tasks} <= names
+    for setting in settings:
+        # The tasks come from the field: a prefix written by hand would not reach the warning.
+        first = setting.help.split(":")[0].split(", ")
+        assert set(first) & names == set(setting.tasks), setting.flag

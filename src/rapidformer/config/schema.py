@@ -43,6 +43,8 @@ class Setting:
     is_one_or_many: bool = False
     takes_fraction: bool = False
     """Whether a fraction is accepted where a whole number is usual."""
+    tasks: tuple[str, ...] = ()
+    """The tasks that read it; empty if it is not for particular tasks."""
 
     @property
     def flag(self) -> str:
@@ -185,16 +187,19 @@ def _build_setting(field: dataclasses.Field[Any], section: type, hint: Any, text
     choices: tuple[str, ...] = ()
     if typing.get_origin(first) is Literal:
         choices, first = typing.get_args(first), str
+    tasks = field.metadata.get("tasks", ())
+    prefix = f"{', '.join(tasks)}: " if tasks else ""
     return Setting(
         name=field.name,
         section=(section.__doc__ or section.__name__).strip(),
         kind=first,
         default=field.default,
-        help=" ".join(text.split()),
+        help=prefix + " ".join(text.split()),
         choices=choices,
         is_list=is_list,
         is_one_or_many=is_one_or_many,
         takes_fraction=takes_fraction,
+        tasks=tasks,
     )
 
 

@@ -8,8 +8,16 @@ the documented Rapidformer/Megatron flags; other systems' names are in ``dialect
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+_T = TypeVar("_T")
+
+
+def _read_by(*tasks: str, default: _T) -> _T:
+    """The default of a setting that only these tasks read; its help text begins with them."""
+    value: _T = field(default=default, metadata={"tasks": tasks})
+    return value
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -152,19 +160,19 @@ class DataArguments:
     """columns with the choices of multiple_choice (default: found by name)"""
     image_column: str | None = None
     """column with the image (default: found by name)"""
-    source_prefix: str | None = None
-    """seq2seq_lm: text to put before every source, such as "summarize: " """
-    label_all_tokens: bool = False
-    """token_classification: label every piece of a word, not only its first"""
-    group_texts: bool = True
-    """masked_lm, causal_lm: concatenate texts and cut them into full rows of --seq-length"""
-    doc_stride: int | None = None
-    """question_answering: overlap in tokens between the windows of a long context (default: 128, at
+    source_prefix: str | None = _read_by("seq2seq_lm", default=None)
+    """text to put before every source, such as "summarize: " """
+    label_all_tokens: bool = _read_by("token_classification", default=False)
+    """label every piece of a word, not only its first"""
+    group_texts: bool = _read_by("masked_lm", "causal_lm", default=True)
+    """concatenate texts and cut them into full rows of --seq-length"""
+    doc_stride: int | None = _read_by("question_answering", default=None)
+    """overlap in tokens between the windows of a long context (default: 128, at
     most half a window)"""
-    max_answer_length: int = 30
-    """question_answering: longest answer in tokens"""
-    n_best: int = 20
-    """question_answering: candidate answers considered per window"""
+    max_answer_length: int = _read_by("question_answering", default=30)
+    """longest answer in tokens"""
+    n_best: int = _read_by("question_answering", default=20)
+    """candidate answers considered per window"""
     max_train_samples: int | None = None
     """use only the first N training examples"""
     max_eval_samples: int | None = None
@@ -222,8 +230,8 @@ class DataArguments:
     """format of the pre-training data files"""
     split: str = "969, 30, 1"
     """proportions of training, validation and test data in one pre-training corpus"""
-    mask_prob: float = 0.15
-    """fraction of tokens masked for masked language modelling"""
+    mask_prob: float = _read_by("masked_lm", "pretraining", default=0.15)
+    """fraction of the tokens that are masked"""
     short_seq_prob: float = 0.1
     """fraction of BERT pre-training samples that are deliberately short"""
     mmap_warmup: bool = False
@@ -234,25 +242,25 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: exclude end-of-document tokens from the loss"""
-    messages_column: str | None = None
-    """causal_lm: column with the turns of a conversation (default: found by name)"""
-    prompt_column: str | None = None
-    """causal_lm: column with the prompt (default: found by name)"""
-    response_column: str | None = None
-    """causal_lm: column with the response to the prompt (default: found by name)"""
-    system_column: str | None = None
-    """causal_lm: column with the system message of a prompt (default: found by name)"""
-    tools_column: str | None = None
-    """causal_lm: column with the tools that a conversation may call (default: tools, if there)"""
-    chat_template: str | None = None
-    """causal_lm: Jinja file (or template) that formats conversations, saved with the tokenizer;
+    messages_column: str | None = _read_by("causal_lm", default=None)
+    """column with the turns of a conversation (default: found by name)"""
+    prompt_column: str | None = _read_by("causal_lm", default=None)
+    """column with the prompt (default: found by name)"""
+    response_column: str | None = _read_by("causal_lm", default=None)
+    """column with the response to the prompt (default: found by name)"""
+    system_column: str | None = _read_by("causal_lm", default=None)
+    """column with the system message of a prompt (default: found by name)"""
+    tools_column: str | None = _read_by("causal_lm", default=None)
+    """column with the tools that a conversation may call (default: tools, if there)"""
+    chat_template: str | None = _read_by("causal_lm", default=None)
+    """Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
-    chat_template_kwargs: str | None = None
-    """causal_lm: variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
-    train_on_prompts: bool = False
-    """causal_lm: compute the loss on whole conversations, not only on the responses"""
-    packing: bool = False
-    """causal_lm: pack several examples into a row of --seq-length; each attends only to itself"""
+    chat_template_kwargs: str | None = _read_by("causal_lm", default=None)
+    """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
+    train_on_prompts: bool = _read_by("causal_lm", default=False)
+    """compute the loss on whole conversations, not only on the responses"""
+    packing: bool = _read_by("causal_lm", default=False)
+    """pack several examples into a row of --seq-length; each attends only to itself"""
 
 
 @dataclass(kw_only=True, frozen=True)
