@@ -87,8 +87,8 @@ def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     ("make", "make_data", "most"),
-    [(make_bert, make_rows, 6), (make_t5, make_pairs, 8), (make_bart, make_pairs, 8)],
-    ids=["bert", "t5", "bart"],
+    [(make_bert, make_rows, 6), (make_bart, make_pairs, 8)],
+    ids=["bert", "bart"],
 )
 def test_rows_of_different_lengths(
     make: Any, make_data: Any, most: int, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +105,15 @@ def test_rows_of_different_lengths(
     off = Run(make(0.0), make_data(32), cuda_graph="off").run_and_list()
     on = Run(make(0.0), make_data(32))
     mine = [line["loss"] for line in on.run_and_list()]
+    assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)
+
+
+def test_t5_with_rows_of_different_lengths() -> None:
+    """Attention with a bias rounds differently from run to run, so losses are only close."""
+    off = Run(make_t5(0.0), make_pairs(32), cuda_graph="off").run_and_list()
+    on = Run(make_t5(0.0), make_pairs(32))
+    mine = [line["loss"] for line in on.run_and_list()]
+    assert 1 < count(on) <= 8
     assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)
 
 
