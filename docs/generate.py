@@ -76,6 +76,7 @@ def render_tasks() -> str:
     for task in list_tasks():
         also = f" (also: {', '.join(task.aliases)})" if task.aliases else ""
         lines += ["", f"## {task.name}", "", f"{task.description}{also}.", ""]
+        lines += [task.notes, ""] if task.notes else []
         lines += ["| column | holds | names tried | flag |", "|---|---|---|---|"]
         for role in task.columns:
             need = "" if role.required else " (optional)"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ def test_windows_cover_a_long_context(bert_folder: Path) -> None:
     assert found >= 2
     assert set(prepared.validation[0]) >= {"context_mask", "start_positions"}
     assert "starts" not in prepared.validation[0]
+
+
+def test_positions_if_the_tokenizer_pads_on_the_left(bert_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(bert_folder, tmp_path / "left")
+    AutoTokenizer.from_pretrained(folder, padding_side="left").save_pretrained(folder)
+    prepared = TASK.prepare(_args(folder), {"train": [*ROWS, NONE]})
+    tokenizer = prepared.processor
+    assert tokenizer.padding_side == "left"
+    batch = prepared.collate([prepared.train[i] for i in range(len(prepared.train))])
+    assert not batch["attention_mask"].all()
+    columns = (batch["input_ids"], batch["start_positions"], batch["end_positions"])
+    answers = {
+        tokenizer.decode(ids[first : last + 1]) for ids, first, last in zip(*columns, strict=True)
+    }
+    assert answers == {"london", "paris", "[CLS]"}
 
 
 def test_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Path) -> None:

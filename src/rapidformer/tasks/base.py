@@ -55,6 +55,8 @@ class Task(ABC):
     name: str
     aliases: tuple[str, ...] = ()
     description: str
+    notes: str = ""
+    """What a user of other trainers might not expect, for ``docs/tasks.md``."""
     columns: tuple[ColumnRole, ...]
     auto_class: str
     """Name of the Auto class in transformers that builds the model."""

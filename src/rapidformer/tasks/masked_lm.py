@@ -26,6 +26,12 @@ class MaskedLM(LanguageModel):
     name = "masked_lm"
     aliases = ("mlm", "masked_language_modeling", "fill_mask")
     description = "predict masked words from their context (BERT-type models)"
+    notes = (
+        "`--mask-prob` of the tokens are chosen, at least one per row: 80 % become the mask token, "
+        "10 % a random one, 10 % stay. Tokens are chosen one by one, not as whole words. The "
+        "choice depends on the seed and the row, and in training on the epoch, so it does not "
+        "change with micro-batches, ranks or a restart. Evaluation always asks for the same tokens."
+    )
     auto_class = "AutoModelForMaskedLM"
     answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
@@ -120,9 +126,11 @@ def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
     from rapidformer.tasks.rows import map_rows
     from rapidformer.tasks.text import get_tokenizer_key
 
+    seed = args.seed % 2**63  # NumPy takes no negative seeds
+
     def mask(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         masked = [
-            mask_row({"input_ids": ids}, (args.seed, index), tokenizer, args.mask_prob)
+            mask_row({"input_ids": ids}, (seed, index), tokenizer, args.mask_prob)
             for ids, index in zip(columns["input_ids"], indices, strict=True)
         ]
         kept = {name: values for name, values in columns.items() if name != "input_ids"}

@@ -56,11 +56,19 @@ ANSWERS = ColumnRole(
     setting="answers_column",
 )
 
+_PADDING_SIDE = "right"
+"""Whatever the tokenizer says: positions of answers are counted from the first token."""
+
 
 class QuestionAnswering(Task):
     name = "question_answering"
     aliases = ("extractive_question_answering", "qa", "squad")
     description = "find the answer to a question in a given text, if it has one"
+    notes = (
+        "Long contexts are cut into windows that overlap by `--doc-stride` tokens. In the loss, "
+        "only real tokens compete to be the first or last one of the answer. In transformers' own "
+        "loss, padding competes too: the two are equal for batches without padding."
+    )
     columns = (QUESTION, CONTEXT, ANSWERS)
     auto_class = "AutoModelForQuestionAnswering"
     answer_keys = frozenset({"answer", "start", "end", "score"})
@@ -93,7 +101,7 @@ class QuestionAnswering(Task):
         settings = {"rapidformer_can_abstain": can_abstain}
         return PreparedData(
             **features,
-            collate=build_text_collator(tokenizer),
+            collate=build_text_collator(tokenizer, side=_PADDING_SIDE),
             processor=tokenizer,
             model_settings=settings | get_text_settings(args, tokenizer, config),
             extras=_extras(tables, names, windows, labelled, can_abstain, args)
@@ -114,7 +122,7 @@ class QuestionAnswering(Task):
         can_abstain = _can_abstain(config, {}, "")
         return PreparedData(
             test=features,
-            collate=build_text_collator(tokenizer),
+            collate=build_text_collator(tokenizer, side=_PADDING_SIDE),
             processor=tokenizer,
             extras=_extras(
                 {"test": table}, names, {"test": windows}, {"test": False}, can_abstain, args

@@ -16,8 +16,9 @@ from rapidformer.tasks.base import check_row_texts
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
 _PART = 1000
-_STRIDE = 128
 """Rows that are read at once."""
+_STRIDE = 128
+"""Tokens by which windows overlap, if half a window is not less."""
 
 
 # --- answers in the data -------------------------------------------------------------------------
