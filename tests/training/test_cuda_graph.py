@@ -9,12 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BatchEncoding,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -416,6 +419,109 @@ def test_a_loss_that_changes_with_the_width_of_its_batch(caplog: pytest.LogCaptu
     graphed.train()
     assert graphed.values.lines == plain.values.lines
     assert "the loss depends on the number of columns of a batch (" in caplog.text
+
+
+class Weighted(Run):
+    """Its batches have a tensor that the library does not know."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        batch.pop("weights")
+        return model(**batch).loss
+
+
+def make_long_rows(length: int) -> Rows:
+    """Every third batch has a row of this length."""
+    rows = make_rows(48, longest=20)
+    for row in rows[::12]:
+        row["input_ids"] = [7] * length
+    return [{**row, "weights": [1] * len(row["input_ids"])} for row in rows]
+
+
+@pytest.mark.parametrize("case", ["unpadded T5", "almost too long", "unknown tensors"])
+def test_results_do_not_depend_on_what_is_replayed(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, a batch that is unpadded only outside graphs would draw other numbers."""
+
+    def train() -> Run:
+        if case == "unpadded T5":
+            run = Run(make_t5(0.1), make_pairs(32), Again(), dynamic_shape="on")
+        elif case == "almost too long":
+            rows = [{**row, "weights": 0} for row in make_long_rows(126)]
+            run = Weighted(make_bert(0.1), rows, Again())
+        else:
+            run = Weighted(make_bert(0.1), make_long_rows(30), Again())
+        run.train()
+        assert run.engine.graphs is not None
+        assert run.engine.graphs.problem is None
+        return run
+
+    replayed = train()
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 0)
+    assert replayed.values.lines == train().values.lines
+
+
+def collate_encodings(rows: Rows) -> BatchEncoding:
+    def pad(name: str, value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[name]) for row in rows], True, value)
+
+    ids = pad("input_ids", 0)
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": pad("labels", -100)}
+    return BatchEncoding(batch)
+
+
+class Attributes(Run):
+    """Uses what a dictionary does not have."""
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return self._rows, self._rows[:4], None, collate_encodings
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(batch.input_ids, batch.attention_mask, labels=batch.labels).loss
+
+
+class Training(Run):
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        if not model.training:
+            raise ValueError("not in training\nmore")
+        return model(**batch).loss
+
+
+def test_a_comparison_keeps_the_type_of_a_batch_and_says_why_it_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    capture = Again()
+    Attributes(make_t5(0.0), make_pairs(32), capture, dynamic_shape="off").train()
+    assert capture.replayed > capture.recorded
+    run = Training(make_t5(0.0), make_pairs(16), Again(), dynamic_shape="off")
+    run.train()
+    assert "a step fails in evaluation mode (ValueError: not in training), so" in caplog.text
+    assert run.engine.graphs is not None
+    assert run.engine.graphs.problem is None
+
+
+def draw_with_numpy(self: Any, **batch: Any) -> Any:
+    outputs = GPT2LMHeadModel.forward(self, **batch)
+    outputs.loss = outputs.loss * (1 + np.random.random())
+    return outputs
+
+
+def test_numbers_drawn_before_giving_up_are_drawn_again() -> None:
+    """As speech models do to mask their inputs."""
+    # As if transformers had written it: code of the user's own is read first.
+    members = {"forward": draw_with_numpy, "__module__": "transformers.models"}
+    lines = []
+    for capture in (None, Again()):
+        np.random.seed(0)
+        model = make_gpt2()
+        model.__class__ = type("Masking", (GPT2LMHeadModel,), members)
+        run = Run(model, make_texts(12), capture)
+        run.train()
+        lines.append(run.values.lines)
+    assert run.engine.graphs is not None
+    assert "draws random numbers on the host" in str(run.engine.graphs.problem)
+    assert lines[0] == lines[1]
 
 
 def test_a_replay_that_differs_is_not_used() -> None:

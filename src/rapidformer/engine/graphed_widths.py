@@ -18,11 +18,11 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
-from rapidformer.data.nested import map_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.engine.graph_recorder import Snapshot
 from rapidformer.engine.graphed_passes import RunForward
 from rapidformer.log import warn_once
+from rapidformer.models.evaluation_mode import evaluation_mode
 
 _FACTOR = 2
 """How many times as wide the compared batch is, unless that is too long for the model."""
@@ -73,15 +73,17 @@ class LossWidths:
         """Whether the loss stays the same with these columns; None if it is not finite."""
 
         def read(columns: Columns) -> list[float]:
-            # A copy: a forward step may change its batch.
-            copied = map_tensors(micro_batch.batch, lambda name, tensor: tensor.clone())
-            batch = move_to_device(widen(copied, columns), self._device)
+            batch = move_to_device(widen(micro_batch.batch, columns), self._device)
             return _list_means(run_forward(micro_batch._replace(batch=batch)))
 
+        state = "in evaluation mode"
         try:
-            expected, found = read({}), read(columns)
+            expected = read({})
+            state = "if its batch has more columns"
+            found = read(columns)
         except Exception as error:  # the user's code may expect this width, and fail in any way
-            _warn(f"a step fails if its batch has more columns ({type(error).__name__}: {error})")
+            first_line = next(iter(str(error).splitlines()), "")
+            _warn(f"a step fails {state} ({type(error).__name__}: {first_line})")
             return False
         if not all(map(math.isfinite, expected)):
             return None
@@ -89,16 +91,16 @@ class LossWidths:
             if not math.isclose(mine, theirs, rel_tol=limit):
                 _warn(
                     f"the loss depends on the number of columns of a batch ({theirs:.4g}; "
-                    f"{mine:.4g} with more padding)"
+                    f"{mine:.4g} with more padding)",
+                    " Leave padding out of the loss and of its mean to train faster.",
                 )
                 return False
         return True
 
 
-def _warn(reason: str) -> None:
+def _warn(reason: str, advice: str = "") -> None:
     warn_once(
-        f"--cuda-graph: {reason}, so batches keep their widths, and few are replayed. Leave "
-        "padding out of the loss and of its mean to train faster.",
+        f"--cuda-graph: {reason}, so batches keep their widths, and few are replayed.{advice}",
         is_local=True,
     )
 
@@ -120,14 +122,10 @@ def _get_factor(micro_batch: MicroBatch, columns: Columns | None) -> float:
 @contextmanager
 def _evaluating(model: nn.Module, before: Snapshot) -> Iterator[None]:
     """Without dropout, gradients and compilation."""
-    training = [module for module in model.modules() if module.training]
     try:
-        model.eval()
-        with uncompiled(model.modules()), torch.no_grad():
+        with evaluation_mode(model), uncompiled(model.modules()), torch.no_grad():
             yield
     finally:
-        for module in training:
-            module.training = True
         before.restore()
 
 

@@ -123,13 +123,15 @@ class GraphedPasses:
                 self._check(update)
             if not self._is_asked:
                 self._code.check_hooks(self._parameters)
+            if steps != self._code.steps:
+                return None  # another loss
             inputs = self._read_inputs(run_forward, update)
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
         known = [each for each in inputs if each is not None]
-        if len(known) < len(inputs) or steps != self._code.steps:
-            return None  # the loss must be seen on a padded batch first; or it is another loss
+        if len(known) < len(inputs):
+            return None  # it must run as it is
         self._drop_moved()
         about_code = self._code.describe()
 
@@ -176,8 +178,8 @@ class GraphedPasses:
         # A new size may never come again; but rounded ones are few, so the first of them will.
         is_common = len(self._graphs) < _MOST_AT_ONCE and all(each.is_rounded for each in inputs)
         waits = is_full or (is_new and not is_first and not is_common)
-        if waits and not any(each.is_rounded for each in inputs):
-            return None  # nothing was rounded, so the usual passes give the same
+        if waits and not any(each.is_changed for each in inputs):
+            return None  # the usual passes run with the same sizes
 
         def work(before: Snapshot) -> Outcome:
             if waits:

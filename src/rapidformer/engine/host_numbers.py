@@ -24,6 +24,8 @@ class HostNumbers:
         """None if the model runs on the host: its own numbers are drawn again."""
 
     def restore(self) -> None:
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])
         if self._torch is not None:
             torch.set_rng_state(self._torch)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
-from rapidformer.accel.unpad.batches import read_fixed_rows
+from rapidformer.accel.unpad.batches import read_fixed_rows, removes_padding
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Mask, Rows
@@ -49,7 +49,12 @@ class Inputs:
     @property
     def is_rounded(self) -> bool:
         """Whether its sizes are some of a few."""
-        return self.columns is not None
+        return bool(self.columns)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it runs with other sizes than its batch would by itself."""
+        return self.is_rounded or self.rows is not None
 
     @property
     def rows(self) -> Rows | None:
@@ -66,7 +71,8 @@ def read_inputs(
 ) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
-    That is the case until the loss has been seen on a padded batch (``padding_observer.py``).
+    That is the case until the loss has been seen on a padded batch (``padding_observer.py``), and
+    if the model removes padding that a graph would keep: with dropout, that changes the results.
     ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
     its width.
     """
@@ -80,13 +86,15 @@ def read_inputs(
             if sizes_up:
                 return None
             is_real = pad_array(is_real, columns["attention_mask"])
-        elif columns is not None:
-            fixed = _read_wide_rows(model, is_real, mask, labels, columns, sizes_up)
+        elif not is_encoder_decoder(model):
+            fixed = _read_wide_rows(model, is_real, mask, labels, columns or {}, sizes_up)
             if fixed is None:
                 return None
             # If padding stays in the batch, more of it could change the loss.
             columns = columns if fixed.rows is not None else None
         if fixed is None or fixed.rows is None:
+            if columns is None and removes_padding(model, batch):
+                return None
             fixed = FixedRows(None, is_full=bool(is_real.all()))
     arrays, others = _read_values(batch, columns or {})
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
@@ -110,8 +118,9 @@ def _read_wide_rows(
 ) -> FixedRows | None:
     targets = labels
     if labels.shape == mask.shape:
-        targets = pad(get_host_copy(labels), columns["labels"])
-    return read_fixed_rows(model, pad_array(is_real, columns["attention_mask"]), targets, sizes_up)
+        targets = pad(get_host_copy(labels), columns.get("labels"))
+    wide = pad_array(is_real, columns.get("attention_mask"))
+    return read_fixed_rows(model, wide, targets, sizes_up)
 
 
 def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[str, Tensor]]:

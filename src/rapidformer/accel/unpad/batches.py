@@ -5,6 +5,7 @@ The model must get its labels, and every label must belong to a real token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.accel.unpad.rows import Mask, Rows
-from rapidformer.accel.unpad.sides import Sides, read_sides
+from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.accel.watched import find_requested
 from rapidformer.data.batch import get_host_copy
 from rapidformer.models.own_loss import shifts_labels
@@ -61,6 +62,19 @@ def read_fixed_rows(
         elif not observer.is_decided:
             return None
     return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the model removes padding from this batch, or has yet to see whether it may."""
+    observer = find_fact(model, PaddingObserver)
+    if observer is None:
+        return False
+    if is_encoder_decoder(model):
+        is_allowed = observer.ignores_padding or not observer.is_decided
+        return is_allowed and find_sides(model, dict(batch)) is not None
+    has_label_per_row = batch["labels"].shape != batch["attention_mask"].shape
+    is_allowed = has_label_per_row or observer.ignores_padding or not observer.is_decided
+    return is_allowed and find_rows(model, dict(batch)) is not None
 
 
 def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad.rows import round_up
 from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.data.nested import map_tensors
 
 _WIDTHS = 64
 """Batches that run unpadded have a multiple of this many columns."""
@@ -79,9 +80,14 @@ def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Co
     return columns
 
 
-def widen(batch: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """A batch with its columns added."""
-    return {name: pad(value, columns.get(name)) for name, value in batch.items()}
+def widen(batch: Any, columns: Columns) -> Any:
+    """A copy of a batch with columns added."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        column = columns.get(name)
+        return tensor.clone() if column is None else pad(tensor, column)
+
+    return map_tensors(batch, change)
 
 
 def pad(tensor: Tensor, column: Column | None) -> Tensor:

@@ -137,13 +137,14 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     """Find out whether padding may be added to a batch, up to one of a few sizes.
 
     That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
-    unpadded gets rows of padding, an encoder-decoder model columns on both sides.
+    unpadded gets rows of padding, an encoder-decoder model that runs padded columns on both sides.
     """
+    is_unpadded = find_fact(model, PaddingObserver) is not None
     if is_encoder_decoder(model):
-        if _find_problem(model, plan) is not None:
+        if is_unpadded or _find_problem(model, plan) is not None:
             return
         filled = functools.partial(_call_widened, model)
-    elif find_fact(model, PaddingObserver) is not None:
+    elif is_unpadded:
         filled = functools.partial(_call_filled, model)
     else:
         return
