@@ -338,7 +338,7 @@ def test_gradients_stay_visible_to_callbacks_and_hooks(who: str) -> None:
 def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     """Few graphs for many lengths, and the results of a run that never replays, with dropout."""
     capture = Again()
-    on = Run(make_bert(0.1), make_rows(64), capture)
+    on = Run(make_bert(0.1), make_rows(40), capture)
     on.train()
     assert on.engine.graphs is not None
     assert on.engine.graphs.problem is None
@@ -346,7 +346,7 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     assert capture.replayed > capture.recorded
     # A larger size that cannot be recorded ahead does not cost the other graphs.
     full = Full()
-    short = Run(make_bert(0.1), make_rows(64), full)
+    short = Run(make_bert(0.1), make_rows(40), full)
     with caplog.at_level("INFO", "rapidformer"):
         short.train()
     assert not full.fails

@@ -117,7 +117,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "no_log_learnig_rate_to_tensorboard": "the learning rate is always logged",
     "no_log_loss_scale_to_tensorboard": "the loss scale is always logged",
     "overlapping_eval": "evaluation sees every example once",
-    "app_name": "--task chooses the task; without it, --app-name does",
+    "app_name": "--task overrides it; without --task, it chooses the task",
     "sink_mode": "sink_size says how often the host looks at a run",
 }
 
