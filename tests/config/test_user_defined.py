@@ -34,7 +34,7 @@ def test_app_name_chooses_the_task_where_task_does_not(monkeypatch: pytest.Monke
     run._warn_about_settings_without_effect(alone)
     assert not said, "it has an effect"
     run._warn_about_settings_without_effect(both)
-    assert said[0].startswith("--app-name has no effect: --task chooses the task")
+    assert said[0].startswith("--app-name has no effect: --task overrides it")
 
 
 def test_flags_of_megatrons_scripts() -> None:
