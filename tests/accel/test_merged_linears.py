@@ -159,15 +159,30 @@ def test_an_input_that_is_changed_in_between_is_not_shared(change: Any) -> None:
     assert [product.outputs for product in products] == [[8], [4]]
 
 
-def test_a_weight_that_the_block_changes_is_read_after_the_change() -> None:
+@torch.library.custom_op("rapidformer_tests::fill_from", mutates_args=("weight",))
+def fill_from(rows: Tensor, weight: Tensor) -> None:
+    weight.fill_(float(rows.sum()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight[0].fill_(1),
+        lambda weight: weight.diagonal().zero_(),
+        lambda weight: torch.mul(ROWS[0], 2, out=weight[:3]),
+        lambda weight: fill_from(ROWS, weight),
+    ],
+    ids=["data", "row", "diagonal", "out", "custom"],
+)
+def test_a_weight_that_the_block_changes_is_read_after_the_change(change: Any) -> None:
     model = Block()
 
     def call(rows: Tensor) -> Tensor:
         first = model.query(rows)
-        model.key.weight.data.mul_(2)
         with torch.no_grad():
-            model.value.weight[0] = 1
-        return torch.cat([first, model.key(rows), model.value(rows)], dim=-1)
+            change(model.key.weight)
+        return torch.cat([first, model.key(rows)], dim=-1)
 
     before = copy.deepcopy(model.state_dict())
     compiled, _ = compile_merged(call)

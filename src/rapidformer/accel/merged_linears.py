@@ -25,9 +25,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 from rapidformer.accel.composite import define_composite
-from rapidformer.compat.torch_compile import get_example, is_autocast_change, is_gradient_change
+from rapidformer.compat.torch_compile import (
+    find_example,
+    get_example,
+    is_autocast_change,
+    is_gradient_change,
+)
 from rapidformer.compat.torch_dispatch import is_mutable
-from rapidformer.compat.torch_tensors import copy_all
+from rapidformer.compat.torch_tensors import copy_all, get_storage_key, has_storage
 
 _ALIGNMENT = 64
 """Elements: products read weights from addresses that are multiples of 16 bytes."""
@@ -38,8 +43,6 @@ _IN_PLACE = {"setitem", "triton_kernel_wrapper_mutation"} | {
     if name.startswith("__i") and hasattr(operator, f"__{name[3:]}")
 }
 """Calls in a graph that change a tensor: ``x **= 2`` is ``ipow``."""
-_VIEWS = {"detach", "getitem", "select", "t", "transpose", "unbind", "view", "_get_data_attr"}
-"""Calls through which a weight may be changed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ def merge_linears(module: GraphModule) -> None:
     if not torch.is_autocast_enabled(device.type):
         return
     separating = [node for node in graph.nodes if _separates_layers(node)]
-    if any(_is_parameter(_find_viewed(node)) for node in separating):
+    parameters = {_find_memory(node) for node in graph.nodes if _is_parameter(node)}
+    written = {_find_memory(each) for node in separating for each in _list_written(node)}
+    if not parameters.isdisjoint(written - {None}):
         return  # a layer must see what the block has written into its weight
     groups = _group(layers, may_merge=not separating)
     dtype = torch.get_autocast_dtype(device.type)
@@ -159,12 +164,19 @@ def _separates_layers(node: Node) -> bool:
     return bool(given.arguments.get("inplace"))
 
 
-def _find_viewed(node: Node) -> Node:
-    """What a call in place changes: its first argument, or what that is a view of."""
-    first = next(iter(node.all_input_nodes), node)
-    while first.op in ("call_method", "call_function") and _get_name(first) in _VIEWS:
-        first = first.all_input_nodes[0]
-    return first
+def _list_written(node: Node) -> list[Node]:
+    """What a call may change: its first argument and ``out``, or any of a custom operator's."""
+    if is_mutable(node.target) or _get_name(node) == "triton_kernel_wrapper_mutation":
+        return node.all_input_nodes
+    given = (*node.args[:1], node.kwargs.get("out"))
+    return [each for each in given if isinstance(each, Node)]
+
+
+def _find_memory(node: Node) -> int | None:
+    """An id of the memory behind a node's tensor, which its views share."""
+    value = find_example(node)
+    is_plain = isinstance(value, Tensor) and has_storage(value)
+    return get_storage_key(value) if is_plain else None
 
 
 def _is_parameter(node: Node) -> bool:

@@ -142,6 +142,11 @@ def get_example(node: Any) -> Any:
     return node.meta["example_value"]
 
 
+def find_example(node: Any) -> Any:
+    """The same; None if there is none."""
+    return node.meta.get("example_value")
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of others, as split (DTensor) and nested ones do."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
