@@ -100,9 +100,9 @@ def test_evaluate_by_call_is_the_command(run: Path, rows: Path, tmp_path: Path) 
     # The same by rows and by splits.
     whole = [
         rapidformer.evaluate(data=data, load=str(run), log_level="error").metrics
-        for data in (written, {"validation": written})
+        for data in (written, {"validation": written}, iter(written))
     ]
-    assert whole[0] == whole[1] and whole[0] != report.metrics
+    assert whole[0] == whole[1] == whole[2] and whole[0] != report.metrics
     rapidformer.evaluate(data=written, load=str(run), output=str(tmp_path / "all.json"))
     assert json.loads((tmp_path / "all.json").read_text())["examples"] == 20
     with pytest.raises(DataError, match=r"the data has no split 'validation', only test"):

@@ -66,6 +66,10 @@ def test_calls_are_checked_like_the_command(find: Find) -> None:
         assert caught.value.problems == expected, "rows in memory are checked like a file's"
     with pytest.raises(ConfigurationError, match="data= and data_path= exclude each other"):
         rapidformer.evaluate([{"text": "a"}], load="model", data_path="rows.jsonl")
+    with pytest.raises(ConfigurationError, match="data= and data_path= exclude each other"):
+        rapidformer.evaluate("rows.jsonl", load="model", data_path="rows.jsonl")
+    with pytest.raises(ConfigurationError, match="data= and input= exclude each other"):
+        rapidformer.predict("a text", load="model", input=["another"])
     with pytest.raises(ConfigurationError, match="--chat is a conversation in a terminal"):
         rapidformer.predict(load="model", task="causal_lm", chat=True)
 

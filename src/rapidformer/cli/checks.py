@@ -38,10 +38,16 @@ def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
     return args, plan
 
 
-def check_call(name: str, settings: Mapping[str, Any], data: Any = None) -> Settings:
-    """The settings of a call, or an error with all problems; ``data`` are the rows it was given."""
+def check_call(
+    name: str, settings: Mapping[str, Any], data: Any = None, setting: str | None = None
+) -> Settings:
+    """The settings of a call, or an error with all problems.
+
+    ``data`` are the rows it was given, or the value of a ``setting``: a file or texts.
+    """
     problems: list[str] = []
-    args = _choose_model(name, arguments_from_mapping(settings), problems)
+    named = {} if setting is None else {setting: data}
+    args = _choose_model(name, arguments_from_mapping({**settings, **named}), problems)
     if args.chat:
         problems.append(
             "--chat is a conversation in a terminal: type `rapidformer predict --chat`."
@@ -54,7 +60,7 @@ def check_call(name: str, settings: Mapping[str, Any], data: Any = None) -> Sett
         ]
     # A call starts no processes: it runs in those that a launcher has started, or alone.
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-    rows = None if data is None else take_head(data, args.eval_split)
+    rows = None if data is None or setting else take_head(data, args.eval_split)
     _check(name, args, world_size, problems, rows)
     return args
 

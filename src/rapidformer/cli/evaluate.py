@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.cli.checks import check_call
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, parse_arguments
+from rapidformer.data.heads import keep_rows
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.strict_json import format_json
@@ -63,9 +64,12 @@ def evaluate(data: Any = None, **settings: Any) -> EvaluationReport:
     `datasets.Dataset`, a dictionary of splits, or a file.
     """
     if isinstance(data, (str, Path)):
-        settings, data = {**settings, "data_path": str(data)}, None
-    args = check_call("evaluate", settings, data)
-    report, is_main = _evaluate(args, data)
+        args = check_call("evaluate", settings, str(data), "data_path")
+        report, is_main = _evaluate(args)
+    else:
+        data = keep_rows(data)
+        args = check_call("evaluate", settings, data)
+        report, is_main = _evaluate(args, data)
     if is_main and args.output is not None:
         report.save(args.output)
     return report

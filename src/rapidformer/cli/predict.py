@@ -13,6 +13,7 @@ from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_
 from rapidformer.cli.output import PartialPredictions, format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, parse_arguments
+from rapidformer.data.heads import keep_rows
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 
@@ -48,10 +49,17 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
     """
     if isinstance(data, (str, Path, dict)):
         data = [data] if isinstance(data, dict) else [str(data)]
-    if data is not None and data and all(isinstance(row, str) for row in data):
-        settings, data = {**settings, "input": list(data)}, None
-    args = check_call("predict", settings, data)
-    rows = _read_early(args) if data is None else list(islice(data, args.max_predict_samples))
+    data = keep_rows(data)
+    rows: Rows | None
+    if data is None:
+        args = check_call("predict", settings)
+        rows = _read_early(args)
+    elif data and all(isinstance(row, str) for row in data):
+        args = check_call("predict", settings, list(data), "input")
+        rows = _read_early(args)
+    else:
+        args = check_call("predict", settings, data)
+        rows = list(islice(data, args.max_predict_samples))
     from rapidformer.engine import RapidformerEngine
     from rapidformer.tasks.predicting import predict_task
 

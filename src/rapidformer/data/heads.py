@@ -37,6 +37,13 @@ def read_head(args: Any, problems: list[str]) -> Rows:
     return []
 
 
+def keep_rows(data: Any) -> Any:
+    """The same data with lists instead of iterators, whose rows can be read only once."""
+    if isinstance(data, Mapping) and any(isinstance(rows, Iterator) for rows in data.values()):
+        return {split: keep_rows(rows) for split, rows in data.items()}
+    return list(data) if isinstance(data, Iterator) else data
+
+
 def take_head(data: Any, split: str) -> list[Any]:
     """The first rows of data in memory; of a dictionary of splits, those of one split."""
     if isinstance(data, Mapping):
