@@ -48,6 +48,9 @@ class BlockBuffers:
             # torch's batch_norm changes its statistics without counting it. Comparing values waits
             # for the device, but only in the first pass.
             found |= {place for place in copies if not torch.equal(copies[place], held[place])}
+        # A BatchNorm that was frozen in the first pass counts its batches from now on.
+        trained = {module for module, name in found if name == "num_batches_tracked"}
+        found |= {place for place in self.places if place[0] in trained}
         self._changing = (self._changing or set()) | found
         # Without a copy, recomputing at least does not change a buffer again.
         return output, {

@@ -147,7 +147,7 @@ class GraphedPasses:
         return self._run(_Request(update, weights, describe, build), known)
 
     def _read_inputs(self, run_forward: RunForward, update: Update) -> list[Inputs | None]:
-        """Of each micro-batch; if the loss allows it, with one of a few widths."""
+        """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
             return Snapshot(self._code.list_tensors(), self._device)

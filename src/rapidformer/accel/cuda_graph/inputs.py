@@ -48,7 +48,7 @@ class Inputs:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its sizes are some of a few."""
+        """Whether its width was rounded up to one of a few."""
         return bool(self.columns)
 
     @property
