@@ -69,6 +69,11 @@ def test_batch_that_does_not_divide_says_its_numbers() -> None:
         "--global-batch-size 100 is not a multiple of --micro-batch-size 16 x 4 data-parallel "
         "ranks = 64: use 64 or 128."
     )
+    # A micro-batch may be reduced, so any multiple of the ranks will do.
+    (problem,) = problems_of("--micro-batch-size", "16", "--global-batch-size", "6", world_size=4)
+    assert problem == (
+        "--global-batch-size 6 is not a multiple of 4 data-parallel ranks: use 4 or 8."
+    )
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,11 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
         micro = _BLACK_BOX_MICRO_BATCH
     if total is None:
         total = micro * replicas * (steps or 1)
-    if steps is None and micro * replicas > total and total % replicas == 0:
+    if steps is None and micro * replicas > total:
+        if total % replicas:
+            rule = f"{replicas} data-parallel ranks"
+            problems.append(_explain_division(total, replicas, rule))
+            return args
         micro = total // replicas
         args = args.replace(SMALLER_MICRO_BATCH, micro_batch_size=micro)
     unit = micro * replicas
