@@ -58,7 +58,7 @@ def configure_logging(level: str = "info") -> None:
 
 
 def warn(message: str, *values: object) -> None:
-    """Warn about what every rank finds alike (data, model, settings): rank 0 shows it."""
+    """Warn about what every rank finds (in data, model or settings); only rank 0 shows it."""
     get_logger().warning(message, *values, extra={"is_known_to_all": True})
 
 

@@ -96,7 +96,7 @@ def _follows(implication: Implication, args: Settings) -> bool:
 
 
 SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
-"""The origin of a micro-batch size that replaces the user's, which does not fit into a step."""
+"""The source of a micro-batch size that was reduced: the given one exceeds the global batch."""
 
 
 def _derive_batches(args: Settings, problems: list[str]) -> Settings:

@@ -126,7 +126,7 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
     copy, version, memory = getattr(tensor, _HOST_COPY, (None, None, None))
     # ``tensor.data = other`` does not count as a change, but has other memory. What is written
-    # through ``tensor.data`` is not noticed: only the device would tell.
+    # through ``tensor.data`` goes unnoticed: finding out would take a read from the device.
     if copy is None or version != count_changes(tensor) or memory != get_storage_key(tensor):
         return None
     found: torch.Tensor = copy

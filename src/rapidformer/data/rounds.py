@@ -31,7 +31,7 @@ class Rounds:
     get_batch_size: Callable[[int], int] | None
     """Samples of the next update after this many samples, if updates differ in size."""
     token_budget: int | None
-    """Tokens per micro-batch, if their number is limited and not that of samples."""
+    """Tokens per micro-batch, if micro-batches are limited by tokens and not by samples."""
 
     @property
     def samples(self) -> int:
@@ -43,7 +43,7 @@ class Rounds:
         return self.samples * self.per_update
 
     def count_after(self, consumed: int) -> int:
-        """Rounds until the end of the epoch, of which this many samples are consumed."""
+        """Rounds left in the epoch after this many of its samples."""
         if not self.drops_last:
             return -(-(self.num_samples - consumed) // self.samples)
         end = self.num_samples // self.samples_per_update * self.samples_per_update
@@ -74,7 +74,7 @@ class Rounds:
     def deal(
         self, order: Numbers, lengths: Sequence[int] | None, epoch: int, consumed: int
     ) -> Iterator[Dealt]:
-        """This rank's micro-batches from the position on; the last one of the epoch is marked.
+        """This rank's micro-batches from this position on; the last one of the epoch is marked.
 
         With a token budget, the last one of every update is.
         """
@@ -132,7 +132,7 @@ class Rounds:
             start += size
 
     def _read(self, take: Take, epoch: int, consumed: int) -> Iterator[tuple[int, list[Any]]]:
-        """The rounds of a stream from the position on; whole updates only, if the last is dropped.
+        """The rounds of a stream from this position on; whole updates only if the last is dropped.
 
         With a token budget, whole updates instead of rounds.
         """

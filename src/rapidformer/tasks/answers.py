@@ -53,7 +53,7 @@ def compute_window_losses(output: Any, batch: dict[str, torch.Tensor]) -> torch.
 
 
 def _compare(logits: torch.Tensor, places: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each row. Written with methods: this file must not import torch."""
+    """Cross entropy of each row, by methods of tensors: this file must not import torch."""
     scores = logits.float().masked_fill(is_padding, float("-inf"))
     return scores.logsumexp(dim=1) - scores.gather(1, places[:, None])[:, 0]
 

@@ -248,7 +248,7 @@ def _pack(rows: Any, split: str, length: int) -> Any:
         "padded to the longest)",
         split, f"{len(lengths):,}", f"{len(packed):,}", 100 * padding, 100 * unpacked,
     )  # fmt: skip
-    if padding > unpacked and 2 * longest > length:  # else it is only the last row
+    if padding > unpacked and 2 * longest > length:  # otherwise only the last row is padded
         warn(
             "--packing adds padding to %s (%.1f%% instead of %.1f%%): the examples are about as "
             "long as the rows. Omit it, or use a --seq-length of at least %d.",

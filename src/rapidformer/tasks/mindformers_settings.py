@@ -57,7 +57,7 @@ def _check_widths(given: Mapping[str, Any]) -> None:
     if "data_parallel" in given and product != world:
         listed = " x ".join(f"{name} {width}" for name, width in widths.items())
         raise ConfigurationError(
-            f"{listed} = {product}, but {world} processes run: start as many, or change one."
+            f"{listed} = {product}, but {world} processes run: start {product}, or change one."
         )
 
 

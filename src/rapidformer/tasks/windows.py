@@ -18,7 +18,7 @@ _WINDOW_COLUMNS = ("example", "starts", "ends")
 _PART = 1000
 """Rows that are read at once."""
 _STRIDE = 128
-"""Tokens by which windows overlap, if half a window is not less."""
+"""Default overlap of windows in tokens; never more than half a window."""
 
 
 # --- answers in the data -------------------------------------------------------------------------

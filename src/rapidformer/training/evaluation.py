@@ -14,16 +14,14 @@ Metrics = dict[str, float]
 class Evaluation:
     """How a model is evaluated during training, and which result is better."""
 
-    run: Callable[[], dict[str, float]]
+    run: Callable[[], Metrics]
     interval: int | None = None
     """Updates between evaluations if the settings do not say; None: after each epoch."""
     best_metric: str | None = None
     greater_is_better: bool = True
 
 
-def evaluate_model(
-    engine: RapidformerEngine, run: Callable[[], dict[str, float]]
-) -> dict[str, float]:
-    """Evaluate without gradients and dropout, then restore training mode."""
+def evaluate_model(engine: RapidformerEngine, run: Callable[[], Metrics]) -> Metrics:
+    """Evaluate without gradients and dropout, then restore the mode of each module."""
     with engine.evaluating():
         return run()

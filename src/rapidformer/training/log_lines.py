@@ -38,7 +38,7 @@ class LogLines:
             "step_time": step_time,
             "samples_per_second": measured.samples / measured.seconds,
         }
-        if measured.slots:  # not known for images, say
+        if measured.slots:  # not known for images, for example
             line["tokens_per_second"] = measured.tokens / measured.seconds
             line["padding_share"] = 1 - measured.tokens / measured.slots
         # The first step alone prepares much that later ones reuse: it predicts nothing.
