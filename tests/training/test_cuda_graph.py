@@ -461,6 +461,15 @@ def test_results_do_not_depend_on_what_is_replayed(
     assert replayed.values.lines == train().values.lines
 
 
+def test_noise_that_depends_on_the_width_of_a_batch_stays_the_same() -> None:
+    losses = []
+    for capture in (None, Again()):
+        run = Run(make_bert(0.0), make_rows(24, longest=20), capture, neftune_noise_alpha=50.0)
+        run.train()
+        losses.append([line["loss"] for line in run.values.lines])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def collate_encodings(rows: Rows) -> BatchEncoding:
     def pad(name: str, value: int) -> torch.Tensor:
         return pad_sequence([torch.tensor(row[name]) for row in rows], True, value)

@@ -40,6 +40,15 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
     ]
 
 
+def has_width_readers(model: nn.Module) -> bool:
+    """Whether a hook computes with the width of a batch, and says so: ``hook.reads_width = True``.
+
+    NEFTune's noise gets smaller the more columns there are.
+    """
+    hooks = (hook for module in model.modules() for hook in list_hooks(module))
+    return any(getattr(hook, "reads_width", False) for hook in hooks)
+
+
 def find_requested(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """What a call requests of every block, by argument or by the model's configuration."""
     config = getattr(model, "config", None)

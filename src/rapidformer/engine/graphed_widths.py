@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.unpad.columns import Columns, widen
+from rapidformer.accel.watched import has_width_readers
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -59,6 +60,8 @@ class LossWidths:
         factors = [_get_factor(each, columns) for each, columns in compared]
         if not grown or min(factors) < _LEAST_FACTOR:
             return not grown
+        if self._is_ignored is None and has_width_readers(self._model):
+            self._is_ignored = False
         if self._is_ignored is None:
             micro_batch, columns = compared[0]
             # A mean over all positions would change by more than this.

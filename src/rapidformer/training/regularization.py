@@ -84,5 +84,6 @@ def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:
         size = alpha / (output.shape[1] * output.shape[2]) ** 0.5
         return output + torch.empty_like(output).uniform_(-size, size)
 
+    add.reads_width = True  # type: ignore[attr-defined]
     handle: RemovableHandle = find().register_forward_hook(add)
     return handle
