@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.unpad.columns import Columns, widen
@@ -77,7 +80,8 @@ class LossWidths:
 
         def read(columns: Columns) -> list[float]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
-            return _list_means(run_forward(micro_batch._replace(batch=batch)))
+            with _FactorsForDropout():
+                return _list_means(run_forward(micro_batch._replace(batch=batch)))
 
         state = "in evaluation mode"
         try:
@@ -120,6 +124,27 @@ def _get_factor(micro_batch: MicroBatch, columns: Columns | None) -> float:
     """How much wider the narrowest tensor becomes."""
     widths = (columns or {}).items()
     return min((c.width / micro_batch.batch[name].shape[1] for name, c in widths), default=1.0)
+
+
+class _FactorsForDropout(TorchFunctionMode):
+    """Instead of dropout, each call multiplies by a number of its own, whatever the width.
+
+    In evaluation mode, two passes over a batch would be equal, which hides what a loss makes of
+    their difference (R-Drop).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not functional.dropout:
+            return result
+        self._calls += 1
+        return result * (1 + 0.5 * math.sin(self._calls))
 
 
 @contextmanager
