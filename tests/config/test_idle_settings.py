@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.idle_settings import find_idle_settings
+from rapidformer.config.render import render_arguments
 from rapidformer.config.schema import get_settings
 from rapidformer.tasks.registry import PRETRAINING, get_task, list_tasks
 from rapidformer.tasks.unused_flags import describe_unused_flags
@@ -59,6 +62,17 @@ def test_flags_of_other_tasks(flags: str, unused: str | None) -> None:
     task = get_task(args.task or "")
     expected = unused and f"no effect with --task {task.name}: {unused}."
     assert describe_unused_flags(args, task) == expected
+
+
+def test_a_file_with_every_default_is_not_about_them(tmp_path: Path) -> None:
+    """As ``--config runs/mrpc/arguments.yaml`` is, which repeats a run."""
+    file = tmp_path / "arguments.yaml"
+    run = resolve(parse_arguments(["--task", "masked_lm"]))
+    file.write_text("\n".join(render_arguments(run)))
+    args = parse_arguments(["--config", str(file)])
+    assert args.is_given("packing") and args.is_given("hysteresis")
+    assert find_idle_settings(resolve(args)) == []
+    assert describe_unused_flags(args, get_task("masked_lm")) is None
 
 
 def test_settings_of_particular_tasks_name_them() -> None:

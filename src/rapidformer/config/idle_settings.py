@@ -22,7 +22,7 @@ def find_idle_settings(args: Settings) -> list[str]:
         f"{to_flag(name)} has no effect without {to_flag(needed)}."
         for needed, names in _ONLY_WITH.items()
         for name in names
-        if args.is_given(name) and not getattr(args, needed)
+        if args.is_changed(name) and not getattr(args, needed)
     ]
     for switch in SWITCHES:
         idle += _find_idle_settings_of(switch, args)
@@ -30,13 +30,13 @@ def find_idle_settings(args: Settings) -> list[str]:
         idle += [
             f"{to_flag(name)} has no effect with --save none."
             for name in ("save_interval", "save_total_limit")
-            if args.is_given(name)
+            if args.is_changed(name)
         ]
-    if args.on_bad_loss != "rollback" and args.is_given("max_rollbacks"):
+    if args.on_bad_loss != "rollback" and args.is_changed("max_rollbacks"):
         idle.append("--max-rollbacks has no effect without --on-bad-loss rollback.")
-    if args.lr_decay_style == "constant" and args.is_given("min_lr"):
+    if args.lr_decay_style == "constant" and args.is_changed("min_lr"):
         idle.append("--min-lr has no effect with --lr-decay-style constant.")
-    if args.train_iters is not None and args.is_given("epochs"):
+    if args.train_iters is not None and args.is_changed("epochs"):
         idle.append(f"--epochs has no effect: --train-iters {args.train_iters} overrides it.")
     if args.sources.get("micro_batch_size") == SMALLER_MICRO_BATCH:
         ranks = f"{args.data_parallel_size} data-parallel rank{'s' * (args.data_parallel_size > 1)}"
@@ -49,7 +49,7 @@ def find_idle_settings(args: Settings) -> list[str]:
 
 def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
     """Options of a switch that is off, and a switch without what it needs."""
-    names = [name for name in switch.options if args.is_given(name)]
+    names = [name for name in switch.options if args.is_changed(name)]
     if not switch.has_what_it_needs(args):
         names += switch.list_given(args, switch.turned_on_by)
         missing = " or ".join(rule.describe() for rule in switch.needs)

@@ -77,6 +77,10 @@ class Settings(
         source = self.sources.get(name, "default")
         return source != "default" and not source.startswith("derived")
 
+    def is_changed(self, name: str) -> bool:
+        """Whether the user gave another value than the default: ``arguments.yaml`` gives all."""
+        return self.is_given(name) and getattr(self, name) != getattr(Settings, name)
+
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained instead of the model's own weights."""

@@ -61,7 +61,7 @@ def describe_unused(args: Settings, made_by_script: dict[str, tuple[str, ...]]) 
     ``made_by_script`` maps what the script brings itself to the settings that describe ours.
     """
     given = {
-        what: [name for name in names if args.is_given(name)]
+        what: [name for name in names if args.is_changed(name)]
         for what, names in made_by_script.items()
     }
     if getattr(sys.modules.get("__main__"), "__file__", None) is None:

@@ -17,7 +17,7 @@ def describe_unused_flags(args: Settings, task: Task) -> str | None:
     unused = [
         setting.flag
         for setting in get_settings().values()
-        if args.is_given(setting.name) and not _is_read(setting, task)
+        if args.is_changed(setting.name) and not _is_read(setting, task)
     ]
     return f"no effect with --task {task.name}: {', '.join(unused)}." if unused else None
 
