@@ -264,6 +264,14 @@ def test_a_function_that_needs_all_logits_is_reported(caplog: pytest.LogCaptureF
     assert caplog.text.count("Reported, a torch.autograd.Function, needs all logits") == 1
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_a_gradient_needs_must_not_change(is_fused: bool) -> None:
+    soft = build(is_fused)(INPUTS).tanh()
+    soft[:, 0] += 1  # the gradient of tanh is computed from its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        measure(soft).backward()
+
+
 def test_what_would_differ_is_refused() -> None:
     model = build(is_fused=True)
     logits = model(INPUTS)

@@ -134,8 +134,7 @@ class DeferredLogits(torch.Tensor):
         # With a gradient even under no_grad: the result is kept, and a loss may use it later. Saved
         # tensors bypass hooks for the same reason: a checkpointed loss that computes the logits
         # finds them computed when it runs again.
-        unhooked = saved_tensors_hooks(lambda x: x, lambda x: x)
-        with _set_gradient(self._has_gradient), unhooked:
+        with _set_gradient(self._has_gradient), saved_tensors_hooks(_pack, _unpack):
             logits = self._head.compute(self._pass_hidden())
             for step in self._steps:
                 logits = step(logits)
@@ -189,6 +188,21 @@ def _set_gradient(is_on: bool) -> Iterator[None]:
     """Set autograd's mode, whatever it was when the logits turned out to be needed."""
     with torch.inference_mode(False), torch.set_grad_enabled(is_on):
         yield
+
+
+def _pack(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, count_changes(saved)
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """The tensor, unless it has changed: torch does not check those that hooks have packed."""
+    saved, version = packed
+    if count_changes(saved) != version:
+        raise RuntimeError(
+            "one of the variables needed for the gradient of the logits has been modified by an "
+            "inplace operation."
+        )
+    return saved
 
 
 _NEED_GRADIENT = {Tensor.register_hook: 0, Tensor.retain_grad: 0, torch.autograd.grad: 1}
