@@ -79,7 +79,8 @@ def test_all_problems_are_reported_at_once(find: Find) -> None:
         "train",
         "--task sequence_classification --pretrained-model-name-or-path ./nowhere --data-path "
         "rows.jsonl --text-column txet --label-column lable --valid-data missing.csv --lr -1e-4 "
-        "--metric-for-best-model acuracy --save rows.jsonl --microbatch-size 4",
+        "--metric-for-best-model acuracy --save rows.jsonl --microbatch-size 4 "
+        "--micro-batch-size 4 --global-batch-size 6",
     )
     said = "\n".join(problems)
     assert "unknown flag --microbatch-size: did you mean --micro-batch-size?" in said
@@ -90,6 +91,7 @@ def test_all_problems_are_reported_at_once(find: Find) -> None:
     assert "--valid-data missing.csv" in said
     assert "--text-column txet: the data has no such column." in said
     assert "--label-column lable: the data has no such column." in said
+    assert "--global-batch-size 6 is not a multiple of --micro-batch-size 4" in said
     assert "Did you mean --label-column label?" in said
 
 
@@ -118,6 +120,11 @@ def test_heads_of_files_are_read(name: str, content: str, find: Find) -> None:
     Path(name).write_text(content)
     (problem,) = find("train", BASE.replace("rows.jsonl", name))
     assert "No column with the text was found" in problem and "body, label" in problem
+
+
+def test_a_missing_deepspeed_file_is_reported_with_the_rest(find: Find) -> None:
+    problems = find("train", f"{BASE} --deepspeed missing.json --lr -1")
+    assert len(problems) == 2 and "--deepspeed missing.json cannot be read" in problems[0]
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(find: Find) -> None:

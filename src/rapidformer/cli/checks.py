@@ -12,9 +12,8 @@ from typing import Any
 
 from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments, resolve
 from rapidformer.config.parse import drop_unknown_flags
-from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
@@ -84,7 +83,10 @@ def _check(
     problems: list[str],
     rows: list[Any] | None = None,
 ) -> None:
-    problems += find_problems(args.replace("the launch", world_size=world_size))
+    try:
+        resolve(args, world_size=world_size)
+    except ConfigurationError as error:
+        problems += error.problems
     gpus = count_gpus() if args.device == "cuda" else 0
     problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
     if problems:
