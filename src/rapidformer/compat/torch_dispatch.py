@@ -76,10 +76,10 @@ def has_saved_tensor_hooks() -> bool:
 def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> None:
     """From now on, every ``torch.autograd.Function`` gets its arguments of this type converted.
 
-    Call this for one type only: a second call would replace the first.
     Such functions bypass ``__torch_function__``. ``convert`` gets the function's class and one
-    argument. A script may keep ``MyFunction.apply`` before this runs. So ``Function.apply`` is not
-    replaced; the class below it, which has no ``apply`` of its own, gets one that converts first.
+    argument. A script may have stored ``MyFunction.apply`` already, so ``Function.apply`` is not
+    replaced: its base class, which only inherits ``apply``, gets one that converts first. Call this
+    for one type only: a second call would replace the first.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

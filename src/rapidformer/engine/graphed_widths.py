@@ -127,10 +127,10 @@ def _get_factor(micro_batch: MicroBatch, columns: Columns | None) -> float:
 
 
 class _FactorsForDropout(TorchFunctionMode):
-    """Instead of dropout, each call multiplies by a number of its own, whatever the width.
+    """Instead of dropping values, each dropout multiplies by its own factor, whatever the width.
 
-    In evaluation mode, two passes over a batch would be equal, which hides what a loss makes of
-    their difference (R-Drop).
+    In evaluation mode, two passes over a batch are equal, so a loss over their difference (R-Drop)
+    would be zero at every width.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class Inputs:
     others: Mapping[str, Tensor]
     """Tensors that are only on the device, or whose dtype NumPy does not have."""
     columns: Columns | None
-    """What its tensors were padded to; None if the batch runs as it is."""
+    """What its tensors were padded to; None if they keep their widths."""
     fixed: FixedRows | None
     key: Hashable
 

@@ -395,7 +395,7 @@ def _move(logits: DeferredLogits, hidden: Tensor, look: Step) -> DeferredLogits:
 
 
 def _change(logits: DeferredLogits, step: Step, dtype: torch.dtype | None = None) -> Tensor:
-    """Logits after one more step, in memory of their own."""
+    """Logits after one more step, in their own memory."""
     layout = torch.empty_like(logits._layout, dtype=dtype)
     return _build(logits._head, logits.get_hidden(), layout, (*logits._steps, step))
 
