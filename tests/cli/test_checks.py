@@ -127,6 +127,14 @@ def test_a_missing_deepspeed_file_is_reported_with_the_rest(find: Find) -> None:
     assert len(problems) == 2 and "--deepspeed missing.json cannot be read" in problems[0]
 
 
+def test_batches_of_several_nodes_are_checked_once_their_processes_are_known(find: Find) -> None:
+    """A node with two processes and one with one, which sees itself as one of two with one."""
+    batches = "--nproc-per-node 1 --device cpu --micro-batch-size 4 --global-batch-size 12"
+    nodes = "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port 29500"
+    assert find("train", f"{BASE} {batches} {nodes}") == []
+    assert find("train", f"{BASE} {batches.replace('12', '13')}") != []
+
+
 def test_a_place_that_cannot_be_written_to_is_refused(find: Find) -> None:
     (problem,) = find("train", f"{BASE} --save /proc/run")
     assert problem == "--save /proc/run: /proc cannot be written to. Choose another folder."

@@ -14,6 +14,7 @@ from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments, resolve
 from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
@@ -33,7 +34,12 @@ def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
         )
         args = args.replace("--stream or --chat", nproc_per_node=math.prod(sizes))
     plan = plan_launch(args)
-    _check(name, args, plan.world_size, problems)
+    if plan.nodes == 1:
+        problems += _find_setting_problems(args, plan.world_size)
+    else:
+        # Nodes may differ in their number of processes, and batch sizes depend on their sum.
+        problems += find_problems(args.replace("the launch", world_size=plan.world_size))
+    _check(name, args, problems)
     return args, plan
 
 
@@ -60,7 +66,8 @@ def check_call(
     # A call starts no processes: it runs in those that a launcher has started, or alone.
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
     rows = None if data is None or setting else take_head(data, args.eval_split)
-    _check(name, args, world_size, problems, rows)
+    problems += _find_setting_problems(args, world_size)
+    _check(name, args, problems, rows)
     return args
 
 
@@ -76,17 +83,20 @@ def _choose_model(name: str, args: Settings, problems: list[str]) -> Settings:
     return args
 
 
-def _check(
-    name: str,
-    args: Settings,
-    world_size: int,
-    problems: list[str],
-    rows: list[Any] | None = None,
-) -> None:
+def _find_setting_problems(args: Settings, world_size: int) -> list[str]:
     try:
         resolve(args, world_size=world_size)
     except ConfigurationError as error:
-        problems += error.problems
+        return error.problems
+    return []
+
+
+def _check(
+    name: str,
+    args: Settings,
+    problems: list[str],
+    rows: list[Any] | None = None,
+) -> None:
     gpus = count_gpus() if args.device == "cuda" else 0
     problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
     if problems:
