@@ -109,7 +109,7 @@ def test_rows_of_different_lengths(
 
 
 def test_t5_with_rows_of_different_lengths() -> None:
-    """Attention with a bias rounds differently from run to run, so losses are only close."""
+    """torch's attention with a bias is not deterministic, so losses are only close."""
     off = Run(make_t5(0.0), make_pairs(32), cuda_graph="off").run_and_list()
     on = Run(make_t5(0.0), make_pairs(32))
     mine = [line["loss"] for line in on.run_and_list()]
