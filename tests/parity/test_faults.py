@@ -14,7 +14,7 @@ from torch import nn
 from rapidformer.accel import data_parallel
 from rapidformer.accel.tensor import parallel as tensor_parallel
 from rapidformer.accel.tensor import styles as tensor_styles
-from rapidformer.engine import updates
+from rapidformer.engine import backward
 from rapidformer.optim.update import UpdateClock
 from rapidformer.verification.compare import Comparison, compare
 from rapidformer.verification.recorder import Recorder
@@ -123,7 +123,7 @@ def run_with_faults() -> dict[str, Any]:
     traces = {}
     for fault, (put_in, model, settings) in FAULTS.items():
         # The engine's own check of the first update would end the run: the comparison is asked.
-        with put_in(), mock.patch.object(updates, "check_whole_gradients", lambda *given: None):
+        with put_in(), mock.patch.object(backward, "check_whole_gradients", lambda *given: None):
             traces[fault] = run_case(Training(model), settings)
     return traces
 

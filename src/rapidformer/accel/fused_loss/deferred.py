@@ -18,12 +18,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
+from rapidformer.accel.fused_loss.head import Head, watch_steps
 from rapidformer.accel.watched import is_from_user
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
@@ -33,65 +33,12 @@ from rapidformer.compat.torch_dispatch import (
     tree_map_only,
     without_torch_function,
 )
-from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.torch_tensors import FACTS, count_changes, get_storage_key
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""
-
-ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
-"""Rows of hidden states, their labels, a recipe -> the sum of the losses."""
-
-
-class Head:
-    """The two ways to use a linear head, while its inputs are those of its call."""
-
-    def __init__(
-        self, module: nn.Linear, compute: Callable[[Tensor], Tensor], hidden: Tensor
-    ) -> None:
-        self.compute_loss: ComputeLoss = module
-        self.compute = compute
-        self._module = module
-        self._versions = [(each, count_changes(each)) for each in (hidden, *self._list_weights())]
-        self._is_outdated = False
-        _heads.add(self)
-
-    def note_step(self, stepped: set[int]) -> None:
-        """Note that an optimizer has changed the parameters with these ids."""
-        # Looked up now: a sharded weight is another object between calls.
-        self._is_outdated |= any(id(each) in stepped for each in self._list_weights())
-
-    def check_inputs(self) -> None:
-        """Refuse to compute from weights or hidden states that are no longer the same."""
-        is_changed = any(count_changes(each) != version for each, version in self._versions)
-        if self._is_outdated or is_changed:
-            raise ConfigurationError(
-                "The logits were asked for after the weights or hidden states that they are "
-                "computed from had changed, by an optimizer step for example. Ask before, or set "
-                "--fused-loss off."
-            )
-
-    def _list_weights(self) -> list[Tensor]:
-        return [each for each in get_parameter_table(self._module).values() if each is not None]
-
-
-_heads: weakref.WeakSet[Head] = weakref.WeakSet()
-"""Those whose logits still exist."""
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _heads:
-        return
-    # Not by their versions: torch's fused optimizers do not count their changes.
-    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for head in _heads:
-        head.note_step(stepped)
-
-
-# A step that a CUDA graph replays runs no hooks, and nobody holds its logits.
-_note_step.may_be_skipped = True  # type: ignore[attr-defined]
 
 
 class DeferredLogits(torch.Tensor):
@@ -241,7 +188,7 @@ def _build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) 
 def watch_torch() -> None:
     """See what bypasses ``__torch_function__``: custom autograd functions and optimizer steps."""
     convert_function_arguments(DeferredLogits, _compute_for_function)
-    register_optimizer_step_post_hook(_note_step)
+    watch_steps()
 
 
 def _compute_for_function(function: type, logits: DeferredLogits) -> Tensor:

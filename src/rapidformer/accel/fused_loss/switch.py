@@ -23,7 +23,8 @@ from rapidformer.accel.fused_loss.chunked import (
     get_compute_type,
     sum_losses,
 )
-from rapidformer.accel.fused_loss.deferred import DTYPES, Head, defer, watch_torch
+from rapidformer.accel.fused_loss.deferred import DTYPES, defer, watch_torch
+from rapidformer.accel.fused_loss.head import Head
 from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
