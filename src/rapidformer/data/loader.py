@@ -316,7 +316,7 @@ class DistributedLoader:
         loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=dealt,  # type: ignore[arg-type]
+            sampler=dealt,
             collate_fn=_pass_on,
             num_workers=num_workers,
             # An update is handed out whole: the workers must get that far while another one runs.

@@ -70,7 +70,7 @@ class LossWidths:
             # A mean over all positions would change by more than this.
             limit = min(self._limit, (1 - 1 / factors[0]) / 4)
             with _evaluating(self._model, take_snapshot()):
-                self._is_ignored = self._compare(run_forward, micro_batch, columns or {}, limit)
+                self._is_ignored = self._compare(run_forward, micro_batch, columns, limit)
         return bool(self._is_ignored)
 
     def _compare(
@@ -113,17 +113,16 @@ def _warn(reason: str, advice: str = "") -> None:
 
 
 def _grows(inputs: Inputs | None) -> bool:
-    if inputs is None or inputs.columns is None:
-        return False
-    return any(
+    return inputs is not None and any(
         column.width > inputs.batch[name].shape[1] for name, column in inputs.columns.items()
     )
 
 
-def _get_factor(micro_batch: MicroBatch, columns: Columns | None) -> float:
-    """How much wider the narrowest tensor becomes."""
-    widths = (columns or {}).items()
-    return min((c.width / micro_batch.batch[name].shape[1] for name, c in widths), default=1.0)
+def _get_factor(micro_batch: MicroBatch, columns: Columns) -> float:
+    """How much wider the tensor becomes that grows least."""
+    return min(
+        float(column.width / micro_batch.batch[name].shape[1]) for name, column in columns.items()
+    )
 
 
 class _FactorsForDropout(TorchFunctionMode):
@@ -133,9 +132,7 @@ class _FactorsForDropout(TorchFunctionMode):
     would be zero at every width.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = 0
+    _calls = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -153,7 +153,7 @@ class GraphedPasses:
             return Snapshot(self._code.list_tensors(), self._device)
 
         inputs = [read_inputs(self._model, each.batch) for each in update]
-        compiled = find_fact(self._model, CompiledBlocks)
+        compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
         if self._widths.may_change(run_forward, update, inputs, take_snapshot):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -77,13 +78,19 @@ def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:
             f"--neftune-noise-alpha: {type(model).__name__} has no get_input_embeddings(), so "
             "there is nothing to add the noise to."
         )
+    handle: RemovableHandle = find().register_forward_hook(_Noise(alpha))
+    return handle
 
-    def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class _Noise:
+    """A hook on the input embeddings."""
+
+    alpha: float
+    reads_width: ClassVar[bool] = True
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        size = alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        size = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
         return output + torch.empty_like(output).uniform_(-size, size)
-
-    add.reads_width = True  # type: ignore[attr-defined]
-    handle: RemovableHandle = find().register_forward_hook(add)
-    return handle

@@ -18,7 +18,7 @@ from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
 from rapidformer.accel.unpad.batches import read_fixed_rows, removes_padding
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
-from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import join, map_tensors
@@ -41,8 +41,8 @@ class Inputs:
     """The padded values of its tensors in host memory, by path in the batch."""
     others: Mapping[str, Tensor]
     """Tensors that are only on the device, or whose dtype NumPy does not have."""
-    columns: Columns | None
-    """What its tensors were padded to; None if they keep their widths."""
+    columns: Columns
+    """What its tensors were padded to; none if they keep their widths."""
     fixed: FixedRows | None
     key: Hashable
 
@@ -76,51 +76,52 @@ def read_inputs(
     ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
     its width.
     """
-    columns, fixed = None, None
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.dim() == 2:
-        is_real = get_host_copy(mask).bool().numpy()
-        columns = find_columns(model, batch) if widens else None
-        if columns is not None and is_encoder_decoder(model):
-            if sizes_up:
-                return None
-            is_real = pad_array(is_real, columns["attention_mask"])
-        elif not is_encoder_decoder(model):
-            fixed = _read_wide_rows(model, is_real, mask, labels, columns or {}, sizes_up)
-            if fixed is None:
-                return None
-            # If padding stays in the batch, more of it could change the loss.
-            columns = columns if fixed.rows is not None else None
-        if fixed is None or fixed.rows is None:
-            if columns is None and removes_padding(model, batch):
-                return None
-            fixed = FixedRows(None, is_full=bool(is_real.all()))
-    arrays, others = _read_values(batch, columns or {})
+    padding = _read_padding(model, batch, sizes_up, widens=widens)
+    if padding is None:
+        return None
+    columns, fixed = padding
+    arrays, others = _read_values(batch, columns)
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
     is_full = fixed is not None and fixed.is_full
-    key = (_describe(batch, "", columns or {}), tuple(arrays), sizes, is_full)
+    key = (_describe(batch, "", columns), tuple(arrays), sizes, is_full)
     return Inputs(batch, arrays, others, columns, fixed, key)
 
 
-def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns | None:
-    """The columns that a batch may get, as far as is known without its loss; None for none."""
+def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns:
+    """The columns that a batch may get, as far as is known without its loss."""
     filling = find_fact(model, Filling)
-    if filling is None or not filling.is_exact or not isinstance(batch, Mapping):
-        return None
+    if filling is None or not filling.is_exact:
+        return {}
     if is_encoder_decoder(model):
         return choose_sides(model, batch, factor=factor)
     return choose_columns(model, batch, batch["attention_mask"], factor=factor)
 
 
-def _read_wide_rows(
-    model: nn.Module, is_real: Mask, mask: Tensor, labels: Tensor, columns: Columns, sizes_up: int
-) -> FixedRows | None:
-    targets = labels
-    if labels.shape == mask.shape:
-        targets = pad(get_host_copy(labels), columns.get("labels"))
+def _read_padding(
+    model: nn.Module, batch: Any, sizes_up: int, *, widens: bool
+) -> tuple[Columns, FixedRows | None] | None:
+    """The columns that a batch gets, and what the model would read off its mask, if it has one."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor) or mask.dim() != 2:
+        return {}, None
+    is_real = get_host_copy(mask).bool().numpy()
+    columns = find_columns(model, batch) if widens else {}
     wide = pad_array(is_real, columns.get("attention_mask"))
-    return read_fixed_rows(model, wide, targets, sizes_up)
+    if not is_encoder_decoder(model):
+        if labels.shape == mask.shape:
+            labels = pad(get_host_copy(labels), columns.get("labels"))
+        fixed = read_fixed_rows(model, wide, labels, sizes_up)
+        if fixed is None:
+            return None
+        if fixed.rows is not None:
+            return columns, fixed
+        columns, wide = {}, is_real  # the padding stays, and more of it could change the loss
+    elif columns and sizes_up:
+        return None
+    if not columns and removes_padding(model, batch):
+        return None
+    return columns, FixedRows(None, is_full=bool(wide.all()))
 
 
 def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[str, Tensor]]:

@@ -55,19 +55,21 @@ _heads: weakref.WeakSet[Head] = weakref.WeakSet()
 """Those whose logits still exist."""
 
 
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _heads:
-        return
-    # Not by their versions: torch's fused optimizers do not count their changes.
-    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for head in _heads:
-        head.note_step(stepped)
+class _NoteStep:
+    """A hook that runs after every optimizer step."""
 
+    may_be_skipped = True
+    """A step that a CUDA graph replays runs no hooks, and nobody holds its logits."""
 
-# A step that a CUDA graph replays runs no hooks, and nobody holds its logits.
-_note_step.may_be_skipped = True  # type: ignore[attr-defined]
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not _heads:
+            return
+        # Not by their versions: torch's fused optimizers do not count their changes.
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for head in _heads:
+            head.note_step(stepped)
 
 
 def watch_steps() -> None:
     """Let heads know when an optimizer changes their weights. Call this once per process."""
-    register_optimizer_step_post_hook(_note_step)
+    register_optimizer_step_post_hook(_NoteStep())

@@ -42,8 +42,8 @@ Columns = Mapping[str, Column]
 
 def choose_columns(
     model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: int = 1
-) -> Columns | None:
-    """The next width of a batch with this mask; None if one of its tensors is unknown.
+) -> Columns:
+    """The next width of a batch with this mask; empty if one of its tensors is unknown.
 
     With a ``factor``, the batch is first taken to be that many times as wide.
     """
@@ -56,25 +56,25 @@ def choose_columns(
         if isinstance(value, Tensor) and value.shape[:2] == mask.shape
     }
     if any(name not in fills or batch[name].dim() != 2 for name in shaped):
-        return None
+        return {}
     return {name: Column(wide, fills[name]) for name in shaped}
 
 
-def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Columns | None:
+def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Columns:
     """As ``choose_columns``, for both sides of an encoder-decoder model."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     encoder, decoder = _list_fills(model, ""), _list_fills(model, "decoder_")
     decoder["labels"] = IGNORED_LABEL
     known = {**encoder, **decoder}
     if "attention_mask" not in tensors or "labels" not in tensors:
-        return None  # padding could be anywhere
+        return {}  # padding could be anywhere
     if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
-        return None
+        return {}
     columns: dict[str, Column] = {}
     for side, first in ((encoder, "attention_mask"), (decoder, "labels")):
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
-            return None
+            return {}
         wide = _limit(model, own, round_up(factor * own, least=_SIDE_WIDTHS))
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns

@@ -211,7 +211,7 @@ def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     columns = choose_sides(model, batch)
-    if columns is None or columns["labels"].width == batch["labels"].shape[1]:
+    if not columns or columns["labels"].width == batch["labels"].shape[1]:
         raise ModelError("its rows cannot be any longer")
     outputs = _call(model, widen(batch, columns))
     outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
