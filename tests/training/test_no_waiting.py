@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     masking_utils,
 )
+from transformers.utils import import_utils
 
 from rapidformer.accel import host_masks
 from rapidformer.accel.cache import skip_cache_in_training
@@ -138,6 +139,35 @@ def test_attention_masks_are_made_without_reading(
     monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
     with Refusing():
         model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("mask", [*MASKS, None])
+@pytest.mark.parametrize("kind", MODELS)
+def test_attention_gets_the_same_masks_while_a_cuda_graph_is_recorded(
+    kind: str, mask: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise what is recorded differs from what was tried and compiled before."""
+    model = build(kind).eval()
+    make_masks_from_host(model)
+    ids = torch.arange(24).view(3, 8) + 5
+    batch = {"input_ids": ids, "labels": ids, **({"attention_mask": MASKS[mask]} if mask else {})}
+    known = {id(value): value for value in batch.values()}
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
+    attend, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def listen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((kwargs.get("attn_mask"), kwargs.get("is_causal")))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", listen)
+    model(**batch, use_cache=False)
+    before, calls[:] = list(calls), []
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    model(**batch, use_cache=False)
+    assert before
+    for (was, was_causal), (found, is_causal) in zip(before, calls, strict=True):
+        assert is_causal == was_causal
+        assert torch.equal(found, was) if isinstance(found, torch.Tensor) else found is was
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,11 @@ def _is_tracing() -> bool:
 
 
 def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
-    if not isinstance(mask, Tensor) or _is_tracing():
+    if _is_tracing():
+        return None
+    if mask is None:
+        return True  # transformers' own answer is another one while a CUDA graph is recorded
+    if not isinstance(mask, Tensor):
         return None
     answer: bool | None = getattr(mask, _IS_FULL, None)
     return is_full(mask) if answer is None else answer
