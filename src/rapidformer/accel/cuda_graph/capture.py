@@ -8,6 +8,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from rapidformer.compat.torch_graphs import stop_allocating
+
 T = TypeVar("T")
 _MOST_RESERVED = 0.5
 """If more of the device's memory is reserved than this, a recording might run out of it."""
@@ -82,11 +84,16 @@ class CudaCapture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it only repeats that something has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
     def _recover(self) -> None:
         """Record a trivial graph: after a failed capture, random numbers need a successful one."""
+        stop_allocating(self._device, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses the other one from now on
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         with suppress(RuntimeError):
