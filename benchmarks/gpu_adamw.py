@@ -95,8 +95,7 @@ def main() -> None:
     each = (10_000 if is_tiny else args.parameters) // args.tensors
     compare([nn.Parameter(torch.zeros(each, device=device)) for _ in range(args.tensors)])
     sizes = {"hidden_size": 24, "vocab_size": 100, "intermediate_size": 48} if is_tiny else {}
-    with device:
-        compare(list(BertModel(BertConfig(**sizes)).parameters()))
+    compare(list(BertModel(BertConfig(**sizes)).to(device).parameters()))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,17 @@ def test_steps_match_torch(dtype: torch.dtype, tolerance: float) -> None:
     assert_same(ours, torchs, rtol=tolerance, atol=tolerance)
 
 
+def test_the_default_device_may_be_the_gpu() -> None:
+    with torch.device("cuda"):
+        mine, ours = build(MultiTensorAdamW, build_tensors(torch.float32))
+        theirs, torchs = build(AdamW, build_tensors(torch.float32))
+        give_gradients(mine, theirs)
+        assert float(sum_squares([p.grad for p in mine if p.grad is not None])) > 0
+        ours.step()
+        torchs.step()
+    assert_same(ours, torchs, rtol=2e-6, atol=2e-6)
+
+
 def test_unaligned_tensors_keep_their_neighbours() -> None:
     memory = torch.ones(4, 40, device="cuda")
     weight = nn.Parameter(memory[0, 3:30])

@@ -285,7 +285,8 @@ class DistributedLoader:
     ) -> Iterator[MicroBatch]:
         """Hold the rounds of each update until they are counted, on every process."""
         while held := self._take_update(rounds):
-            counts = torch.tensor([(each.info.rows, each.info.labels) for each in held]).sum(0)
+            pairs = [(each.info.rows, each.info.labels) for each in held]
+            counts = torch.tensor(pairs, device="cpu").sum(0)
             total = sum_counts(counts)
             if self._device.type == "cuda":
                 total = total.pin_memory()

@@ -89,7 +89,7 @@ class Passes:
         if len(weights) == 1:
             return  # all of it, so nothing is multiplied
         fractions = [weight / weights[0] for weight in weights]
-        values = torch.tensor([*fractions, 1.0 / sum(fractions)])
+        values = torch.tensor([*fractions, 1.0 / sum(fractions)], device="cpu")
         pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
         self._weights.copy_(pinned, non_blocking=True)
 

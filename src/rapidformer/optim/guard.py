@@ -185,7 +185,7 @@ class _Reading:
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._event = values, None
         if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -17,7 +17,7 @@ class LiveLoss:
         self._mean = self._weight = 0.0
         self._is_async = device.type == "cuda"
         if self._is_async:
-            self._slot = torch.zeros((), pin_memory=True)
+            self._slot = torch.zeros((), device="cpu", pin_memory=True)
             self._copied = torch.cuda.Event()
             self._is_copying = False
 

@@ -35,9 +35,8 @@ class PackedTensors:
 
     def fill(self, arrays: Sequence[Array]) -> None:
         """Copy in arrays with the same shapes and types; does not wait for the device."""
-        host = torch.empty(
-            self._memory.shape, dtype=torch.uint8, pin_memory=self._memory.device.type == "cuda"
-        )
+        is_pinned = self._memory.device.type == "cuda"
+        host = torch.empty_like(self._memory, device="cpu", pin_memory=is_pinned)
         memory = host.numpy()
         for start, array in zip(self._starts, arrays, strict=False):
             place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

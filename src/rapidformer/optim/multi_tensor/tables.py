@@ -39,7 +39,7 @@ def build_chunks(sizes: Sequence[int], chunk: int) -> Tensor:
 
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; the host does not wait."""
-    if device.type == "cuda":
+    if device.type == "cuda" and values.device.type == "cpu":  # else: torch.set_default_device
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
@@ -56,7 +56,7 @@ class Mirror:
         if values == self._values:
             return
         is_pinned = self._device.type == "cuda"  # so that the host does not wait
-        given = torch.tensor(values, dtype=self._dtype, pin_memory=is_pinned)
+        given = torch.tensor(values, dtype=self._dtype, device="cpu", pin_memory=is_pinned)
         if len(values) != len(self._values):
             self.tensor = torch.empty_like(given, device=self._device)
         # In place, since a recorded graph reads from here.
