@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils as masks
 
-from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad import kernels, row_attention
 from rapidformer.accel.unpad.attention import make_row_mask
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows, round_up
@@ -81,6 +81,32 @@ def test_shapes_and_types_of_flash_attention(
     assert found.shape == (1, 16, 4, 8) and found.dtype == dtype
     gradients = torch.autograd.grad(found.sum(), inputs)
     assert [each.shape for each in gradients] == [each.shape for each in inputs]
+
+
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_rows_with_dropout_on_a_cpu_without_mkl(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against torch's own attention, with the same random numbers."""
+    mask, inputs = make_mask(kind), make_inputs(16)
+    direction = torch.randn(1, 16, 4, 8)
+    results = []
+    for has_mkl in (True, False):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda found=has_mkl: found)
+        torch.manual_seed(0)
+        found = kernels.attend(*inputs, mask, dropout=0.4, scaling=0.3)
+        gradients = torch.autograd.grad((found * direction).sum(), inputs)
+        results.append((found, *gradients, torch.rand(1)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_gradients_on_a_cpu_without_mkl() -> None:
+    inputs = [each.double().detach().requires_grad_() for each in make_inputs(3)]
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return row_attention.attend_row(*tensors, dropout=0.4, scale=None, is_causal=True)
+
+    assert torch.autograd.gradgradcheck(attend, inputs)
 
 
 def test_flash_attention_needs_values_of_the_size_of_keys() -> None:

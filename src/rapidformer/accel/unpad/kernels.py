@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.unpad import row_attention
 from rapidformer.accel.unpad.masks import RowMask, get_largest_head
 from rapidformer.accel.unpad.operator import attend_by_row
 from rapidformer.compat.torch_attention import attend_with_flash
@@ -129,14 +130,23 @@ def _attend_row_by_row(call: Call) -> Tensor:
     tensors = (call.query, call.key, call.value)
     pieces: list[Any] = [each.split(sizes, 2) for each, sizes in zip(tensors, lengths, strict=True)]
     attended = [
-        functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask.get_mask(row), dropout_p=call.dropout, scale=call.scaling,
-            is_causal=mask.is_causal, enable_gqa=k.shape[1] != q.shape[1],
-        )
+        _attend_row(q, k, v, call, mask.get_mask(row))
         for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
         if q.shape[2]
-    ]  # fmt: skip
+    ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> Tensor:
+    is_causal = call.mask.is_causal
+    if mask is None and row_attention.suits(q, call.dropout):
+        return row_attention.attend_row(
+            q, k, v, dropout=call.dropout, scale=call.scaling, is_causal=is_causal
+        )
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scaling,
+        is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
+    )  # fmt: skip
 
 
 def attend_in_grid(call: Call) -> Tensor:

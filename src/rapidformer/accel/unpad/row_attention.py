@@ -1,0 +1,82 @@
+"""Attention of one row with dropout on CPUs whose torch has no MKL, such as ARM's.
+
+There, a batch of products with a transposed matrix takes five times as long as with a copy of it
+in order. torch's attention with dropout multiplies by a transposed matrix in both passes, and so
+would the gradient of a product with a copy. These products have their own gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+
+def suits(query: Tensor, dropout: float) -> bool:
+    """Whether torch's own attention would be slower. Without dropout it is a fused kernel."""
+    return dropout > 0 and query.device.type == "cpu" and not torch.backends.mkl.is_available()
+
+
+def attend_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """As ``scaled_dot_product_attention`` without a mask, on [1, heads, tokens, size]."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (each.squeeze(0) for each in (query * scale, key, value))
+    scores = _TransposedProduct.apply(q, k)
+    if is_causal:
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = functional.dropout(scores.softmax(-1), dropout)
+    attended: Tensor = _Product.apply(weights, v)
+    return attended[None]
+
+
+class _TransposedProduct(Function):
+    """left x right^T, for batches of matrices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor) -> Tensor:
+        return left.bmm(right.transpose(1, 2).contiguous())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.saved_tensors
+        return _Product.apply(gradient, right), gradient.transpose(1, 2).bmm(left)
+
+
+class _Product(Function):
+    """left x right, for batches of matrices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor) -> Tensor:
+        return left.bmm(right)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.saved_tensors
+        return _TransposedProduct.apply(gradient, right), left.transpose(1, 2).bmm(gradient)
