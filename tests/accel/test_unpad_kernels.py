@@ -99,6 +99,16 @@ def test_rows_with_dropout_on_a_cpu_without_mkl(kind: str, monkeypatch: pytest.M
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_16_bits_on_a_cpu_without_mkl(is_cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    inputs = make_inputs(16, torch.float32 if is_cast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        found = kernels.attend(*inputs, make_mask("full"), dropout=0.4)
+    found.float().sum().backward()
+    assert found.dtype == torch.bfloat16
+
+
 def test_gradients_of_gradients_on_a_cpu_without_mkl() -> None:
     inputs = [each.double().detach().requires_grad_() for each in make_inputs(3)]
 

@@ -1,4 +1,4 @@
-"""Attention of one row with dropout on CPUs whose torch has no MKL, such as ARM's.
+"""Attention of one row in fp32 with dropout, on CPUs whose torch has no MKL, such as ARM's.
 
 There, a batch of products with a transposed matrix takes five times as long as with a copy of it
 in order. torch's attention with dropout multiplies by a transposed matrix in both passes, and so
@@ -17,7 +17,9 @@ from torch.nn import functional
 
 def suits(query: Tensor, dropout: float) -> bool:
     """Whether torch's own attention would be slower. Without dropout it is a fused kernel."""
-    return dropout > 0 and query.device.type == "cpu" and not torch.backends.mkl.is_available()
+    is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    is_slow = query.device.type == "cpu" and not torch.backends.mkl.is_available()
+    return dropout > 0 and is_fp32 and is_slow
 
 
 def attend_row(
