@@ -101,7 +101,9 @@ def test_rows_with_dropout_on_a_cpu_without_mkl(kind: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_16_bits_on_a_cpu_without_mkl(is_cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are torch's: a product of ours would mix fp32 and 16 bits."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    monkeypatch.delattr(row_attention, "attend_row")
     inputs = make_inputs(16, torch.float32 if is_cast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
         found = kernels.attend(*inputs, make_mask("full"), dropout=0.4)
@@ -109,7 +111,7 @@ def test_16_bits_on_a_cpu_without_mkl(is_cast: bool, monkeypatch: pytest.MonkeyP
     assert found.dtype == torch.bfloat16
 
 
-def test_gradients_of_gradients_on_a_cpu_without_mkl() -> None:
+def test_gradients_of_gradients_of_a_row() -> None:
     inputs = [each.double().detach().requires_grad_() for each in make_inputs(3)]
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
@@ -152,6 +154,16 @@ def test_the_operator_of_compiled_blocks(kind: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_operator_with_values_of_another_size() -> None:
+    mask, (query, key, value) = make_mask("causal"), make_inputs(16)
+    inputs = (query, key, value[..., :5])
+    expected = kernels.attend(*inputs, mask)
+    found = kernels.attend(*inputs, fuse(mask))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(each.square().sum(), value)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 def test_the_operator_from_a_decoder_to_an_encoder() -> None:

@@ -7,15 +7,15 @@ from contextlib import suppress
 import torch
 
 PRIVATE_NAMES = {
-    "torch._C._cuda_endAllocateToPool": "a failed recording still counts as one that is going on",
+    "torch._C._cuda_endAllocateToPool": "ending a failed recording, which torch leaves open",
 }
 
 
 def stop_allocating(device: torch.device, pool: tuple[int, int]) -> None:
-    """End the allocation of memory for a recording, if torch has not done so.
+    """Close a recording's memory pool if torch has left it open.
 
-    As long as it lasts, torch releases no cached memory when it runs out of memory.
+    Until then, torch frees no cached memory when it runs out.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError):  # it has ended
+    with suppress(RuntimeError):  # already closed
         torch._C._cuda_endAllocateToPool(index, pool)

@@ -109,7 +109,7 @@ def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
     if _is_tracing():
         return None
     if mask is None:
-        return True  # transformers' own answer is another one while a CUDA graph is recorded
+        return True  # transformers itself says no while a CUDA graph is recorded
     if not isinstance(mask, Tensor):
         return None
     answer: bool | None = getattr(mask, _IS_FULL, None)

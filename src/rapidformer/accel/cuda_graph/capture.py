@@ -33,12 +33,14 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Records with torch's CUDA graphs, all of which share one pool of memory."""
+    """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        """Kept: torch still asks them which pinned memory is theirs."""
 
     @property
     def has_room(self) -> bool:
@@ -66,6 +68,7 @@ class CudaCapture:
             with self._recording(graph):
                 result = function()
         except BaseException:
+            self._failed.append(graph)
             self._recover()
             raise
         return result, graph.replay
@@ -91,9 +94,10 @@ class CudaCapture:
             graph.capture_end()
 
     def _recover(self) -> None:
-        """Record a trivial graph: after a failed capture, random numbers need a successful one."""
+        """Leave torch as it was before a failed recording."""
         stop_allocating(self._device, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()  # torch refuses the other one from now on
+        self._pool = torch.cuda.graph_pool_handle()  # torch may refuse the other one from now on
+        # After a failed capture, random numbers need a successful one.
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         with suppress(RuntimeError):

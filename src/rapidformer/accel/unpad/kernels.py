@@ -124,7 +124,7 @@ def _attend_with_flash(call: Call) -> Tensor:
 
 
 def _attend_row_by_row(call: Call) -> Tensor:
-    """Call torch's attention for each row, without any padding."""
+    """Attend within each row on its own, without any padding."""
     mask = call.mask
     lengths = (mask.rows.lengths, mask.key_rows.lengths, mask.key_rows.lengths)
     tensors = (call.query, call.key, call.value)

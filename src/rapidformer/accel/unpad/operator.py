@@ -27,9 +27,10 @@ def attend_by_row(
     window: Window,
     scale: float | None,
 ) -> Tensor:
-    """[tokens, heads, size] -> the same shape; ``ends`` are the row ends of queries and of keys.
+    """[tokens, heads, size] -> [tokens, heads, size of a value].
 
-    ``bias`` is added to the scores: [1, heads, at least the longest row, at least its keys].
+    ``ends`` are the row ends of queries and of keys. ``bias`` is added to the scores:
+    [1, heads, at least the longest row, at least its keys].
     """
     seed = torch.randint(2**31, (1,)) if dropout else torch.zeros(1, dtype=torch.long)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -51,7 +52,7 @@ def _attend(
     after: int,
     scale: float,
 ) -> Tensor:
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    output = query.new_empty(*query.shape[:2], value.shape[2])
     key, value = _repeat(key, query), _repeat(value, query)
     masks = _draw(seed, dropout)
     for row, other in _iterate_rows(ends, key_ends):
@@ -99,8 +100,8 @@ def _attend_backward(
 
 
 @_attend.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 @_attend_backward.register_fake

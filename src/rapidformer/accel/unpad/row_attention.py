@@ -1,8 +1,8 @@
 """Attention of one row in fp32 with dropout, on CPUs whose torch has no MKL, such as ARM's.
 
-There, a batch of products with a transposed matrix takes five times as long as with a copy of it
-in order. torch's attention with dropout multiplies by a transposed matrix in both passes, and so
-would the gradient of a product with a copy. These products have their own gradients.
+There, a batched product whose second factor is transposed takes five times as long as one with a
+contiguous copy. torch's attention with dropout has such a product in each pass, and autograd would
+add one to ours, so these products define their own gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attend_row(
     q, k, v = (each.squeeze(0) for each in (query * scale, key, value))
     scores = _TransposedProduct.apply(q, k)
     if is_causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     weights = functional.dropout(scores.softmax(-1), dropout)
     attended: Tensor = _Product.apply(weights, v)
@@ -49,7 +49,7 @@ def attend_row(
 class _TransposedProduct(Function):
     """left x right^T, for batches of matrices."""
 
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
 
     @staticmethod
     def forward(left: Tensor, right: Tensor) -> Tensor:

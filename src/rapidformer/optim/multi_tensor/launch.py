@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.triton import on_device
 from rapidformer.optim.multi_tensor.addresses import Addresses
-from rapidformer.optim.multi_tensor.tables import NUMBERS, Mirror, build_chunks, send
+from rapidformer.optim.multi_tensor.tables import HOST, NUMBERS, Mirror, build_chunks, send
 
 CHUNK, BLOCK, WARPS = 4096, 1024, 4
 _TENSORS_AT_ONCE = 128
@@ -132,7 +132,7 @@ class Launch:
                 own,
                 numbers,
                 chunks=send(build_chunks([self._sizes[i] for i in numbers], CHUNK), self.device),
-                groups=send(torch.tensor([groups[i] for i in numbers]), self.device),
+                groups=send(torch.tensor([groups[i] for i in numbers], device=HOST), self.device),
                 values=torch.empty(len(numbers), NUMBERS, device=self.device),
                 rows=Mirror(torch.int64, self.device),
                 steps=Mirror(torch.int64, self.device),

@@ -13,6 +13,7 @@ from torch import Tensor
 from rapidformer.compat.triton import has_triton, on_device, works_later
 from rapidformer.optim.multi_tensor.addresses import Addresses
 from rapidformer.optim.multi_tensor.tables import (
+    HOST,
     TYPES,
     are_plain,
     build_chunks,
@@ -108,7 +109,7 @@ def _build_parts(
                 dtype,
                 numbers,
                 send(build_chunks(own, _CHUNK), device),
-                send(torch.tensor(own), device),
+                send(torch.tensor(own, device=HOST), device),
                 Addresses(device),
             )
         )

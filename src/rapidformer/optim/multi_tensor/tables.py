@@ -14,6 +14,9 @@ SETTINGS = 8
 NUMBERS = 10
 """Numbers of a tensor that ``kernel.advance`` computes for ``kernel.update``."""
 
+HOST = torch.device("cpu")
+"""Said explicitly: the GPU may be torch's default device."""
+
 # Others may have no memory of their own, or wait for a collective.
 _ORDINARY = {Tensor, nn.Parameter}
 
@@ -30,16 +33,17 @@ def is_recording(device: torch.device) -> bool:
 
 def build_chunks(sizes: Sequence[int], chunk: int) -> Tensor:
     """For every chunk, its tensor and which of that tensor's chunks it is."""
-    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    first = counts.cumsum(0) - counts
-    numbers = torch.arange(len(tensors)) - first[tensors]
-    return torch.stack([tensors, numbers], dim=1).to(torch.int32)
+    with HOST:
+        counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
+        tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        first = counts.cumsum(0) - counts
+        numbers = torch.arange(len(tensors)) - first[tensors]
+        return torch.stack([tensors, numbers], dim=1).to(torch.int32)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
     """Copy to the device; the host does not wait."""
-    if device.type == "cuda" and values.device.type == "cpu":  # else: torch.set_default_device
+    if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
@@ -56,7 +60,7 @@ class Mirror:
         if values == self._values:
             return
         is_pinned = self._device.type == "cuda"  # so that the host does not wait
-        given = torch.tensor(values, dtype=self._dtype, device="cpu", pin_memory=is_pinned)
+        given = torch.tensor(values, dtype=self._dtype, device=HOST, pin_memory=is_pinned)
         if len(values) != len(self._values):
             self.tensor = torch.empty_like(given, device=self._device)
         # In place, since a recorded graph reads from here.
