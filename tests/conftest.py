@@ -63,6 +63,12 @@ def _few_threads() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def as_the_processor_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bits only if the processor has them, as for users: emulating a whole run takes long."""
+    monkeypatch.setenv("RAPIDFORMER_EMULATE_16_BIT", "0")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Runs without --save must not fill the folder that the tests are started in."""

@@ -13,6 +13,7 @@ import pytest
 from tests.processes import find_free_port
 from tests.small import make_pair_data
 
+pytestmark = pytest.mark.usefixtures("as_the_processor_can")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO = pytest.mark.parametrize("processes", [2])
 

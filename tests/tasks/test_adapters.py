@@ -181,6 +181,7 @@ def test_learned_tokens_by_a_file_are_trained_evaluated_and_asked(
     assert done.returncode == 1 and f"{kind} prepends learned tokens" in done.stderr
 
 
+@pytest.mark.usefixtures("as_the_processor_can")
 def test_the_example_goes_from_chat_data_to_answers(
     python: Path, gpt_folder: Path, prompts: Path, tmp_path: Path
 ) -> None:

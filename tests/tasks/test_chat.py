@@ -736,6 +736,7 @@ def test_a_model_that_lets_examples_read_each_other_is_refused() -> None:
         apply_packed_attention(silent, 64)
 
 
+@pytest.mark.usefixtures("as_the_processor_can")
 def test_the_example_trains_on_packed_conversations_that_predict_answers(
     command: Any, folder: Path, tmp_path: Path
 ) -> None:
