@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from rapidformer.accel.attention import apply_bias_layout
-from rapidformer.accel.unpad.switch import apply_unpadding
+from rapidformer.accel.attention.kernel_order import apply_bias_layout
+from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.plan import find_plan
 
 WORDS, BATCHES, ROUNDS = 2000, 6, 3

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.switch import apply_fused_loss
+from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:

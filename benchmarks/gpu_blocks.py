@@ -21,9 +21,9 @@ from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.hashed_dropout import hash_dropout
-from rapidformer.accel.merged_linears import merge_linears
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.hashed_dropout import hash_dropout
+from rapidformer.accel.compile.merged_linears import merge_linears
 
 TURNS, REPEATS = 5, 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ from workloads import Workload, list_workloads
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.fp8 import product, switch
-from rapidformer.accel.processor import EMULATE_VARIABLE
+from rapidformer.accel.precision.processor import EMULATE_VARIABLE
 from rapidformer.data.collate import PadCollator
 
 WARM_UP = 4

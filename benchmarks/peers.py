@@ -37,8 +37,8 @@ from transformers import Trainer, TrainingArguments
 from workloads import LORA_TARGETS, Rows, Workload, add_lora, list_workloads
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.accel.matrix_rate import measure_matrix_rate
 from rapidformer.data.collate import PadCollator
+from rapidformer.dist.matrix_rate import measure_matrix_rate
 from rapidformer.models.work import count_work
 from rapidformer.training.callbacks import Callback
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import get_settings
-from rapidformer.config.accelerate_names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
 from rapidformer.config.dialects import ALIASES, REFUSED, WITHOUT_EFFECT
-from rapidformer.config.flagai_names import FLAGAI
-from rapidformer.config.foreign_names import ForeignName
-from rapidformer.config.hugging_face_names import HUGGING_FACE
-from rapidformer.config.mindformers_names import DEFAULTS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
+from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
+from rapidformer.dialects.flagai.names import FLAGAI
+from rapidformer.dialects.foreign_names import ForeignName
+from rapidformer.dialects.huggingface.arguments import TrainingArguments
+from rapidformer.dialects.huggingface.names import HUGGING_FACE
+from rapidformer.dialects.mindformers.names import DEFAULTS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
-from rapidformer.training.trainer.arguments import TrainingArguments
 
 FOLDER = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification, get_linear_schedule_with
 
 from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
 from rapidformer.config import resolve
-from rapidformer.engine.accelerator_settings import build_accelerator_settings
+from rapidformer.dialects.accelerate.settings import build_accelerator_settings
 from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.processes import run_in_processes
 from tests.small import make_model_folder, make_pair_data

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rapidformer import Accelerator
+from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.errors import CheckpointError
-from rapidformer.training.trainer.settings import build_settings
 from tests.trainer.small import make_classifier
 from tests.trainer.test_trainer import make_arguments, make_trainer
 

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config.rank_variables import adopt_rank_variables
+from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
 MOST_FILES = 250

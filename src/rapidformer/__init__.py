@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.megatron_names import provide_megatron_names
+from rapidformer.dialects.megatron.module_names import provide_megatron_names
 
 if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
@@ -23,10 +23,19 @@ if TYPE_CHECKING:
         build_train_valid_test_datasets_for_huggingface,
         get_ltor_masks_and_position_ids,
     )
+    from rapidformer.dialects.accelerate.accelerator import Accelerator, DistributedType, set_seed
+    from rapidformer.dialects.accelerate.settings import DeepSpeedPlugin
+    from rapidformer.dialects.huggingface.arguments import TrainingArguments
+    from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
+    from rapidformer.dialects.huggingface.seq2seq_arguments import Seq2SeqTrainingArguments
+    from rapidformer.dialects.huggingface.trainer import Trainer
+    from rapidformer.dialects.mindformers.context import (
+        ContextConfig,
+        ParallelContextConfig,
+        init_context,
+    )
     from rapidformer.dist import mpu
     from rapidformer.engine import RapidformerEngine
-    from rapidformer.engine.accelerator import Accelerator, DistributedType, set_seed
-    from rapidformer.engine.accelerator_settings import DeepSpeedPlugin
     from rapidformer.errors import RapidformerError
     from rapidformer.log import get_logger
     from rapidformer.models.gpt import GPTModel
@@ -35,15 +44,6 @@ if TYPE_CHECKING:
     from rapidformer.training.finetuner import Finetuner
     from rapidformer.training.pretrainer import PreTrainer
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
-    from rapidformer.training.trainer.arguments import TrainingArguments
-    from rapidformer.training.trainer.mindformers_context import (
-        ContextConfig,
-        ParallelContextConfig,
-        init_context,
-    )
-    from rapidformer.training.trainer.seq2seq import Seq2SeqTrainer
-    from rapidformer.training.trainer.seq2seq_arguments import Seq2SeqTrainingArguments
-    from rapidformer.training.trainer.trainer import Trainer
 
 __all__ = [
     "Accelerator",
@@ -79,14 +79,14 @@ __all__ = [
     "set_seed",
 ]
 
-_MINDFORMERS = "rapidformer.training.trainer.mindformers_context"
+_MINDFORMERS = "rapidformer.dialects.mindformers.context"
 _PRETRAINING = "rapidformer.data.pretraining"
 # Public name -> (module, name in it; empty for the module itself)
 _WHERE = {
-    "Accelerator": ("rapidformer.engine.accelerator", "Accelerator"),
+    "Accelerator": ("rapidformer.dialects.accelerate.accelerator", "Accelerator"),
     "ContextConfig": (_MINDFORMERS, "ContextConfig"),
-    "DeepSpeedPlugin": ("rapidformer.engine.accelerator_settings", "DeepSpeedPlugin"),
-    "DistributedType": ("rapidformer.engine.accelerator", "DistributedType"),
+    "DeepSpeedPlugin": ("rapidformer.dialects.accelerate.settings", "DeepSpeedPlugin"),
+    "DistributedType": ("rapidformer.dialects.accelerate.accelerator", "DistributedType"),
     "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
     "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
     "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
@@ -95,13 +95,13 @@ _WHERE = {
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
-    "Seq2SeqTrainer": ("rapidformer.training.trainer.seq2seq", "Seq2SeqTrainer"),
+    "Seq2SeqTrainer": ("rapidformer.dialects.huggingface.seq2seq", "Seq2SeqTrainer"),
     "Seq2SeqTrainingArguments": (
-        "rapidformer.training.trainer.seq2seq_arguments",
+        "rapidformer.dialects.huggingface.seq2seq_arguments",
         "Seq2SeqTrainingArguments",
     ),
-    "Trainer": ("rapidformer.training.trainer.trainer", "Trainer"),
-    "TrainingArguments": ("rapidformer.training.trainer.arguments", "TrainingArguments"),
+    "Trainer": ("rapidformer.dialects.huggingface.trainer", "Trainer"),
+    "TrainingArguments": ("rapidformer.dialects.huggingface.arguments", "TrainingArguments"),
     "build_pretrain_huggingface_bert_datasets": (
         _PRETRAINING,
         "build_pretrain_huggingface_bert_datasets",
@@ -122,12 +122,12 @@ _WHERE = {
     "init_context": (_MINDFORMERS, "init_context"),
     "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
     "mpu": ("rapidformer.dist.mpu", ""),
-    "set_seed": ("rapidformer.engine.accelerator", "set_seed"),
+    "set_seed": ("rapidformer.dialects.accelerate.accelerator", "set_seed"),
 }
 
 if "RANK_SIZE" in os.environ:
     # Imported only now: the settings would take most of the time of `import rapidformer`.
-    from rapidformer.config.rank_variables import adopt_rank_variables
+    from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
 
     adopt_rank_variables(os.environ)
 provide_megatron_names()

@@ -14,9 +14,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.hashed_dropout import hash_dropout
-from rapidformer.accel.merged_linears import merge_linears
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.hashed_dropout import hash_dropout
+from rapidformer.accel.compile.merged_linears import merge_linears
 from rapidformer.compat import torch_compile
 from rapidformer.compat.torch_compile import count_cached_graphs
 

@@ -16,10 +16,14 @@ from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
 from rapidformer.accel.cache import skip_cache_in_training
-from rapidformer.accel.compile import apply_compile, find_outer_norms, keep_compiled_code
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.precision import Precision, apply_mixed_precision
-from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.compile.compilation import (
+    apply_compile,
+    find_outer_norms,
+    keep_compiled_code,
+)
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import ModelPlan, find_plan

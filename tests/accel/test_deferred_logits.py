@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
-from rapidformer.accel.fused_loss.switch import apply_fused_loss
+from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.errors import ConfigurationError
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.compile import apply_compile
+from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.fp8 import rounding, switch
 from rapidformer.accel.fp8.gated import find_names
-from rapidformer.accel.fp8.switch import apply_fp8
-from rapidformer.accel.precision import Precision, apply_mixed_precision
-from rapidformer.accel.processor import EMULATE_VARIABLE
-from rapidformer.accel.recompute import apply_recompute
+from rapidformer.accel.fp8.layers import apply_fp8
+from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.processor import EMULATE_VARIABLE
+from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine

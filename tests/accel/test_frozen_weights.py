@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.precision import Precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import forget_base
 from tests.parity.harness import SETTINGS, make_sgd, run_updates

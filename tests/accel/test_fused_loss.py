@@ -20,7 +20,7 @@ from rapidformer import RapidformerEngine
 from rapidformer.accel.fused_loss import chunked
 from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
-from rapidformer.accel.fused_loss.switch import apply_fused_loss, find_head
+from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss, find_head
 from rapidformer.errors import ConfigurationError
 
 WORDS, WIDTH = 300, 16

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.hashed_dropout import drop, hash_dropout
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.hashed_dropout import drop, hash_dropout
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rapidformer.accel import learned_bias
-from rapidformer.accel.learned_bias import interface
+from rapidformer.accel.attention import learned_bias
+from rapidformer.accel.attention.learned_bias import interface
 from rapidformer.compat import triton
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 10, 16

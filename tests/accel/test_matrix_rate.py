@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rapidformer.accel.matrix_rate import measure_matrix_rate, measure_rank_rate
+from rapidformer.dist.matrix_rate import measure_matrix_rate, measure_rank_rate
 
 
 def test_measuring_draws_nothing_from_the_runs_random_numbers() -> None:

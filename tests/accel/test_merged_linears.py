@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.merged_linears import Product, merge_linears, multiply
+from rapidformer.accel.compile.merged_linears import Product, merge_linears, multiply
 from tests.parity.models import build_model
 
 ROWS = torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8).sin()

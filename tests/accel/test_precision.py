@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rapidformer.accel.precision import (
+from rapidformer.accel.precision.precision import (
     LossScaler,
     Precision,
     apply_fp32_weights,

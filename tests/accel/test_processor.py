@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rapidformer.accel import processor
-from rapidformer.accel.precision import choose_precision
+from rapidformer.accel.precision.precision import choose_precision, processor
 from rapidformer.engine import RapidformerEngine
 
 CPU = torch.device("cpu")
@@ -49,7 +48,7 @@ def test_without_16_bit_hardware_the_run_stays_in_fp32_and_says_so(
     use(monkeypatch, NEOVERSE_N1)
     said: list[str] = []
     monkeypatch.setattr(
-        "rapidformer.accel.precision.warn_once", lambda message, **_: said.append(message)
+        "rapidformer.accel.precision.precision.warn_once", lambda message, **_: said.append(message)
     )
     engine = RapidformerEngine(args={"mixed_precision": asked})
     assert engine.precision.dtype is None and engine.scaler is None

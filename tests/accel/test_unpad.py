@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.accel.compile import apply_compile
-from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.compilation import apply_compile
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.unpad import model as unpadded_model
 from rapidformer.accel.unpad import padding_observer
 from rapidformer.accel.unpad.batches import find_rows, find_sides
-from rapidformer.accel.unpad.switch import apply_unpadding
+from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import find_plan
 from rapidformer.overlay import get_fact
@@ -136,7 +136,7 @@ def test_classifiers(kind: str) -> None:
 )
 def test_encoder_decoder_models(kind: str, is_recomputed: bool) -> None:
     """Rows of other lengths on both sides, but as many columns: sizes do not tell the sides."""
-    from rapidformer.accel.recompute import apply_recompute
+    from rapidformer.accel.recompute.blocks import apply_recompute
 
     model = build(AutoModelForSeq2SeqLM, kind, **PAIR)
     expected = run(model, make_pair())
@@ -227,7 +227,7 @@ def test_why_question_answering_stays_padded() -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_recomputed_blocks_have_their_rows_too(is_compiled: bool) -> None:
-    from rapidformer.accel.recompute import apply_recompute
+    from rapidformer.accel.recompute.blocks import apply_recompute
 
     model = build(AutoModelForCausalLM, "llama")
     expected = run(model, make_batch(model))

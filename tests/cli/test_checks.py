@@ -142,7 +142,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(find: Find) -> None:
 
 def test_cuda_without_a_gpu(find: Find, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rapidformer.cli.checks.count_gpus", lambda: 0)
-    monkeypatch.setattr("rapidformer.tasks.preflight._GPU_DRIVER", tmp_path / "none")
+    monkeypatch.setattr("rapidformer.tasks.rows.preflight._GPU_DRIVER", tmp_path / "none")
     (problem,) = find("train", f"{BASE} --device cuda")
     assert "this machine has no GPU. Omit --device to run on the CPU." in problem
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from rapidformer.cli.megatron_names import provide_megatron_names
+from rapidformer.dialects.megatron.module_names import provide_megatron_names
 from tests.processes import PATIENCE, find_free_port
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from rapidformer.accel.attention import apply_bias_layout
+from rapidformer.accel.attention.kernel_order import apply_bias_layout
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model
 

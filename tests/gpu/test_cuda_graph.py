@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer.accel.cuda_graph import graphs
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.engine import graphs
 from rapidformer.optim import optimizers
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from tests.training import test_cuda_graph as stand_in

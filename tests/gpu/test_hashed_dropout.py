@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.hashed_dropout import drop, hash_dropout
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.hashed_dropout import drop, hash_dropout
 
 pytestmark = [
     pytest.mark.gpu,

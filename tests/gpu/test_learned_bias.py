@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
-from rapidformer.accel.attention import apply_bias_layout
-from rapidformer.accel.learned_bias import interface, operator
+from rapidformer.accel.attention.kernel_order import apply_bias_layout
+from rapidformer.accel.attention.learned_bias import interface, operator
 
 pytestmark = [
     pytest.mark.gpu,

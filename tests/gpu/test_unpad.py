@@ -17,9 +17,9 @@ from transformers.masking_utils import bidirectional_mask_function
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.unpad import kernels
-from rapidformer.accel.unpad.attention import make_row_mask
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.switch import apply_unpadding
+from rapidformer.accel.unpad.token_attention import make_row_mask
+from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.data.batch import move_to_device
 from rapidformer.models.plan import find_plan
 
@@ -141,7 +141,7 @@ def test_flash_attention_from_rows_to_an_encoders(dropout: float) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_recomputed_blocks(kind: str) -> None:
-    from rapidformer.accel.recompute import apply_recompute
+    from rapidformer.accel.recompute.blocks import apply_recompute
 
     # Recomputing needs training mode, so without dropout.
     model = build(kind, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

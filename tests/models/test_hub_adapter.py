@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config.derive import resolve
 from rapidformer.config.parse import parse_arguments
+from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.build import build_pretrained
 from rapidformer.models.hub_adapter import fetch_adapter
 from rapidformer.models.location import get_model_location
-from rapidformer.training.trainer.weights import load_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 IDS = torch.arange(8)[None]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from rapidformer.accel.context.attention import get_repeats
-from rapidformer.accel.on_demand import WholeOnDemand
+from rapidformer.accel.context.exchanged_attention import get_repeats
+from rapidformer.accel.split.on_demand import WholeOnDemand
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.validate import find_problems
 from rapidformer.data.batch import BatchInfo
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
-from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
+from rapidformer.tasks.text.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.training.meter import Meter
 from rapidformer.verification.recorder import collect_gradients
 from tests.parity.generating import generate

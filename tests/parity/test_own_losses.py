@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rapidformer.accel.on_demand import WholeOnDemand
+from rapidformer.accel.split.on_demand import WholeOnDemand
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.verification.recorder import collect_gradients

@@ -18,8 +18,8 @@ import torch
 from rapidformer.data.batch import describe_batch
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
-from rapidformer.tasks.packed_attention import apply_packed_attention, get_inputs
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.text.packed_attention import apply_packed_attention, get_inputs
 
 from .conftest import make_args, run_split, train_steps, write_jsonl
 
@@ -768,7 +768,7 @@ def test_the_example_trains_on_packed_conversations_that_predict_answers(
 
 def test_packing_that_pads_more_than_no_packing_says_so(caplog: pytest.LogCaptureFixture) -> None:
     from rapidformer.tasks.causal_lm import _pack
-    from rapidformer.tasks.rows import RowList
+    from rapidformer.tasks.rows.rows import RowList
 
     def pack(lengths: list[int]) -> str:
         caplog.clear()

@@ -11,9 +11,9 @@ import torch
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import DataError
-from rapidformer.tasks import rows as row_tools
-from rapidformer.tasks.evaluating import evaluate_task
+from rapidformer.tasks.evaluation.evaluating import evaluate_task
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.rows.rows import rows as row_tools
 
 from .conftest import make_args, train_steps, write_jsonl
 

@@ -92,7 +92,7 @@ def test_masks_do_not_depend_on_micro_batches_and_change_with_the_epoch(bert_fol
 def test_masking_shares(bert_folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from rapidformer.tasks.masking import mask_tokens
+    from rapidformer.tasks.text.masking import mask_tokens
 
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
     ids = np.full((400, 50), tokenizer.convert_tokens_to_ids("cat"))

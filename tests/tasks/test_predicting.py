@@ -28,9 +28,9 @@ from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, ModelError
-from rapidformer.tasks import progress
-from rapidformer.tasks.predicting import iterate_predictions, predict_task
-from rapidformer.tasks.progress import show_progress
+from rapidformer.tasks.evaluation import progress
+from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task
+from rapidformer.tasks.evaluation.progress import show_progress
 from tests.processes import PATIENCE, run_in_processes
 
 from .test_chat import CHATML, build_tokenizer
@@ -402,7 +402,7 @@ def test_a_killed_run_resumes(chat_folder: Path, tmp_path: Path, monkeypatch: An
         starts.append(start)
         return iterate_predictions(*args, start=start, **kwargs)
 
-    monkeypatch.setattr("rapidformer.tasks.predicting.iterate_predictions", watch)
+    monkeypatch.setattr("rapidformer.tasks.evaluation.predicting.iterate_predictions", watch)
     assert main([*words, str(target)]) == 0
     whole = tmp_path / "whole.csv"
     assert main([*words, str(whole)]) == 0

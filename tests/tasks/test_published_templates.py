@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rapidformer.log import get_logger, warn_once
-from rapidformer.tasks.chat_columns import ChatColumns, ChatSettings
-from rapidformer.tasks.chat_features import build_encoder, encode_chats
+from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat.features import build_encoder, encode_chats
 
 from .published_templates import PUBLISHED, build_tokenizer
 

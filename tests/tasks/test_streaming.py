@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from rapidformer.engine import RapidformerEngine
-from rapidformer.tasks import evaluating
-from rapidformer.tasks.answer_tally import AnswerTally
 from rapidformer.tasks.base import PreparedData
+from rapidformer.tasks.evaluation import evaluating
+from rapidformer.tasks.evaluation.answer_tally import AnswerTally
+from rapidformer.tasks.evaluation.translation_tally import TextTally
 from rapidformer.tasks.metrics.classification import ClassTally, MultiLabelTally
 from rapidformer.tasks.metrics.regression import RegressionTally
 from rapidformer.tasks.metrics.tags import EntityTally, TagTally
 from rapidformer.tasks.metrics.tally import ChoiceTally, TokenTally
-from rapidformer.tasks.translation_tally import TextTally
 
 ROWS = 100_000
 LOSS = {"loss": 0.5, "count": 1}

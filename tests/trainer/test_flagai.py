@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rapidformer.training.trainer import flagai_settings
 from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -21,10 +22,9 @@ from transformers import (
 
 from rapidformer import Trainer
 from rapidformer.config import resolve
-from rapidformer.config.flagai_names import FLAGAI
 from rapidformer.config.schema import get_settings
+from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
-from rapidformer.training.trainer import flagai_settings
 from tests.processes import run_in_processes
 from tests.trainer.small import collate, make_classifier, make_rows
 

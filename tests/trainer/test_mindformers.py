@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rapidformer import Trainer, TrainingArguments
-from rapidformer.config.rank_variables import adopt_rank_variables
+from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
 from rapidformer.errors import CheckpointError, ConfigurationError
 from tests.processes import PATIENCE, find_free_port, run_in_processes
 from tests.trainer.small import collate, make_classifier, make_rows

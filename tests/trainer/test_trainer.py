@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from transformers import get_constant_schedule, get_scheduler
 
 from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
-from rapidformer.config.hugging_face_names import HUGGING_FACE
+from rapidformer.dialects.huggingface.loss import call_with_count
+from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
-from rapidformer.training.trainer.loss import call_with_count
 from tests.processes import run_in_processes
 from tests.trainer.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
 

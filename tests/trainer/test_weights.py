@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.errors import CheckpointError
-from rapidformer.training.trainer.weights import load_weights
 
 
 class Tied(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.training.callbacks import Control
 from rapidformer.training.compile_report import CompileReport
 

@@ -29,14 +29,14 @@ from transformers import (
 )
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.accel import processor
+from rapidformer.accel.cuda_graph import graphs
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.accel.cuda_graph.host_numbers import HostNumbers, count_unused_numbers, draw_unused
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.unpad.switch import prove_filling
-from rapidformer.engine import graphs
-from rapidformer.engine.graph_recorder import Recorder, Snapshot
-from rapidformer.engine.graphed_passes import Outcome
-from rapidformer.engine.graphs import GraphedPasses
-from rapidformer.engine.host_numbers import HostNumbers, count_unused_numbers, draw_unused
+from rapidformer.accel.cuda_graph.passes import Outcome
+from rapidformer.accel.cuda_graph.recorder import Recorder, Snapshot
+from rapidformer.accel.precision import processor
+from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import take_gradients

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.pipeline.pipeline import Pipeline
-from rapidformer.accel.precision import Precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology
 from rapidformer.models.deferred import DeferredWeights

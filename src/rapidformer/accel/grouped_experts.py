@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.context.attention import find_configs
+from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import apply_expert_gate, get_experts, set_experts
 
 

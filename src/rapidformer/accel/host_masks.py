@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rapidformer.accel.context.attention import find_configs
+from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
 from rapidformer.compat.torch_tensors import get_base, has_storage
 from rapidformer.compat.transformers_masks import ask_host_first, makes_own_mask

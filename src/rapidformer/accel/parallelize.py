@@ -21,10 +21,10 @@ from rapidformer.accel.adapter_rules import check_adapter
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
-from rapidformer.accel.frozen_weights import apply_lean_adapters
 from rapidformer.accel.grouped_experts import apply_grouped_experts
+from rapidformer.accel.lean_adapters import apply_lean_adapters
 from rapidformer.accel.pipeline.pipeline import Pipeline
-from rapidformer.accel.precision import Precision, apply_fp32_weights
+from rapidformer.accel.precision.precision import Precision, apply_fp32_weights
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
 from rapidformer.accel.sliced_heads import apply_sliced_heads

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
-from rapidformer.accel.matrix_rate import measure_rank_rate
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_settings
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
+from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import find_fact

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.precision import choose_precision
+from rapidformer.accel.precision.precision import choose_precision
 from rapidformer.benchmarking.benched_run import describe_device, read_peak_memory, wait_for
 from rapidformer.benchmarking.job import Job, Result, change_settings
 from rapidformer.config import Settings

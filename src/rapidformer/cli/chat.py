@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 30
 
 def run_chat(engine: RapidformerEngine) -> None:
     """Answer one line after the other, until the input ends or the user leaves."""
-    from rapidformer.tasks.conversation import Conversation
+    from rapidformer.tasks.chat.conversation import Conversation
 
     conversation = Conversation(engine)
     reader = _LineReader(is_reading=engine.is_main)

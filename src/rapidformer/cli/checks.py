@@ -18,7 +18,7 @@ from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
-from rapidformer.tasks.preflight import find_task_problems
+from rapidformer.tasks.rows.preflight import find_task_problems
 
 
 def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:

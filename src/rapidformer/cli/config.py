@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rapidformer.cli.accelerate_questions import START, ask_as_accelerate
 from rapidformer.cli.own_flags import CommandParser, HelpShownError
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
+from rapidformer.dialects.accelerate.questions import START, ask_as_accelerate
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import count_gpus
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from rapidformer.tasks.label_view import ShownRow, ShownToken
+    from rapidformer.tasks.rows.label_view import ShownRow, ShownToken
 
 _EXAMPLES = """\
 examples:
@@ -83,8 +83,8 @@ def run(argv: list[str]) -> None:
 
 def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
     from rapidformer.cli.run_model import choose_run_model
-    from rapidformer.tasks.preflight import find_task_problems
     from rapidformer.tasks.registry import is_pretraining
+    from rapidformer.tasks.rows.preflight import find_task_problems
 
     problems = []
     if options.rows < 1:
@@ -116,7 +116,7 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from rapidformer.tasks.label_view import count_tokens, view_batch
+    from rapidformer.tasks.rows.label_view import count_tokens, view_batch
 
     # A file gets no line breaks but those of the text.
     console = Console(soft_wrap=True, highlight=False, markup=False)

@@ -19,7 +19,7 @@ from rapidformer.strict_json import format_json
 from rapidformer.tasks.registry import is_pretraining
 
 if TYPE_CHECKING:
-    from rapidformer.tasks.evaluation_report import EvaluationReport
+    from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
 
 
 def run(argv: list[str]) -> None:
@@ -85,7 +85,7 @@ def _evaluate(args: Settings, data: Any = None) -> tuple[EvaluationReport, bool]
             from rapidformer.tasks.pretraining.runner import evaluate_pretraining
 
             return evaluate_pretraining(engine), engine.is_main
-        from rapidformer.tasks.evaluating import evaluate_task
+        from rapidformer.tasks.evaluation.evaluating import evaluate_task
 
         return evaluate_task(engine, data), engine.is_main
     finally:

@@ -12,7 +12,7 @@ from rapidformer.config import Settings
 from rapidformer.data.files import get_format, open_text
 from rapidformer.data.sources import as_list
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.preflight import STANDARD_INPUT
+from rapidformer.tasks.rows.preflight import STANDARD_INPUT
 
 Row = dict[str, Any] | str
 

@@ -61,7 +61,7 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
         args = check_call("predict", settings, data)
         rows = list(islice(data, args.max_predict_samples))
     from rapidformer.engine import RapidformerEngine
-    from rapidformer.tasks.predicting import predict_task
+    from rapidformer.tasks.evaluation.predicting import predict_task
 
     engine = RapidformerEngine(args=args)
     try:
@@ -88,7 +88,7 @@ def _read_once(engine: RapidformerEngine) -> Rows:
 
 
 def _predict(engine: RapidformerEngine, rows: Rows) -> None:
-    from rapidformer.tasks.predicting import iterate_predictions
+    from rapidformer.tasks.evaluation.predicting import iterate_predictions
 
     if engine.args.output is not None:
         _predict_to_file(engine, rows, Path(engine.args.output).expanduser())
@@ -103,7 +103,7 @@ def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> Non
     from rapidformer.cli.prediction_key import compute_key
     from rapidformer.dist.collectives import broadcast_object
     from rapidformer.engine.predicting import GROUP_BATCHES
-    from rapidformer.tasks.predicting import get_batch_size, iterate_predictions
+    from rapidformer.tasks.evaluation.predicting import get_batch_size, iterate_predictions
 
     size, start, partial = get_batch_size(engine), 0, None
     if engine.is_main:

@@ -6,9 +6,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from rapidformer.cli.megatron_names import provide_megatron_names
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.dialects.megatron.module_names import provide_megatron_names
 from rapidformer.errors import ConfigurationError
 
 

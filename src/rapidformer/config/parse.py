@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rapidformer.config.accelerate_file import is_accelerate_file, translate_file
 from rapidformer.config.dialects import ALIASES, BARE_BESIDE, REFUSED, VALUES, WITHOUT_EFFECT
 from rapidformer.config.reading import (
     UnreadableError,
@@ -24,6 +23,7 @@ from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.user_defined import APPLICATIONS, take_user_defined
 from rapidformer.config.user_defined import FLAG as USER_DEFINED
+from rapidformer.dialects.accelerate.file import is_accelerate_file, translate_file
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
 

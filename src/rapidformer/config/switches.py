@@ -232,20 +232,20 @@ SWITCHES: tuple[Switch, ...] = (
         name="attention",
         turned_on_by=("attention",),
         off={"attention": "sdpa"},
-        module="attention",
+        module="attention.kernel_order",
         exact=f"up to rounding: kernels sum in a different order{_NEW_DROPOUT}",
     ),
     Switch(
         name="fused loss",
         turned_on_by=("fused_loss",),
         off={"fused_loss": "off"},
-        module="fused_loss.switch",
+        module="fused_loss.fused_loss",
     ),
     # Before compilation, which fuses the rounding into neighbouring kernels.
     Switch(
         name="fp8",
         turned_on_by=("fp8",),
-        module="fp8.switch",
+        module="fp8.layers",
         excludes=(
             Rule(
                 switch="tensor parallelism",
@@ -270,7 +270,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="recompute",
         turned_on_by=("checkpoint_activations", "recompute_granularity"),
         options=("recompute_interval",),
-        module="recompute",
+        module="recompute.blocks",
         implies=(
             Implication(setting="recompute_granularity", sets="checkpoint_activations", to=True),
             Implication(setting="checkpoint_activations", sets="recompute_granularity", to="full"),
@@ -281,7 +281,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="compilation",
         turned_on_by=("compile", "onnx_runtime_training"),
         options=("compile_backend",),
-        module="compile",
+        module="compile.compilation",
         excludes=(
             Rule(
                 switch="pipeline",
@@ -305,7 +305,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="dynamic shape",
         turned_on_by=("dynamic_shape",),
         off={"dynamic_shape": "off"},
-        module="unpad.switch",
+        module="unpad.unpadding",
         exact=f"to 1e-6{_NEW_DROPOUT}",
     ),
     # The loader's: a step takes the same samples, divided into other micro-batches.
@@ -408,7 +408,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="precision",
         turned_on_by=("mixed_precision", "fp16", "bf16"),
         kinds={"fp16": "fp16", "bf16": "bf16"},
-        module="autocast",
+        module="precision.autocast",
         moment="final",
         implies=(
             Implication(setting="fp16", sets="mixed_precision", to="fp16"),
@@ -428,7 +428,7 @@ SWITCHES: tuple[Switch, ...] = (
         name="CUDA graph",
         turned_on_by=("cuda_graph",),
         off={"cuda_graph": "off"},
-        module="cuda_graph.switch",
+        module="cuda_graph.obstacles",
         moment="final",
         exact="yes; padded batches to 1e-6, their dropout only in distribution",
     ),

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.absent import retire_parameters
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
-from rapidformer.accel.dropout import seed_dropout
+from rapidformer.accel.dropout_seeds import seed_dropout
 from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.split.absent import retire_parameters
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.engine.bad_batches import describe_bad_batch

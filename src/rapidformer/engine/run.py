@@ -16,9 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.cuda_graph.switch import find_graph_problem
-from rapidformer.accel.fp8.switch import find_fp8_problem
-from rapidformer.accel.precision import LossScaler, choose_precision
+from rapidformer.accel.cuda_graph.obstacles import find_graph_problem
+from rapidformer.accel.fp8.layers import find_fp8_problem
+from rapidformer.accel.precision.precision import LossScaler, choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
     Settings,

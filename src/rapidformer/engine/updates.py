@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.switch import MayCapture
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.accel.cuda_graph.obstacles import MayCapture
+from rapidformer.accel.cuda_graph.update import GraphedUpdate
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.data.loader import DistributedLoader
@@ -21,8 +23,6 @@ from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.backward import BackwardRun, StartedMicroBatch
-from rapidformer.engine.graphed_update import GraphedUpdate
-from rapidformer.engine.graphs import GraphedPasses
 from rapidformer.optim.gradients import scale_loss
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import RunObserver, get_observer

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.accel.precision import LossScaler
+from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.compat.torch_optimizers import has_step_hooks, obeys_flags, step_divided
 from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
 from rapidformer.errors import RapidformerError

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from rapidformer.accel.precision import LossScaler
+from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.columns import ColumnRole, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole, find_columns
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import PreparedData, Record
-from rapidformer.tasks.chat_columns import (
+from rapidformer.tasks.chat.columns import (
     CONTEXT,
     MESSAGES,
     PROMPT,
@@ -24,8 +24,8 @@ from rapidformer.tasks.chat_columns import (
     as_optional,
     find_chat_columns,
 )
-from rapidformer.tasks.columns import find_column
-from rapidformer.tasks.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.text.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +58,19 @@ class CausalLM(LanguageModel):
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
-        from rapidformer.tasks.rows import get_column_names
+        from rapidformer.tasks.rows.rows import get_column_names
 
         settings = ChatSettings.read(args)
         if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows import get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
+        from rapidformer.tasks.rows.rows import get_splits
+        from rapidformer.tasks.text.text import (
+            build_text_collator,
+            get_text_settings,
+            load_text_parts,
+        )
 
         config, tokenizer, length = load_text_parts(args)
         settings = ChatSettings.read(args)
@@ -97,8 +101,8 @@ class CausalLM(LanguageModel):
     def _encode_texts(
         self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Any
     ) -> dict[str, Any]:
-        from rapidformer.tasks.blocks import encode_blocks
-        from rapidformer.tasks.rows import get_column_names
+        from rapidformer.tasks.rows.rows import get_column_names
+        from rapidformer.tasks.text.blocks import encode_blocks
 
         settings = ChatSettings.read(args)
         if settings.chat_template is not None or settings.train_on_prompts:
@@ -125,7 +129,7 @@ class CausalLM(LanguageModel):
         length: int,
         args: Any,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        from rapidformer.tasks.chat_features import build_encoder, encode_chats
+        from rapidformer.tasks.chat.features import build_encoder, encode_chats
 
         encoder = build_encoder(tokenizer, columns, ChatSettings.read(args), length)
         features = {
@@ -138,10 +142,14 @@ class CausalLM(LanguageModel):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.chat_prompts import encode_beginnings, encode_questions, name_column
-        from rapidformer.tasks.generating import Generation, check_stop_strings
-        from rapidformer.tasks.rows import as_rows
-        from rapidformer.tasks.text import build_text_collator, get_context_length, load_text_parts
+        from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
+        from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings
+        from rapidformer.tasks.rows.rows import as_rows
+        from rapidformer.tasks.text.text import (
+            build_text_collator,
+            get_context_length,
+            load_text_parts,
+        )
 
         config, tokenizer, limit = load_text_parts(args)
         if args.seq_length is None:
@@ -185,7 +193,7 @@ class CausalLM(LanguageModel):
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"
         if prepared.extras.get("packed_length"):
-            from rapidformer.tasks.packed_attention import apply_packed_attention
+            from rapidformer.tasks.text.packed_attention import apply_packed_attention
 
             apply_packed_attention(model, prepared.extras["packed_length"])
         if prepared.extras.get("stop_id") is not None:
@@ -194,7 +202,7 @@ class CausalLM(LanguageModel):
         return built
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        from rapidformer.tasks.packed_attention import get_inputs
+        from rapidformer.tasks.text.packed_attention import get_inputs
 
         loss: torch.Tensor = model(**get_inputs(model, batch)).loss
         return loss
@@ -202,9 +210,9 @@ class CausalLM(LanguageModel):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.generating import generate
-        from rapidformer.tasks.packed_attention import get_inputs
-        from rapidformer.tasks.scoring import shift_labels
+        from rapidformer.tasks.evaluation.generating import generate
+        from rapidformer.tasks.evaluation.scoring import shift_labels
+        from rapidformer.tasks.text.packed_attention import get_inputs
 
         if prepared.extras["mode"] == "predict":
             extras = prepared.extras
@@ -220,7 +228,7 @@ class CausalLM(LanguageModel):
     ) -> list[dict[str, Any]]:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        from rapidformer.tasks.generating import decode_answers
+        from rapidformer.tasks.evaluation.generating import decode_answers
 
         extras = prepared.extras
         result = []
@@ -258,13 +266,13 @@ def _pack(rows: Any, split: str, length: int) -> Any:
 
 
 def _drop_lengths(rows: Any) -> Any:
-    from rapidformer.tasks.rows import drop_columns
+    from rapidformer.tasks.rows.rows import drop_columns
 
     return None if rows is None else drop_columns(rows, ["length"])
 
 
 def _get_lengths(rows: Any) -> list[int]:
-    from rapidformer.tasks.rows import get_column, get_column_names
+    from rapidformer.tasks.rows.rows import get_column, get_column_names
 
     if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
         return get_column(rows, "length")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.label_space import SINGLE, get_output_names
+from rapidformer.tasks.labels.space import SINGLE, get_output_names
+from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.label_space import LabelSpace
+    from rapidformer.tasks.labels.space import LabelSpace
     from rapidformer.tasks.metrics.tally import Tally
 
 IMAGE = ColumnRole(
@@ -53,9 +53,9 @@ class ImageClassification(Task):
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor
         from rapidformer.models.configuration import load_config
-        from rapidformer.tasks.label_space import get_model_classes
-        from rapidformer.tasks.labels import read_labels
-        from rapidformer.tasks.rows import get_column_names, get_splits
+        from rapidformer.tasks.labels.labels import read_labels
+        from rapidformer.tasks.labels.space import get_model_classes
+        from rapidformer.tasks.rows.rows import get_column_names, get_splits
 
         config, processor = load_config(args), load_image_processor(args)
         tables = get_splits(args, splits)
@@ -88,7 +88,7 @@ class ImageClassification(Task):
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor
         from rapidformer.models.configuration import load_config
-        from rapidformer.tasks.rows import as_rows, get_column_names
+        from rapidformer.tasks.rows.rows import as_rows, get_column_names
         from rapidformer.tasks.sequence_classification import get_problem_type
 
         config, processor = load_config(args), load_image_processor(args)
@@ -109,7 +109,7 @@ class ImageClassification(Task):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.scoring import score_classes
+        from rapidformer.tasks.evaluation.scoring import score_classes
 
         logits = model(pixel_values=batch["pixel_values"]).logits
         kind = prepared.extras.get("problem_type", SINGLE)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.label_space import SINGLE
+from rapidformer.tasks.labels.space import SINGLE
+from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +81,12 @@ class MultipleChoice(Task):
         _find_columns(rows, args, with_label=has_answers)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
+        from rapidformer.tasks.rows.rows import get_column_names, get_splits
+        from rapidformer.tasks.text.text import (
+            build_text_collator,
+            get_text_settings,
+            load_text_parts,
+        )
 
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
@@ -115,8 +119,8 @@ class MultipleChoice(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows import as_full_rows
-        from rapidformer.tasks.text import build_text_collator, load_text_parts
+        from rapidformer.tasks.rows.rows import as_full_rows
+        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         _, tokenizer, length = load_text_parts(args)
         table = as_full_rows(rows, "multiple_choice needs a context and choices")
@@ -133,7 +137,7 @@ class MultipleChoice(Task):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.scoring import score_classes
+        from rapidformer.tasks.evaluation.scoring import score_classes
 
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
@@ -146,7 +150,7 @@ class MultipleChoice(Task):
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows import get_column
+        from rapidformer.tasks.rows.rows import get_column
         from rapidformer.tasks.sequence_classification import describe_record
 
         rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
@@ -169,7 +173,7 @@ class MultipleChoice(Task):
 
 
 def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     available = get_column_names(rows)
     choices = _find_choices(available, args)
@@ -197,7 +201,7 @@ def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
 
 
 def _read_choices(rows: Any, split: str, columns: _Columns) -> list[list[str]]:
-    from rapidformer.tasks.rows import get_column
+    from rapidformer.tasks.rows.rows import get_column
 
     if len(columns.choices) > 1:
         texts = [check_row_texts(get_column(rows, c), c, split) for c in columns.choices]
@@ -229,8 +233,8 @@ def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | Non
 def _read_labels(
     rows: Any, split: str, columns: _Columns, choices: Sequence[Sequence[str]]
 ) -> list[int] | None:
-    from rapidformer.tasks.label_checks import is_unlabelled
-    from rapidformer.tasks.rows import get_column
+    from rapidformer.tasks.labels.checks import is_unlabelled
+    from rapidformer.tasks.rows.rows import get_column
 
     column = str(columns.label)
     values = get_column(rows, column)
@@ -277,8 +281,8 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows import map_rows
-    from rapidformer.tasks.text import get_tokenizer_key
+    from rapidformer.tasks.rows.rows import map_rows
+    from rapidformer.tasks.text.text import get_tokenizer_key
 
     count = len(choices[0])
 

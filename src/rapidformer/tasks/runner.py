@@ -10,9 +10,9 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import warn, warn_once
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluating import measure
+from rapidformer.tasks.evaluation.evaluating import measure
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.unused_flags import describe_unused_flags
+from rapidformer.tasks.rows.unused_flags import describe_unused_flags
 from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
 

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.columns import ColumnRole, check_given, find_column, find_columns
-from rapidformer.tasks.generating import Generation, check_stop_strings, decode_answers, generate
+from rapidformer.tasks.evaluation.generating import (
+    Generation,
+    check_stop_strings,
+    decode_answers,
+    generate,
+)
+from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +75,12 @@ class Seq2SeqLM(Task):
             _find_source(rows, args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows import get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
+        from rapidformer.tasks.rows.rows import get_splits
+        from rapidformer.tasks.text.text import (
+            build_text_collator,
+            get_text_settings,
+            load_text_parts,
+        )
 
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
@@ -104,8 +113,8 @@ class Seq2SeqLM(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows import as_rows
-        from rapidformer.tasks.text import build_text_collator, load_text_parts
+        from rapidformer.tasks.rows.rows import as_rows
+        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         _, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -127,7 +136,7 @@ class Seq2SeqLM(Task):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.scoring import score_tokens
+        from rapidformer.tasks.evaluation.scoring import score_tokens
 
         extras = prepared.extras
         answers = generate(
@@ -141,8 +150,8 @@ class Seq2SeqLM(Task):
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.rows import take_rows
-        from rapidformer.tasks.translation_tally import TextTally
+        from rapidformer.tasks.evaluation.translation_tally import TextTally
+        from rapidformer.tasks.rows.rows import take_rows
 
         extras = prepared.extras
         rows, target, languages = extras["rows"][split], extras["target"], extras["languages"]
@@ -175,7 +184,7 @@ Path = tuple[str, ...]
 
 
 def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     available = get_column_names(rows)
     languages = _get_languages(rows)
@@ -196,7 +205,7 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
 
 
 def _find_source(rows: Any, args: Any) -> Path:
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     languages = _get_languages(rows)
     if languages:
@@ -214,14 +223,14 @@ def _pick(values: Sequence[Any], path: Path) -> list[Any]:
 
 
 def _read_column(rows: Any, path: Path) -> list[Any]:
-    from rapidformer.tasks.rows import get_column
+    from rapidformer.tasks.rows.rows import get_column
 
     return _pick(get_column(rows, path[0]), path)
 
 
 def _has_targets(rows: Any, split: str, path: Path) -> bool:
     """Whether the split has targets (a test split may lack them); checks every one of them."""
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     if path[0] not in get_column_names(rows):
         if split != "test":
@@ -249,7 +258,7 @@ _LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
 
 def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | str:
     """The columns with the languages of a row, or the one language pair of all rows, or ``""``."""
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     if len(source) == 2:
         return f"{source[1]}-{target[1]}"
@@ -259,7 +268,7 @@ def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | 
 
 def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     """The language pair of each row, such as ``en-de``; empty strings if there is none."""
-    from rapidformer.tasks.rows import get_column
+    from rapidformer.tasks.rows.rows import get_column
 
     if isinstance(languages, str):
         return [languages] * len(rows)
@@ -268,7 +277,7 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
 
 
 def _get_target_length(args: Any) -> int:
-    from rapidformer.tasks.text import DEFAULT_TARGET_LENGTH
+    from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH
 
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
@@ -286,8 +295,8 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows import map_rows
-    from rapidformer.tasks.text import get_tokenizer_key
+    from rapidformer.tasks.rows.rows import map_rows
+    from rapidformer.tasks.text.text import get_tokenizer_key
 
     prefix = args.source_prefix or ""
     target_length = _get_target_length(args)

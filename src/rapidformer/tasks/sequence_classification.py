@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.label_space import MULTI, REGRESSION, SINGLE, get_output_names
+from rapidformer.tasks.labels.space import MULTI, REGRESSION, SINGLE, get_output_names
+from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.label_space import LabelSpace
+    from rapidformer.tasks.labels.space import LabelSpace
     from rapidformer.tasks.metrics.tally import Tally
 
 # Tried in this order. A pair comes before its first half alone.
@@ -96,10 +96,14 @@ class SequenceClassification(Task):
             raise DataError(" ".join(problems))
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.label_space import get_model_classes
-        from rapidformer.tasks.labels import read_labels
-        from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings, load_text_parts
+        from rapidformer.tasks.labels.labels import read_labels
+        from rapidformer.tasks.labels.space import get_model_classes
+        from rapidformer.tasks.rows.rows import get_column_names, get_splits
+        from rapidformer.tasks.text.text import (
+            build_text_collator,
+            get_text_settings,
+            load_text_parts,
+        )
 
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
@@ -141,8 +145,8 @@ class SequenceClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows import as_rows, get_column_names
-        from rapidformer.tasks.text import build_text_collator, load_text_parts
+        from rapidformer.tasks.rows.rows import as_rows, get_column_names
+        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         config, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -164,7 +168,7 @@ class SequenceClassification(Task):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.scoring import score_classes
+        from rapidformer.tasks.evaluation.scoring import score_classes
 
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         logits = model(**inputs).logits
@@ -188,7 +192,7 @@ class SequenceClassification(Task):
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows import get_column
+        from rapidformer.tasks.rows.rows import get_column
 
         columns = [name for name in prepared.extras["texts"] if name]
         rows = prepared.extras["rows"][split]
@@ -252,8 +256,8 @@ def encode_texts(
     labels: tuple[str, LabelSpace] | None,
 ) -> Any:
     """The token ids of every row, and its label."""
-    from rapidformer.tasks.rows import map_rows
-    from rapidformer.tasks.text import get_tokenizer_key
+    from rapidformer.tasks.rows.rows import map_rows
+    from rapidformer.tasks.text.text import get_tokenizer_key
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         given = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
@@ -270,7 +274,7 @@ def encode_texts(
 
 
 def _check_column(rows: Any, name: str | None, split: str) -> None:
-    from rapidformer.tasks.rows import get_column_names
+    from rapidformer.tasks.rows.rows import get_column_names
 
     names = get_column_names(rows)
     if name is not None and name not in names:

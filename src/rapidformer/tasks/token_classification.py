@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.label_space import LabelSpace, ModelClasses
+    from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
     from rapidformer.tasks.metrics.tally import Tally
-    from rapidformer.tasks.text import TextParts
+    from rapidformer.tasks.text.text import TextParts
 
 IGNORED_LABEL = -100
 # These keep the space before a word as part of it, so given words need one prepended.
@@ -54,9 +54,9 @@ class TokenClassification(Task):
     greater_is_better = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.label_space import get_model_classes
-        from rapidformer.tasks.rows import get_column_names, get_splits
-        from rapidformer.tasks.text import build_text_collator, get_text_settings
+        from rapidformer.tasks.labels.space import get_model_classes
+        from rapidformer.tasks.rows.rows import get_column_names, get_splits
+        from rapidformer.tasks.text.text import build_text_collator, get_text_settings
 
         config, tokenizer, length = _load_parts(args)
         tables = get_splits(args, splits)
@@ -90,9 +90,9 @@ class TokenClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.label_space import get_output_names
-        from rapidformer.tasks.rows import as_rows, get_column_names
-        from rapidformer.tasks.text import build_text_collator
+        from rapidformer.tasks.labels.space import get_output_names
+        from rapidformer.tasks.rows.rows import as_rows, get_column_names
+        from rapidformer.tasks.text.text import build_text_collator
 
         config, tokenizer, length = _load_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -112,7 +112,7 @@ class TokenClassification(Task):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.scoring import score_tokens
+        from rapidformer.tasks.evaluation.scoring import score_tokens
 
         labels = batch["labels"]
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
@@ -141,7 +141,7 @@ class TokenClassification(Task):
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
         from rapidformer.tasks.metrics import entities
-        from rapidformer.tasks.rows import get_column
+        from rapidformer.tasks.rows.rows import get_column
 
         names = prepared.extras["names"]
         column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
@@ -173,7 +173,7 @@ class TokenClassification(Task):
 
 def _load_parts(args: Any) -> TextParts:
     from rapidformer.models.configuration import load_config
-    from rapidformer.tasks.text import check_is_fast, load_text_parts
+    from rapidformer.tasks.text.text import check_is_fast, load_text_parts
 
     keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
     parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
@@ -189,9 +189,9 @@ def _read_tags(
     tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
-    from rapidformer.tasks.label_checks import collect_labels
-    from rapidformer.tasks.labels import get_leading_split, read_classes
-    from rapidformer.tasks.rows import get_class_names, get_column, get_feature
+    from rapidformer.tasks.labels.checks import collect_labels
+    from rapidformer.tasks.labels.labels import get_leading_split, read_classes
+    from rapidformer.tasks.rows.rows import get_class_names, get_column, get_feature
 
     values, labelled = collect_labels(tables, tags)
     for split, rows in values.items():
@@ -227,8 +227,8 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows import map_rows
-    from rapidformer.tasks.text import get_tokenizer_key
+    from rapidformer.tasks.rows.rows import map_rows
+    from rapidformer.tasks.text.text import get_tokenizer_key
 
     every_piece = bool(args.label_all_tokens) and split == "train"
     inside = _get_inside_tags(labels[1].names) if labels else {}
@@ -281,7 +281,7 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
-    from rapidformer.tasks.rows import RowList, get_column
+    from rapidformer.tasks.rows.rows import RowList, get_column
 
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.engine.graphs import GraphedPasses
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 

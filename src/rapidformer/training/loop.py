@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rapidformer.accel.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatchResult, Update

@@ -6,7 +6,7 @@ that of a large matrix product in the run's precision.
 
 from __future__ import annotations
 
-from rapidformer.accel.matrix_rate import measure_rank_rate
+from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.engine import RapidformerEngine
 from rapidformer.training.meter import Measurement
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer.accel.dropout import has_dropout
+from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.whole import join_whole

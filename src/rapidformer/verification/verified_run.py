@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from rapidformer.accel.dropout import DROPOUTS
+from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import observe_runs

@@ -4,7 +4,7 @@ Used if the model computes its own loss by a function that we know: Hugging Face
 ``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
 ``logits``, evaluation) every rank has the logits of all tokens. Logits are then a DTensor over the
 tokens only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/on_demand.py``). A head with the fused loss does not need any of this: it gets the region,
+(``accel/split/on_demand.py``). A head with the fused loss needs none of this: it gets the region,
 and splits the rows of any loss itself.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rapidformer.accel.known_loss import build_split_loss
+from rapidformer.accel.split.known_loss import build_split_loss
 from rapidformer.accel.tensor.styles import Split, extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens

@@ -26,33 +26,33 @@ from rapidformer.accel.context.arguments import (
     is_cache,
     slice_arguments,
 )
-from rapidformer.accel.context.attention import (
+from rapidformer.accel.context.draws import OwnDraws
+from rapidformer.accel.context.exchanged_attention import (
     KNOWN,
     SplitTorchAttention,
     apply_context_attention,
     find_configs,
 )
-from rapidformer.accel.context.draws import OwnDraws
 from rapidformer.accel.context.loss import SplitHeadPlace, apply_split_loss
 from rapidformer.accel.context.proof import prove_context
-from rapidformer.accel.double_gradients import refuse_double_gradients
-from rapidformer.accel.dropout import has_dropout
-from rapidformer.accel.known_loss import has_labels
-from rapidformer.accel.on_demand import hand_out
+from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.accel.split.double_gradients import refuse_double_gradients
+from rapidformer.accel.split.known_loss import has_labels
+from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.styles import Split, extend_module, replace_first
-from rapidformer.accel.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
+from rapidformer.models.watched import (
+    describe_watched,
+    find_requested,
+    find_watched,
+    list_inner_modules,
+)
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--context-parallel-size"

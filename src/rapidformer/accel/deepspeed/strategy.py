@@ -23,7 +23,7 @@ from rapidformer.accel.deepspeed.package import (
     in_process_group,
 )
 from rapidformer.accel.deepspeed.state import GatheredState
-from rapidformer.accel.precision import Precision, to_fp32
+from rapidformer.accel.precision.precision import Precision, to_fp32
 from rapidformer.compat.deepspeed import compute_norm, forget_groups
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.config import Settings

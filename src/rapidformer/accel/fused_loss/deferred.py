@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
 from rapidformer.accel.fused_loss.head import Head, watch_steps
-from rapidformer.accel.watched import is_from_user
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
@@ -36,6 +35,7 @@ from rapidformer.compat.torch_dispatch import (
 from rapidformer.compat.torch_tensors import FACTS, count_changes, get_storage_key
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
+from rapidformer.models.watched import is_from_user
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""

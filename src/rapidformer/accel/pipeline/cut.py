@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rapidformer.accel.absent import build_placeholder
 from rapidformer.accel.pipeline.discovery import Usage
 from rapidformer.accel.pipeline.layout import Layout
+from rapidformer.accel.split.absent import build_placeholder
 from rapidformer.compat.torch_modules import get_parameter_table, leave_out_of_state
 from rapidformer.models.plan import ModelPlan
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rapidformer.accel.pipeline.gates import GRADIENT_PROBLEM, StageContext, refuse_gradient
 from rapidformer.accel.pipeline.layout import FLAG, Layout
-from rapidformer.accel.watched import describe_watched, find_watched, list_inner_modules
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.watched import describe_watched, find_watched, list_inner_modules
 from rapidformer.overlay import extend
 
 _INSTEAD = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rapidformer.accel.on_demand import hand_out
+from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.styles import Split, Style
 from rapidformer.dist.regions import Group, gather_out
 from rapidformer.errors import TrainingError

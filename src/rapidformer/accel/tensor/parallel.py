@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
-from rapidformer.accel.double_gradients import refuse_double_gradients
+from rapidformer.accel.split.double_gradients import refuse_double_gradients
 from rapidformer.accel.tensor.outputs import WholeOutputs
 from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import (

@@ -28,17 +28,17 @@ from rapidformer.accel.tensor.styles import (
     WholeTokens,
     extend_class,
 )
-from rapidformer.accel.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.adapter_styles import get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
+from rapidformer.models.watched import (
+    describe_watched,
+    find_requested,
+    find_watched,
+    list_inner_modules,
+)
 from rapidformer.overlay import find_fact, get_fact
 
 _GATHERED = {"colwise", "key_value", "fused_qkv", "whole_fused_qkv"}

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
-from rapidformer.accel.on_demand import join_on_demand
+from rapidformer.accel.split.on_demand import join_on_demand
 from rapidformer.accel.tensor.slices import find_slice
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table

@@ -4,7 +4,7 @@ Used if the model computes its own loss by a function that we know: Hugging Face
 ``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
 ``logits``, evaluation) the head joins its outputs, which is right for any code. Logits are then a
 DTensor only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/on_demand.py``).
+(``accel/split/on_demand.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.known_loss import build_split_loss, has_labels
+from rapidformer.accel.split.known_loss import build_split_loss, has_labels
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
 from rapidformer.models.own_loss import find_known_loss

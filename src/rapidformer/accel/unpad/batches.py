@@ -15,9 +15,9 @@ from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
-from rapidformer.accel.watched import find_requested
 from rapidformer.data.batch import get_host_copy
 from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.watched import find_requested
 from rapidformer.overlay import find_fact
 
 _LEAST_PADDING = 0.05

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.unpad.attention import use_rows
 from rapidformer.accel.unpad.batches import find_packed_rows, find_rows, find_sides, is_packed
 from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.accel.unpad.sides import is_encoder_decoder, use_sides
-from rapidformer.accel.watched import find_watched
+from rapidformer.accel.unpad.token_attention import use_rows
+from rapidformer.models.watched import find_watched
 from rapidformer.overlay import extend
 
 

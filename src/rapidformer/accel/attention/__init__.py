@@ -1,0 +1,1 @@
+"""``--attention``: which kernel computes attention."""

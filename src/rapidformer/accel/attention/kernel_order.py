@@ -1,0 +1,202 @@
+"""``--attention``: which kernel computes attention.
+
+The kernels of torch's ``scaled_dot_product_attention`` are tried in an order; one that cannot take
+a call's mask, bias, head size or dropout is passed over, so every order is exact. The order is set
+for the whole process: a block that is recomputed in the backward pass must get the same kernel
+again, or its dropout would differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import attention
+from torch.nn.attention import SDPBackend
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.attention.learned_bias import interface
+from rapidformer.accel.attention.varied_lengths import avoid_plans
+from rapidformer.accel.context.exchanged_attention import find_configs
+from rapidformer.accel.small_tables import extend_table
+from rapidformer.compat.transformers_models import (
+    get_attention,
+    has_fixed_attention,
+    set_attention,
+    supports_flex_attention,
+)
+from rapidformer.errors import ConfigurationError
+from rapidformer.overlay import extend
+
+_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+_OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_ORDERS = {"cudnn": [_CUDNN, _FLASH, *_OTHERS], "flash": [_FLASH, _CUDNN, *_OTHERS]}
+_NAMES = {"flex": "flex_attention", "eager": "eager"}
+"""Those that transformers computes: our name to theirs."""
+_HOPPER = (9, 0)
+"""From here on cuDNN is the fastest for long rows in 16 bits (measured on an H200)."""
+_LARGEST_HEADS = {"cudnn": 128, "flash": 256}
+_FLASH_PACKAGES = {"FA4": "flash_attn.cute", "FA3": "flash_attn_interface"}
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
+
+_order = ExitStack()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What decides which kernels can run."""
+
+    kind: str
+    capability: tuple[int, int] = (0, 0)
+    dtype: torch.dtype | None = None
+    """The run's 16-bit type; None in fp32."""
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Choose the attention of the model and of this process."""
+    model, asked = assembly.model, assembly.args.attention
+    _order.close()  # an earlier run's in this process
+    apply_bias_layout(model)
+    is_cuda = assembly.device.type == "cuda"
+    device = Device(
+        kind=assembly.device.type,
+        capability=torch.cuda.get_device_capability(assembly.device) if is_cuda else (0, 0),
+        dtype=assembly.precision.dtype,
+    )
+    obstacle = find_obstacle(model, asked, device)
+    if obstacle is not None:
+        raise ConfigurationError(f"--attention {asked}: {obstacle}. Leave the flag out.")
+    if asked in _NAMES:
+        for config in find_configs(model):
+            set_attention(config, _NAMES[asked])
+        return f"{asked} attention"
+    chosen = choose(asked, device)
+    if chosen is None:
+        return None
+    _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
+    extra = _activate_flash(model) if asked == "flash" else ""
+    if asked == "auto" and getattr(model, "main_input_name", "") == "input_ids":
+        _order.enter_context(avoid_plans())
+    if asked == "auto" and _find_biased(model) and interface.can_run(assembly.device):
+        _order.enter_context(interface.use_kernel())
+        extra = ", and our own kernel for the learned bias"
+    return f"{chosen} first, if it can take the mask{extra}"
+
+
+def choose(asked: str, device: Device) -> str | None:
+    """The kernel to try first; None leaves torch's own order."""
+    if asked != "auto":
+        return asked if asked in _ORDERS else None
+    is_fast = device.kind == "cuda" and device.capability >= _HOPPER and device.dtype is not None
+    return "cudnn" if is_fast else None
+
+
+def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
+    """Why this model cannot use the requested attention on this device."""
+    if asked in _NAMES:
+        return _find_obstacle_of_model(model, asked, device)
+    if asked not in _ORDERS:
+        return None
+    if device.kind != "cuda":
+        return f"it runs on GPUs, and this run is on {device.kind.upper()}"
+    if device.dtype is None:
+        return "it computes in 16 bits, and this run is in fp32 (--mixed-precision turns that on)"
+    largest, size = _LARGEST_HEADS[asked], _get_head_size(model)
+    if size > largest:
+        return f"it takes heads of up to {largest}, and {type(model).__name__} has {size}"
+    if _find_biased(model):
+        return f"it does not take the relative position bias of {type(model).__name__}"
+    return None
+
+
+def _find_obstacle_of_model(model: Any, asked: str, device: Device) -> str | None:
+    """Why this model cannot use an attention that transformers computes."""
+    name = type(model).__name__
+    if not find_configs(model):
+        return f"{name} is not a transformers model, and computes attention itself"
+    if asked == "flex":
+        if device.kind == "cpu":
+            return "FlexAttention has no backward pass on CPUs"
+        if not supports_flex_attention(model):
+            return f"{name} does not support it"
+        if _get_dropout(model):
+            return "FlexAttention has no dropout, and the model's configuration asks for it"
+    if has_fixed_attention(model) and any(get_attention(c) != asked for c in find_configs(model)):
+        return f"{name} computes attention in its own code"
+    return None
+
+
+def _get_head_size(model: nn.Module) -> int:
+    """The largest head of the model, as far as its configurations say."""
+    sizes = [0]
+    for config in find_configs(model):
+        heads = getattr(config, "num_attention_heads", None)
+        width = getattr(config, "hidden_size", None)
+        given = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+        if isinstance(given, int):
+            sizes.append(given)
+        elif isinstance(heads, int) and isinstance(width, int) and heads:
+            sizes.append(width // heads)  # a Swin has a list of heads, one number per stage
+    return max(sizes)
+
+
+def _get_dropout(model: nn.Module) -> float:
+    values = (getattr(c, name, 0.0) for c in find_configs(model) for name in _DROPOUTS)
+    return max((value for value in values if isinstance(value, float)), default=0.0)
+
+
+def _activate_flash(model: nn.Module) -> str:
+    """Let torch use a newer FlashAttention if one is installed; those have no dropout."""
+    activate = getattr(attention, "activate_flash_attention_impl", None)
+    if activate is None or _get_dropout(model):
+        return ""
+    for name, package in _FLASH_PACKAGES.items():
+        if _is_installed(package):
+            activate(name)
+            return f", with {name}"
+    return ""
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is not installed
+        return False
+
+
+# ---- relative position bias ----------------------------------------------------------------------
+
+
+def apply_bias_layout(model: nn.Module) -> None:
+    """Lay out T5's bias as [1, heads, queries, keys] in memory.
+
+    T5 permutes a [queries, keys, heads] table. Fused kernels need adjacent keys, so torch would
+    compute all of self-attention unfused, and in fp32.
+    """
+    for module in _find_biased(model):
+        extend(module, "bias", _build_biased, is_shared=True)
+        extend_table(module.relative_attention_bias)
+
+
+def _find_biased(model: nn.Module) -> list[Any]:
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "has_relative_attention_bias", False)
+        and hasattr(module, "relative_attention_bias")
+        and callable(getattr(module, "compute_bias", None))
+    ]
+
+
+def _build_biased(cls: Any) -> dict[str, Any]:
+    @functools.wraps(cls.compute_bias)
+    def compute_bias(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        bias: Tensor = cls.compute_bias(self, *args, **kwargs)
+        return bias.contiguous()
+
+    return {"compute_bias": compute_bias}

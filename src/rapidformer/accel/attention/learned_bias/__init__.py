@@ -1,0 +1,1 @@
+"""Fused attention with a learned relative position bias (T5)."""

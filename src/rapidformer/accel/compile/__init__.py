@@ -1,0 +1,1 @@
+"""``--compile``: compiled blocks, and how their graphs are rewritten."""

@@ -1,0 +1,149 @@
+"""``torch.compile``, block by block.
+
+Equal blocks share one compiled graph, so a deep model compiles as fast as a shallow one, and code
+around the blocks (user code, losses, data-dependent branches) cannot break a graph. On a GPU,
+normalizations outside the blocks that are written in Python are compiled as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.hashed_dropout import hash_dropout
+from rapidformer.accel.compile.merged_linears import merge_linears
+from rapidformer.compat.torch_compile import Backend, Rewrite, quieten_tracing
+from rapidformer.compat.torch_modules import list_hooks
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
+from rapidformer.models.plan import ModelPlan
+from rapidformer.models.watched import list_inner_modules
+from rapidformer.overlay import put_fact
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_LARGEST_FRACTION = 0.01
+"""16-bit copies of the weights may take this fraction of the GPU's memory."""
+
+
+def apply(assembly: Assembly) -> str:
+    """Compile the blocks of this rank."""
+    args, plan, model = assembly.args, assembly.plan, assembly.model
+    if args.compile_backend == "inductor":
+        keep_compiled_code()
+    if not os.environ.get("TORCH_LOGS"):
+        quieten_tracing()
+    norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
+    apply_compile(
+        model,
+        plan,
+        backend=args.compile_backend,
+        rewrites=_choose_rewrites(model, args.compile_backend, assembly.device),
+        norms=norms,
+    )
+    count = len(plan.blocks)
+    what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
+    if norms:
+        what += f" and {len(norms)} norm{'s' * (len(norms) != 1)} outside them"
+    why = (
+        " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
+        if args.onnx_runtime_training
+        else ""
+    )
+    return f"torch.compile of {what} with {args.compile_backend}{why}"
+
+
+def apply_compile(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    backend: Backend = "inductor",
+    rewrites: Sequence[Rewrite] = (),
+    norms: Iterable[nn.Module] = (),
+) -> nn.Module:
+    """Compile each block in place, or the whole model if it has no blocks."""
+    _check_backend(backend)
+    compiled = CompiledBlocks(backend, rewrites=rewrites)
+    put_fact(model, compiled)
+    if not plan.blocks:
+        warn_once(
+            f"--compile: no repeated blocks were found in {type(model).__name__}, "
+            "so the whole model is compiled."
+        )
+    for block in plan.get_blocks(model) if plan.blocks else [model]:
+        compiled.add(block)
+    for norm in norms:
+        compiled.add(norm, only_with_gradients=True)
+    return model
+
+
+def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """Norms outside the blocks that are written in Python, such as Llama's last one.
+
+    Uncompiled, each of their operations is a pass over memory in fp32. torch's own norms are one
+    kernel each, and compiling them gains little.
+    """
+    inside = set(list_inner_modules(model, plan.blocks).values())
+    outside = [module for module in model.modules() if module not in inside]
+    return list(filter(_is_python_norm, outside)) if plan.blocks else []
+
+
+def _is_python_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm written in Python: it has vectors as parameters, and nothing else.
+
+    So does a LayerScale, which is why the class's name counts: transformers calls every norm one.
+    """
+    parameters = list(module.parameters(recurse=False))
+    author = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return (
+        any("norm" in cls.__name__.lower() for cls in type(module).__mro__)
+        and bool(parameters)
+        # A subclass of nn.Parameter is a weight that is split over ranks, or absent.
+        and all(type(each) is nn.Parameter and each.dim() == 1 for each in parameters)
+        and not [*module.buffers(recurse=False), *module.children(), *list_hooks(module)]
+        and not author.__module__.startswith("torch.")
+    )
+
+
+def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
+    """The rewrites that make this model's graphs faster on this device."""
+    if device.type != "cuda":
+        return []  # products with fp32 results are slow on a CPU; hashed dropout has not been timed
+    rewrites: list[Rewrite] = []
+    copies = sum(2 * parameter.numel() for parameter in model.parameters())
+    if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:
+        rewrites.append(merge_linears)
+    if backend == "inductor":
+        rewrites.append(hash_dropout)  # many operations, which inductor fuses
+    return rewrites
+
+
+def _check_backend(backend: Backend) -> None:
+    """Refuse an unknown backend now: torch would do so at the first step, with a long traceback."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in known:
+        raise ConfigurationError(
+            f"--compile-backend {backend}: torch has no such backend. It has {', '.join(known)}."
+        )
+
+
+def keep_compiled_code() -> None:
+    """Let later runs reuse compiled kernels: torch keeps them in /tmp, which is often cleared.
+
+    A folder chosen by the user is kept. So is torch's own choice if there is no home to write to.
+    """
+    if os.environ.get(_CACHE):
+        return
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser() / "rapidformer" / "torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return
+    if os.access(folder, os.W_OK):
+        os.environ[_CACHE] = str(folder)

@@ -1,0 +1,213 @@
+"""Which compiled function runs a call of a block, so that each is compiled exactly once.
+
+Left to itself, torch keeps all versions of all blocks in one list: it compiles for the first
+length, again for the second, again for a batch of one row or without padding, again for
+evaluation, and after 8 versions it silently runs everything else uncompiled. Here every form of
+call has its own function: the first sizes seen are compiled as they are, all others share one
+function that takes any size. What torch compiles beyond that is a recompilation, and is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.attention.varied_lengths import choose_for_all_sizes
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.compat.torch_compile import (
+    Backend,
+    Rewrite,
+    cache_more_graphs,
+    compile_for_all_sizes,
+    copy_function,
+    count_cached_graphs,
+    count_graphs,
+    get_compile_seconds,
+    get_recompile_reason,
+    recompute_cheap_activations,
+    rewrite_graphs,
+    separate_cached_code,
+)
+from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
+from rapidformer.log import warn_once
+
+_NOT_COMPILED = "the model passes its blocks a key/value cache or nested tensors in every call"
+_NOT_CALLED = "torch found nothing to compile in the blocks, or the model does not call them"
+
+
+@dataclass
+class _Compiled:
+    """One compiled function, and the blocks it has run."""
+
+    run: Callable[..., Any]
+    takes_all_sizes: bool
+    seen: set[int] = field(default_factory=set)
+
+
+class CompiledBlocks:
+    """The compiled functions of a model, and a count of what was compiled."""
+
+    def __init__(self, backend: Backend, *, rewrites: Sequence[Rewrite] = ()) -> None:
+        """``rewrites`` change a graph in place before it is compiled."""
+        self.graphs = 0
+        self.recompilations = 0
+        self.from_cache = 0
+        self._skips_calls = False
+        self._backend = backend
+        self._rewrites = rewrites
+        lean = recompute_cheap_activations(backend)
+        self._lean_backend = cache_more_graphs(separate_cached_code(lean))
+        for rewrite in rewrites:
+            self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
+        self._kinds: dict[Hashable, int] = {}
+        self._sizes_vary = False
+        self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
+        self._functions: dict[Hashable, _Compiled] = {}
+        self._started_at = get_compile_seconds()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch leaves compiled calls out of a model's copy or pickle, so it has compiled nothing.
+        return functools.partial(CompiledBlocks, rewrites=self._rewrites), (self._backend,)
+
+    def add(self, block: nn.Module, *, only_with_gradients: bool = False) -> None:
+        """Compile this block when it is called."""
+        kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
+        call = self._call_with_gradients if only_with_gradients else self._call
+        set_compiled_call(block, functools.partial(call, block, kind))
+
+    def expect_other_sizes(self) -> None:
+        """Compile for all sizes from the start, and not for the first one alone before."""
+        self._sizes_vary = True
+
+    def describe(self) -> str:
+        """What was compiled so far, or why nothing was."""
+        if not self.graphs:
+            return f"nothing: {_NOT_COMPILED if self._skips_calls else _NOT_CALLED}"
+        graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
+        again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
+        cached = f" ({self.from_cache} from the cache)" if self.from_cache else ""
+        return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s{cached}, {again}"
+
+    def _call(self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any) -> Any:
+        form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
+        sizes: list[torch.Size] = []
+        if not _describe((*args, *kwargs.values()), form, sizes):
+            self._skips_calls = True
+            return call_plainly(block, *args, **kwargs)
+        compiled = self._choose((*form, *kwargs), tuple(sizes))
+        if id(block) in compiled.seen or not compiled.takes_all_sizes:
+            return self._run(compiled, block, args, kwargs)
+        # This call may compile for all sizes, which needs a few settings of torch.
+        with compile_for_all_sizes(), choose_for_all_sizes():
+            return self._run(compiled, block, args, kwargs)
+
+    def _call_with_gradients(
+        self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Generation would compile it for prompts and again for single tokens.
+        if not torch.is_grad_enabled():
+            return call_plainly(block, *args, **kwargs)
+        return self._call(block, kind, *args, **kwargs)
+
+    def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
+        """The function for calls of this form and these sizes."""
+        # An evaluation ends with a smaller batch: one graph for all sizes from the start.
+        takes_all = not torch.is_grad_enabled()
+        if not takes_all:
+            first = self._first_sizes.setdefault(form, None if self._sizes_vary else sizes)
+            takes_all = first != sizes
+            self._sizes_vary |= takes_all
+        # torch compiles a size of 1 separately, since such a dimension broadcasts.
+        ones = tuple(tuple(length == 1 for length in size) for size in sizes)
+        key = (form, ones if takes_all else None)
+        if key not in self._functions:
+            name = f"block_{len(self._functions)}"
+            run = torch.compile(
+                copy_function(_run, name), backend=self._lean_backend, dynamic=takes_all
+            )
+            self._functions[key] = _Compiled(run=run, takes_all_sizes=takes_all)
+        return self._functions[key]
+
+    def _run(
+        self, compiled: _Compiled, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a compiled function, and count what torch compiles for it."""
+        before, cached_before = count_graphs(), count_cached_graphs()
+        output = compiled.run(block, *args, **kwargs)
+        new = count_graphs() - before
+        self.from_cache += count_cached_graphs() - cached_before
+        if new:
+            self._count(compiled, block, new)
+        compiled.seen.add(id(block))
+        return output
+
+    def _count(self, compiled: _Compiled, block: nn.Module, new: int) -> None:
+        """Count new graphs. If the function has run this block before, they are recompilations."""
+        self.graphs += new
+        if id(block) in compiled.seen:
+            self.recompilations += new
+            warn_once(
+                f"--compile: {type(block).__name__} was compiled again, which stalls the step: "
+                f"{get_recompile_reason()}",
+                is_local=True,
+            )
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Not block.compile(): torch skips frames of torch.nn, so a block that is one of torch's own
+    # layers would silently stay uncompiled. This frame is ours.
+    return call_plainly(module, *args, **kwargs)
+
+
+def _describe_kind(block: nn.Module) -> Hashable:
+    """Equal for blocks that can share a graph. Any other difference is left to torch."""
+    parameters = [
+        (name, each.shape, each.dtype, each.requires_grad)
+        for name, each in block.named_parameters()
+    ]
+    classes = [type(module) for module in block.modules()]
+    # Floats become constants of a graph, and torch stops compiling a function after 8 graphs.
+    # Integers are left out: every block has its index, which hardly ever matters.
+    constants = [
+        (name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+    ]
+    return (*parameters, *classes, *constants)
+
+
+def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -> bool:
+    """Add to ``form`` and ``sizes`` what decides which function runs; False for no compiled one.
+
+    A call that fills a key/value cache is not compiled: the cache has another length at each call,
+    and each block another place in it. Nor is a call with a nested tensor, which torch cannot
+    compile: in evaluation, nn.TransformerEncoder builds one from a padded batch.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                return False
+            # An expanded tensor, such as a mask without padding, needs its own address arithmetic.
+            form += [value.dtype, tuple(step == 0 for step in value.stride())]
+            sizes.append(value.shape)
+        elif isinstance(value, RowMask) and value.fused is not None:
+            form += [RowMask, value.fused.window]
+            sizes.append(value.fused.sizes)
+        elif value is None or isinstance(value, bool):
+            form.append(value)
+        elif isinstance(value, (tuple, list)):
+            form.append(len(value))
+            if not _describe(value, form, sizes):
+                return False
+        else:
+            form.append(type(value))
+            # By name: models without transformers must not import it.
+            if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+                return False
+    return True

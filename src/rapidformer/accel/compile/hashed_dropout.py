@@ -1,0 +1,85 @@
+"""Dropout of activations in compiled blocks, with random numbers that are cheap to compute.
+
+inductor computes Philox's four random numbers for each element and uses one, which can take longer
+than reading and writing the element. Here, a hash of the element's index and a random seed
+decides, which takes far fewer operations. The backward pass computes it again, so no mask is kept.
+
+This rewrites the graph that torch.compile has traced. The model and its layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import functional
+
+from rapidformer.accel.compile.composite import define_composite
+from rapidformer.compat.torch_compile import get_example, is_wrapper
+
+_END = 2**31
+"""Signed 32-bit integers end before this, and start at its negative."""
+
+
+def hash_dropout(module: GraphModule) -> None:
+    """Rewrite the graph of a block."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        arguments = _read(node)
+        if arguments is None:
+            continue
+        with graph.inserting_before(node):
+            dropped = graph.call_function(drop, arguments)
+        dropped.meta = dict(node.meta)
+        node.replace_all_uses_with(dropped)
+        graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+
+
+def _read(node: Node) -> tuple[Any, float] | None:
+    """Input and rate of a call of dropout, if it can be replaced."""
+    if node.op != "call_function" or node.target is not functional.dropout:
+        return None
+    given = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    source, rate, is_training, is_in_place = given.arguments.values()
+    if is_training is not True or is_in_place or not isinstance(source, Node):
+        return None
+    if not isinstance(rate, float) or not 0 < rate < 1:  # a rate may be computed in the graph
+        return None
+    value = get_example(source)
+    # Indices have 32 bits. A dynamic size is not known here, and is not expected to be this large.
+    is_too_large = isinstance(value.numel(), int) and value.numel() >= _END
+    # The elements of split (DTensor) and nested tensors cannot be numbered by one range.
+    return None if is_too_large or is_wrapper(value) else (source, rate)
+
+
+def _drop(rows: Tensor, rate: float) -> Tensor:
+    """Dropout in training."""
+    # From the device's generator, as CUDA graphs, recomputation and resuming expect.
+    seed = torch.randint(_END - 1, (1,), dtype=torch.int32, device=rows.device)
+    indices = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
+    # Indices are hashed before the seed is mixed in: otherwise, masks would be permutations of
+    # each other.
+    lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
+    is_kept = _mix(_mix(indices) ^ seed) >= lowest_kept
+    # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
+    return is_kept * rows * (1 / (1 - rate))
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """A hash of 32-bit integers: each bit of the input changes about half of the output's bits.
+
+    https://github.com/skeeto/hash-prospector calls it lowbias32. Products overflow, as they should.
+    Shifts of signed numbers copy the sign, hence the masks.
+    """
+    numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * 0x7FEB352D
+    numbers = (numbers ^ ((numbers >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return numbers ^ ((numbers >> 16) & 0xFFFF)
+
+
+drop = define_composite("drop", _drop)

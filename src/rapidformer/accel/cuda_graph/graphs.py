@@ -1,0 +1,291 @@
+"""Replay an update as one CUDA graph: forward and backward passes, clipping, optimizer.
+
+A small model spends most of a step launching kernels. A graph launches all of them at once, but
+repeats only what the device did: not the Python code around it. So the passes over each kind of
+batch first run as usual, are recorded, and must then give the same losses and gradients when they
+are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer unless it is
+one that can be recorded (``graphed_update.py``).
+
+A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
+something was recorded nor on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.host_numbers import count_unused_numbers
+from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
+from rapidformer.accel.cuda_graph.passes import Outcome, Passes, RunForward
+from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder, Snapshot
+from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.update import GraphedUpdate
+from rapidformer.accel.cuda_graph.widths import LossWidths
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import get_logger
+from rapidformer.models.work import ModelWork
+from rapidformer.optim.gradients import take_gradients
+from rapidformer.overlay import find_fact
+
+MOST_GRAPHS = 8
+_MOST_AT_ONCE = 6
+"""How many graphs of rounded sizes are recorded before these sizes have been seen twice."""
+_LARGER_SIZES = 3
+"""How many sizes above the current one are recorded with the second graph of rounded sizes."""
+_MOST_WORK = 5e13
+"""Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """An update to run."""
+
+    update: Update
+    weights: list[float]
+    describe: Callable[[list[Inputs]], Hashable]
+    """The key of its graph, if these are its inputs."""
+    build: Callable[[list[Inputs]], Passes]
+
+
+class GraphedPasses:
+    """All graphs of a run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        capture: Capture,
+        count_labels: Callable[[MicroBatch], float],
+        *,
+        is_asked: bool,
+        is_16_bit: bool,
+        compiles: bool,
+        work: ModelWork | None,
+    ) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._device = device
+        self._count_labels = count_labels
+        self._is_asked = is_asked
+        self._work = work
+        self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
+        self._widths = LossWidths(model, device, is_16_bit=is_16_bit)
+        self._code: ReplayedCode
+        self._graphs: dict[Hashable, RecordedPasses] = {}
+        self._seen: set[int] = set()
+        """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
+        self._places: Hashable = None
+        """Where the weights were when the graphs were recorded."""
+        self.problem: str | None = None
+        """Why nothing is replayed any more; None while it may be."""
+
+    @property
+    def count(self) -> int:
+        """Graphs in use: recorded, and found to give the right results."""
+        return len(self._graphs) if self._recorder.is_proven else 0
+
+    @property
+    def updates(self) -> bool:
+        """Whether the graphs update the weights, too."""
+        return any(graph.passes.updated for graph in self._graphs.values())
+
+    def run(
+        self,
+        run_forward: RunForward,
+        update: Update,
+        steps: Sequence[Callable[..., Any]],
+        graphed_update: GraphedUpdate | None = None,
+    ) -> Outcome | None:
+        """Run the passes of an update; None if they must run without a graph.
+
+        ``steps`` is the user's code that ``run_forward`` calls. If a ``graphed_update`` is given,
+        a graph may update the weights as well.
+        """
+        if self.problem is not None:
+            return None
+        if any(parameter.grad is not None for parameter in self._parameters):
+            return None  # the gradients of this update are added to others
+        weights = [self._count_labels(each) for each in update]
+        if any(each.is_filler for each in update) or min(weights) <= 0:
+            return None
+        try:
+            if not self._recorder.is_warm:
+                self._code = ReplayedCode(steps, self._model)
+                self._check(update)
+            if not self._is_asked:
+                self._code.check_hooks(self._parameters)
+            if steps != self._code.steps:
+                return None  # another loss
+            inputs = self._read_inputs(run_forward, update)
+        except NotRepeatableError as problem:
+            self._give_up(str(problem))
+            return None
+        known = [each for each in inputs if each is not None]
+        if len(known) < len(inputs):
+            return None  # it must run as it is
+        self._drop_moved()
+        about_code = self._code.describe()
+
+        def describe(inputs: list[Inputs]) -> Hashable:
+            batches = tuple(each.key for each in inputs)
+            return batches, about_code, graphed_update is not None
+
+        def build(inputs: list[Inputs]) -> Passes:
+            return Passes(
+                run_forward, self._parameters, inputs, update, weights, self._device, graphed_update
+            )
+
+        return self._run(_Request(update, weights, describe, build), known)
+
+    def _read_inputs(self, run_forward: RunForward, update: Update) -> list[Inputs | None]:
+        """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
+
+        def take_snapshot() -> Snapshot:
+            return Snapshot(self._code.list_tensors(), self._device)
+
+        inputs = [read_inputs(self._model, each.batch) for each in update]
+        compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
+        if compiled is not None and any(each is None or each.is_rounded for each in inputs):
+            compiled.expect_other_sizes()
+        if self._widths.may_change(run_forward, update, inputs, take_snapshot):
+            return inputs
+        return [read_inputs(self._model, each.batch, widens=False) for each in update]
+
+    def _run(self, request: _Request, inputs: list[Inputs]) -> Outcome | None:
+        key, weights = request.describe(inputs), request.weights
+        graph = self._graphs.get(key)
+        if graph is not None and not graph.passes.prepare():
+            del self._graphs[key]
+            graph = None
+        if graph is not None:
+            graph.passes.fill(inputs, weights)
+            if not self.count:
+                return self._try(lambda before: self._compare(graph, weights, before))
+            graph.replay()
+            return graph.outcome.copy(weights)
+        is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
+        is_new, is_first = hash(key) not in self._seen, not self._recorder.is_warm
+        self._seen.add(hash(key))
+        # A new size may never come again; but rounded ones are few, so the first of them will.
+        is_common = len(self._graphs) < _MOST_AT_ONCE and all(each.is_rounded for each in inputs)
+        waits = is_full or (is_new and not is_first and not is_common)
+        if waits and not any(each.is_changed for each in inputs):
+            return None  # the usual passes run with the same sizes
+
+        def work(before: Snapshot) -> Outcome:
+            if waits:
+                return request.build(inputs).run_passes()
+            if self.count == 1 and is_common and len(request.update) == 1:
+                self._record_larger(request, key, before)
+            return self._record(request.build(inputs), key, weights, before)
+
+        return self._try(work)
+
+    def _record_larger(self, request: _Request, own: Hashable, before: Snapshot) -> None:
+        """Record the next larger sizes as well: they will come, so better now than in mid-run.
+
+        Smaller ones cannot be made from this batch.
+        """
+        for sizes_up in range(1, _LARGER_SIZES + 1):
+            inputs = read_inputs(self._model, request.update[0].batch, sizes_up=sizes_up)
+            key = request.describe([inputs]) if inputs is not None else own
+            if inputs is None or key == own or key in self._graphs:
+                continue
+            if not self._recorder.has_room:
+                return
+            try:
+                self._record(request.build([inputs]), key, request.weights, before, is_used=False)
+            except Exception as error:
+                # Such a batch may never come; if it does, recording is tried again.
+                get_logger().info(
+                    "no CUDA graph was recorded ahead for larger batches "
+                    f"({_describe_error(error)}); if they come, recording is tried again."
+                )
+                take_gradients(self._parameters)
+                return
+            finally:
+                before.restore()
+
+    def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
+        """The result of ``work``; if it fails, None, with the state from before."""
+        before = Snapshot(self._code.list_tensors(), self._device)
+        try:
+            return work(before)
+        except RapidformerError as error:
+            self._give_up(str(error))
+        except Exception as error:
+            # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
+            self._give_up(_describe_error(error))
+        take_gradients(self._parameters)
+        before.restore()
+        return None
+
+    def _record(
+        self,
+        passes: Passes,
+        key: Hashable,
+        weights: Sequence[float],
+        before: Snapshot,
+        *,
+        is_used: bool = True,
+    ) -> Outcome:
+        if not self._recorder.is_warm:
+            return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
+        # All graphs leave their gradients in the same memory.
+        left = (graph.outcome.gradients for graph in self._graphs.values())
+        gradients = next((each for each in left if each is not None), None)
+        graph = self._recorder.record(passes, gradients, before, is_used=is_used)
+        self._graphs[key] = graph
+        return graph.outcome.copy(weights)
+
+    def _compare(
+        self, graph: RecordedPasses, weights: Sequence[float], before: Snapshot
+    ) -> Outcome:
+        self._recorder.compare(graph, before)
+        return graph.outcome.copy(weights)
+
+    def _check(self, update: Update) -> None:
+        """Refuse what is known beforehand not to be replayable, or not worth it."""
+        if self._is_asked:
+            return
+        info = update[0].info
+        slots = info.slots or info.rows  # images have no tokens to count
+        operations = (
+            self._work.count(tokens=slots, targets=slots, rows=info.rows)
+            if self._work is not None
+            else 0.0
+        )
+        if operations > _MOST_WORK:
+            raise NotRepeatableError("its steps are long, so launching kernels costs little")
+        self._code.check_effects()
+
+    def _drop_moved(self) -> None:
+        """Drop all graphs if weights have moved in memory, or were frozen or unfrozen."""
+        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        if places != self._places:
+            self._graphs.clear()
+            self._places = places
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self._graphs.clear()
+        if self._is_asked:
+            raise ConfigurationError(f"--cuda-graph on: {problem}. Leave the flag out.")
+
+
+def _describe_error(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    # Below a TorchScript function, torch puts the reason after a traceback.
+    text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
+    if "synchronizing CUDA operation" in text:
+        return "a step waits for the GPU, as .item() does"
+    return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"

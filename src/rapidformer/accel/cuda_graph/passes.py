@@ -1,0 +1,202 @@
+"""The passes of an update over inputs at fixed places in memory, and the update itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, StaticInputs
+from rapidformer.accel.cuda_graph.update import GraphedUpdate
+from rapidformer.compat.torch_tensors import copy_all, multiply_all
+from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
+from rapidformer.optim.gradients import get_norm, scale_loss, take_gradients
+from rapidformer.optim.multi_tensor.launch import Launch
+
+RunForward = Callable[[MicroBatch], MicroBatchResult]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of an update's passes."""
+
+    results: list[MicroBatchResult]
+    gradients: list[Tensor | None] | None
+    """Of all parameters: the mean over the update, not clipped yet; None: they were used."""
+    norm: Tensor
+
+    def copy(self, weights: Sequence[float]) -> Outcome:
+        """A copy that the next replay does not overwrite, except for the gradients.
+
+        ``weights`` are those of the micro-batches for which the forward step gives none.
+        """
+        results = [
+            _copy_result(result, weight)
+            for result, weight in zip(self.results, weights, strict=True)
+        ]
+        return Outcome(results, self.gradients, self.norm.clone())
+
+    def read(self) -> list[float]:
+        """All numbers that must not depend on a replay; waits for the device."""
+        numbers = [self.norm]
+        for result in self.results:
+            given = result.weight if result.is_weight_given else 0.0
+            numbers += [result.loss, torch.as_tensor(given)]
+            numbers += [mean for mean, _ in result.parts.values()]
+        return [float(number) for number in numbers]
+
+
+class Passes:
+    """Runs the passes on whatever was copied to their inputs."""
+
+    def __init__(
+        self,
+        run_forward: RunForward,
+        parameters: Sequence[nn.Parameter],
+        inputs: Sequence[Inputs],
+        update: Update,
+        weights: Sequence[float],
+        device: torch.device,
+        graphed_update: GraphedUpdate | None = None,
+    ) -> None:
+        self._graphed_update = graphed_update
+        self._launch: Launch | None = None
+        self._run_forward = run_forward
+        self._parameters = parameters
+        self._inputs = [StaticInputs(each, device) for each in inputs]
+        self._update = update
+        self._weights = torch.empty(len(weights) + 1, device=device)
+        self._fill_weights(weights)
+        self.gradients: list[Tensor | None] | None = None
+        """Where the gradients are left; None: wherever the backward pass puts them."""
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of the update."""
+        return len(self._inputs)
+
+    def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
+        """Copy in another update with the same keys."""
+        for static, each in zip(self._inputs, inputs, strict=True):
+            static.fill(each)
+        self._fill_weights(weights)
+
+    def _fill_weights(self, weights: Sequence[float]) -> None:
+        """Each micro-batch's fraction in units of the first, and what their sum is divided by."""
+        if len(weights) == 1:
+            return  # all of it, so nothing is multiplied
+        fractions = [weight / weights[0] for weight in weights]
+        values = torch.tensor([*fractions, 1.0 / sum(fractions)], device="cpu")
+        pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
+        self._weights.copy_(pinned, non_blocking=True)
+
+    @property
+    def updated(self) -> Sequence[nn.Parameter]:
+        """The parameters that ``run`` updates; none if the optimizer runs afterwards."""
+        return () if self._launch is None else self._launch.parameters
+
+    def prepare(self) -> bool:
+        """Call before every replay; False if it must be recorded again."""
+        return self._launch is None or self._launch.prepare()
+
+    def rehearse(self) -> Outcome:
+        """Everything that ``run`` does on the device, once; no weight changes."""
+        outcome = self.run_passes()
+        graphed = self._graphed_update
+        if graphed is not None:
+            assert outcome.gradients is not None
+            self._launch = graphed.find_launch(self._parameters, outcome.gradients)
+            with graphed.without_effect():
+                self._finish(outcome)
+        return outcome
+
+    def run(self) -> Outcome:
+        """What a graph records: the passes, and the update if it can be recorded."""
+        return self._finish(self.run_passes())
+
+    def _finish(self, outcome: Outcome) -> Outcome:
+        assert outcome.gradients is not None
+        if self._launch is None:
+            return replace(outcome, gradients=self._leave(outcome.gradients))
+        assert self._graphed_update is not None
+        gradients = {
+            id(parameter): gradient
+            for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True)
+            if gradient is not None
+        }
+        self._graphed_update.run(self._launch, gradients, outcome.norm)
+        return replace(outcome, gradients=None)
+
+    @contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """Inside, a replay changes no weight."""
+        with self._graphed_update.without_effect() if self._graphed_update else nullcontext():
+            yield
+
+    def run_passes(self) -> Outcome:
+        """Forward and backward; leaves no gradient in the parameters."""
+        results = []
+        for number, (static, micro_batch) in enumerate(
+            zip(self._inputs, self._update, strict=True)
+        ):
+            result = self._run_forward(micro_batch._replace(batch=static.batch))
+            results.append(replace(result, loss=result.loss.detach()))
+            fraction = self._get_fraction(number, result, results[0])
+            scale_loss(result.loss, fraction, 1.0).backward()  # type: ignore[no-untyped-call]
+        gradients = take_gradients(self._parameters)
+        held = [gradient for gradient in gradients if gradient is not None]
+        if not held:
+            raise NotRepeatableError("a step has no gradients")
+        divisor = self._get_factor(results)
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            multiply_all(held, divisor)
+        return Outcome(results, gradients, get_norm(held))
+
+    def _get_fraction(
+        self, number: int, result: MicroBatchResult, first: MicroBatchResult
+    ) -> float | Tensor:
+        """As the clock computes it: in units of the first, if that is a number."""
+        if result.is_weight_given != first.is_weight_given:
+            raise NotRepeatableError("only some of its forward steps return a weight")
+        if not result.is_weight_given:
+            return 1.0 if len(self._update) == 1 else self._weights[number]
+        unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
+        return result.weight / unit
+
+    def _get_factor(self, results: list[MicroBatchResult]) -> float | Tensor:
+        if not results[0].is_weight_given:
+            return 1.0 if len(results) == 1 else self._weights[-1]
+        fractions = [
+            self._get_fraction(number, result, results[0]) for number, result in enumerate(results)
+        ]
+        return 1.0 / sum(fractions[1:], start=0.0 + fractions[0])
+
+    def _leave(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        if self.gradients is None:
+            return gradients
+        pairs = [
+            (kept, found)
+            for kept, found in zip(self.gradients, gradients, strict=True)
+            if kept is not None and found is not None
+        ]
+        copy_all([kept for kept, _ in pairs], [found for _, found in pairs])
+        return [
+            kept if kept is not None and found is not None else found
+            for kept, found in zip(self.gradients, gradients, strict=True)
+        ]
+
+
+def _copy_result(result: MicroBatchResult, counted: float) -> MicroBatchResult:
+    weight = result.weight if result.is_weight_given else counted
+    copied = weight.clone() if isinstance(weight, Tensor) else weight
+    parts: dict[str, Mean] = {}
+    for name, (mean, own) in result.parts.items():
+        # Parts without a weight have that of the loss.
+        is_counted = not isinstance(own, Tensor) and own == result.weight
+        is_same = own is result.weight or is_counted
+        own = own.clone() if isinstance(own, Tensor) else own
+        parts[name] = mean.clone(), copied if is_same else own
+    return replace(result, loss=result.loss.clone(), weight=copied, parts=parts)

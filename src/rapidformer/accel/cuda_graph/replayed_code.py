@@ -1,0 +1,62 @@
+"""What replaying an update leaves out: Python code, and the hooks that it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.accel.cuda_graph.side_effects import Examination
+from rapidformer.accel.dropout_seeds import DROPOUTS
+from rapidformer.compat.torch_modules import list_hook_tables
+from rapidformer.compat.torch_tensors import has_gradient_hooks
+from rapidformer.models.watched import describe_watched, find_watched
+
+
+class ReplayedCode:
+    """The user's steps and the model's code: whether a replay may replace them.
+
+    The checks raise ``NotRepeatableError`` if it may not.
+    """
+
+    def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
+        self.steps = steps
+        self._model = model
+        self._examination = Examination(steps, model)
+        modules = list(self._examination.modules)
+        self._dropouts = [module for module in modules if isinstance(module, DROPOUTS)]
+        self._hooks: list[Mapping[int, Any]] = [
+            table for module in modules for table in list_hook_tables(module)
+        ]
+        self._hook_count = 0
+
+    def check_effects(self) -> None:
+        """Refuse code that does something that a replay would not do."""
+        effect = self._examination.effect
+        if effect is not None:
+            raise NotRepeatableError(f"{effect} (a replay does not run Python code)")
+
+    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse hooks, which may be registered at any time."""
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            watched = find_watched(dict(self._model.named_modules()))
+            if watched:
+                raise NotRepeatableError(
+                    f"a replay would not run the hooks on {describe_watched(watched)}"
+                )
+            self._hook_count = count
+        if has_gradient_hooks(parameters):
+            raise NotRepeatableError("a replay would not run the hooks on its parameters")
+
+    def describe(self) -> Hashable:
+        """What a forward pass depends on, apart from its batch and the weights."""
+        training = tuple(module.training for module in self._examination.modules)
+        dropouts = tuple(module.p for module in self._dropouts)
+        return training, dropouts, self._examination.read_values()
+
+    def list_tensors(self) -> Sequence[Tensor]:
+        """The tensors that it may change."""
+        return self._examination.list_tensors()

@@ -1,0 +1,180 @@
+"""Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
+
+The loss runs inside a second call of the head, so that a head which is sharded on its own is
+gathered when its weight is used. A head with a user's hooks is not changed. Tensor parallelism has
+already split the head; context parallelism is applied later and puts its region on the head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
+from rapidformer.accel.fused_loss.chunked import (
+    Recipe,
+    get_compute_type,
+    sum_losses,
+)
+from rapidformer.accel.fused_loss.deferred import DTYPES, defer, watch_torch
+from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
+from rapidformer.accel.sharding.zero import gather_weight
+from rapidformer.accel.tensor.styles import ColwiseGathered, Split
+from rapidformer.dist.context_region import ContextRegion
+from rapidformer.dist.regions import copy_in
+from rapidformer.dist.whole import gather_with_gradient
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.watched import find_watched
+from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, list_layers
+
+_LARGE = 4096
+"""Smallest vocabulary for ``auto``: below, logits are no larger than other activations."""
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Defer the logits, if the model has a large head."""
+    mode = assembly.args.fused_loss
+    head = find_head(assembly.model)
+    obstacle = _find_obstacle(assembly, head)
+    if obstacle is not None:
+        # In a pipeline, only the last stage has the head.
+        if mode == "on" and assembly.pipeline is None:
+            raise ConfigurationError(f"--fused-loss on: {obstacle}. Leave the flag out.")
+        return None
+    assert head is not None
+    if mode == "auto" and head.weight.shape[0] < _LARGE:
+        return None
+
+    def gather(parameter: Tensor) -> Tensor:
+        # A loss over ``outputs.logits`` may run after the forward pass, when weights are sharded
+        # again. Looked up late: a later switch creates the synchronizer.
+        return gather_weight(assembly.synchronizer, parameter)
+
+    apply_fused_loss(head, always=mode == "on", gather=gather)
+    return f"the {head.weight.shape[0]:,} logits of a token exist only chunk by chunk"
+
+
+def find_head(model: nn.Module) -> nn.Linear | None:
+    """The layer that computes a logit for each word of the vocabulary."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    if callable(find):
+        head: Any = find()
+        return head if _is_plain(head) else None
+    # A custom model does not say: its widest linear layer, if it has an output for each embedding.
+    words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    widest = max((m.out_features for m in linears), default=0)
+    heads = [m for m in linears if m.out_features == widest and widest in words]
+    return heads[0] if len(heads) == 1 and _is_plain(heads[0]) else None
+
+
+def _is_plain(head: Any) -> bool:
+    # Not a subclass: its forward may do more than a product.
+    return get_own_class(head) is nn.Linear and set(list_layers(head)) <= {"split"}
+
+
+def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
+    """Why the logits cannot be deferred."""
+    if head is None:
+        return (
+            f"{type(assembly.model).__name__} has no linear head over a vocabulary on this rank (a "
+            "custom model can return its head from a method get_output_embeddings())"
+        )
+    if assembly.plan.has_split_losses and assembly.topology.tensor * assembly.topology.context > 1:
+        return "the model's own loss is computed from each rank's slice of the logits"
+    if assembly.args.compile and not assembly.plan.blocks:
+        return "--compile compiles the whole model, including head and loss"
+    if assembly.uses_autotp:
+        return "DeepSpeed's AutoTP replaces the head"
+    if isinstance(assembly.synchronizer, DeepSpeedStrategy) and assembly.synchronizer.stage == 3:
+        return "DeepSpeed's ZeRO-3 gathers the head's weight for one call only"
+    return None
+
+
+def apply_fused_loss(
+    head: nn.Linear,
+    *,
+    always: bool = True,
+    gather: Callable[[Tensor], Tensor] = gather_with_gradient,
+) -> None:
+    """Defer this head's outputs in training."""
+    watch_torch()
+    extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
+
+
+def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The overlay of a head: its first call defers, a second one computes logits or the loss."""
+
+    def forward(
+        self: nn.Linear,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        recipe: Recipe | None = None,
+        is_wanted: bool = False,
+    ) -> Tensor:
+        words = _find_words(self)
+        if labels is None and not is_wanted:
+            dtype = get_compute_type(hidden)
+            if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
+                # Cast now: autocast may have ended when the logits are needed.
+                hidden = hidden.to(dtype)
+                head = Head(self, functools.partial(self, is_wanted=True), hidden)
+                width = self.out_features if words is None else words.length
+                return defer(head, hidden, width, dtype)
+            result: Tensor = cls.forward(self, hidden)
+            return result
+        weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
+        assert weight is not None
+        if words is not None:
+            hidden = copy_in(hidden, words.group)
+        if labels is None:
+            bias = None if bias is None else bias.to(hidden.dtype)
+            logits = functional.linear(hidden, weight.to(hidden.dtype), bias)
+            return logits if words is None else words.join(logits)
+        assert recipe is not None
+        recipe = dataclasses.replace(recipe, words=words)
+        region = find_fact(self, ContextRegion)
+        if region is None:
+            return sum_losses(hidden, weight, bias, labels, recipe)
+        hidden, labels = take_rows(hidden, labels, region)
+        return region.sum(sum_losses(hidden, weight, bias, labels, recipe))
+
+    return {"forward": forward}
+
+
+def _find_words(head: nn.Linear) -> VocabularySlice | None:
+    """This rank's slice of the vocabulary, if the head is split."""
+    if not isinstance(head, ColwiseGathered):
+        return None
+    split = get_fact(head, Split)
+    return VocabularySlice(split.group, split.length)
+
+
+def _read(
+    parameter: Tensor | None, words: VocabularySlice | None, gather: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    if parameter is None:
+        return None
+    whole = gather(parameter)
+    return whole if words is None else words.cut(whole)
+
+
+def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+    # A user's hook must see the head called once, with real outputs.
+    return is_trained and dtype in DTYPES and not find_watched({"head": head})
+
+
+def _pays(head: nn.Linear, hidden: Tensor) -> bool:
+    """Whether the logits would take more memory than the head's gradient, held in their place."""
+    return hidden.shape[:-1].numel() * 2 >= head.in_features

@@ -1,0 +1,59 @@
+"""Adapters under mixed precision: no casts that autocast would undo or repeat.
+
+Autocast rounds a matrix to 16 bits for every product, and keeps the rounded copy only of trained
+ones. A frozen matrix of a linear layer can be rounded once instead: half the memory, no work in the
+forward pass, and the same products. Embeddings and norms work in fp32 and stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.precision.precision import Precision
+from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.compat.transformers_models import is_conv1d
+from rapidformer.models.adapters import find_adapter
+
+
+def apply_lean_adapters(model: nn.Module, precision: Precision) -> None:
+    """Drop needless casts, and round frozen linear layers if the base model's files have them."""
+    adapter = find_adapter(model)
+    if precision.dtype is None or adapter is None:
+        return
+    for module in model.modules():
+        _keep_input(module)
+    if adapter.base is not None:
+        _round_frozen_weights(model, precision.dtype)
+
+
+def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the frozen parameters that only linear layers use."""
+    used_elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if not _is_linear(module)
+        for parameter in get_parameter_table(module).values()
+        if parameter is not None
+    }
+    for module in model.modules():
+        for parameter in get_parameter_table(module).values() if _is_linear(module) else ():
+            # A head may be tied to the embedding, which stays in full precision.
+            if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
+                continue
+            parameter.data = parameter.data.to(dtype)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or is_conv1d(type(module))
+
+
+def _keep_input(module: Any) -> None:
+    """Stop peft from casting inputs to fp32: without dropout, autocast just casts them back."""
+    dropouts = getattr(module, "lora_dropout", None)
+    if isinstance(dropouts, nn.ModuleDict) and all(
+        isinstance(dropout, nn.Identity) for dropout in dropouts.values()
+    ):
+        module.cast_input_dtype_enabled = False

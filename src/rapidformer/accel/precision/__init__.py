@@ -1,0 +1,1 @@
+"""``--mixed-precision``: autocast, and what the processor supports."""

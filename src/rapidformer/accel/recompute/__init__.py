@@ -1,0 +1,1 @@
+"""``--checkpoint-activations``: blocks computed again in the backward pass."""

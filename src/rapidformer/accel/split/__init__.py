@@ -1,0 +1,1 @@
+"""What tensor, context and pipeline parallelism share: values that are split over ranks."""

@@ -1,0 +1,218 @@
+"""Applies ``--dynamic-shape``: blocks compute on real tokens only.
+
+The model itself shows whether that is exact: a small batch must give the same logits and gradients
+with and without padding (``proof.py``). ``batches.py`` then decides for each batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.context.exchanged_attention import find_configs
+from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
+from rapidformer.accel.unpad.columns import choose_sides, widen
+from rapidformer.accel.unpad.fixed import Filling
+from rapidformer.accel.unpad.model import add_full_mask, extend_model
+from rapidformer.accel.unpad.padding_observer import PaddingObserver
+from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.sides import (
+    extend_sides,
+    find_biased,
+    find_stacks,
+    is_encoder_decoder,
+    read_sides,
+    restore_sides,
+    use_sides,
+)
+from rapidformer.accel.unpad.token_attention import register, use_rows
+from rapidformer.compat.torch_modules import uncompiled
+from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import LAYER_DROPS, ModelPlan
+from rapidformer.models.watched import find_requested, list_inner_modules
+from rapidformer.overlay import find_fact, put_fact
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Run the blocks on real tokens, if the model allows it."""
+    is_asked = assembly.args.dynamic_shape == "on"
+    obstacle = _find_obstacle(assembly) or apply_unpadding(
+        assembly.model,
+        assembly.plan,
+        assembly.precision.dtype,
+        is_compiled=assembly.args.compile,
+        is_asked=is_asked,
+    )
+    if obstacle is None:
+        return "blocks compute on real tokens only"
+    if is_asked:
+        raise ConfigurationError(f"--dynamic-shape on: {obstacle}. Leave the flag out.")
+    return None
+
+
+def _find_obstacle(assembly: Assembly) -> str | None:
+    """Why this run cannot be unpadded: its device or its other switches do not allow it."""
+    topology = assembly.topology
+    if assembly.device.type not in ("cpu", "cuda"):
+        return "it is implemented for CPUs and CUDA GPUs only"
+    if assembly.pipeline is not None or topology.tensor * topology.context > 1:
+        return "it does not work with tensor, pipeline or context parallelism yet"
+    if topology.expert > 1 or assembly.uses_deepspeed:
+        return "it does not work with expert parallelism or DeepSpeed yet"
+    if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
+        return "on a GPU, --compile needs flash attention, which works in 16 bits only"
+    if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
+        return "on a GPU, --compile needs flash attention, which takes no position bias"
+    is_default = assembly.args.dynamic_shape == "auto"
+    if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
+        return "on a GPU, it makes encoder-decoder models faster only with very large batches"
+    if assembly.deferred is not None:
+        return "the model has no weights yet, so results without padding cannot be checked"
+    return None
+
+
+def apply_unpadding(
+    model: nn.Module,
+    plan: ModelPlan,
+    dtype: torch.dtype | None = None,
+    *,
+    is_compiled: bool = False,
+    is_asked: bool = True,
+) -> str | None:
+    """Unpad the batches of a model; returns why not, in which case the model is unchanged.
+
+    ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
+    number of tokens is rounded up to one of a few. Unless the user has asked for the switch, the
+    loss must first be seen to ignore padding.
+    """
+    problem = _find_problem(model, plan)
+    if problem is not None:
+        return problem
+    restore = _extend_parts(model, plan)
+    plain = functools.partial(_call, model)
+    unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
+    with uncompiled(model.modules()):
+        difference = find_difference(model, plan, plain, unpadded, dtype)
+        packs = difference is None and shifts_labels(model)
+        packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
+    if difference is not None:
+        restore()
+        return f"{type(model).__name__} gives other results without padding ({difference})"
+    observer = PaddingObserver(is_trusted=is_asked)
+    put_fact(model, observer)
+    inner_modules = list_inner_modules(model, plan.blocks)
+    extend_model(model, inner_modules, observer, rounds_up=is_compiled, packs=packs)
+    return None
+
+
+def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
+    """Let attention, blocks and stacks run unpadded when asked to; returns how to undo it."""
+    configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
+    stacks = find_stacks(model) if is_encoder_decoder(model) else None
+    for config in configs:
+        set_attention(config, register())
+    extend_blocks(model, plan)
+    if stacks is not None:
+        extend_sides(model, *stacks)
+
+    def restore() -> None:
+        restore_blocks(model, plan)
+        if stacks is not None:
+            restore_sides(model, *stacks)
+        for config in configs:
+            set_attention(config, "sdpa")
+
+    return restore
+
+
+def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
+    """Find out whether padding may be added to a batch, up to one of a few sizes.
+
+    That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
+    unpadded gets rows of padding, an encoder-decoder model that runs padded columns on both sides.
+    """
+    is_unpadded = find_fact(model, PaddingObserver) is not None
+    if is_encoder_decoder(model):
+        if is_unpadded or _find_problem(model, plan) is not None:
+            return
+        filled = functools.partial(_call_widened, model)
+    elif is_unpadded:
+        filled = functools.partial(_call_filled, model)
+    else:
+        return
+    with uncompiled(model.modules()):
+        difference = find_difference(model, plan, functools.partial(_call, model), filled, dtype)
+    put_fact(model, Filling(is_exact=difference is None))
+
+
+def _find_problem(model: Any, plan: ModelPlan) -> str | None:
+    """Why a model cannot be unpadded, as far as its configuration shows."""
+    config = getattr(model, "config", None)
+    if config is None or not plan.blocks or not find_configs(model):
+        return f"{type(model).__name__} is not a transformers model with repeated blocks"
+    main_input = getattr(model, "main_input_name", "input_ids")
+    if main_input != "input_ids":
+        return f"{type(model).__name__} takes {main_input}, which are not tokens"
+    if "MultipleChoice" in type(model).__name__:
+        return f"{type(model).__name__} has several rows per sample, which is not supported yet"
+    if getattr(config, "model_type", "") == "encoder-decoder":
+        # Its decoder masks every label that equals the padding token, wherever it is.
+        return f"{type(model).__name__} derives its decoder's mask from the labels"
+    if is_encoder_decoder(model) and find_stacks(model) is None:
+        return f"{type(model).__name__} does not use both an encoder and a decoder"
+    if is_encoder_decoder(model) and model.get_output_embeddings() is None:
+        # Its decoder reads the input again, and its labels say nothing about padding.
+        return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
+    if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
+        return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
+    if any(getattr(config, name, 0) for name in LAYER_DROPS):
+        return "layerdrop skips blocks"
+    asked = find_requested(model, {})
+    if asked is not None:
+        return f"its configuration sets {asked}, whose result includes padding"
+    return None
+
+
+def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
+    # Not model(...): a user's hooks must not see a batch that is not theirs.
+    return model.forward(**batch)
+
+
+def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
+    """Run a small batch of ``proof.py`` without padding, or with packed examples apart."""
+    if "position_ids" in batch:
+        positions = batch["position_ids"]
+        rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
+        with use_rows(rows):
+            return _call(model, add_full_mask(batch))
+    if is_encoder_decoder(model):
+        sides = read_sides(batch, rounds_up=rounds_up)
+        assert sides is not None
+        with use_sides(sides):
+            return _call(model, batch)
+    mask = batch["attention_mask"]
+    with use_rows(Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)):
+        return _call(model, batch)
+
+
+def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
+    mask = batch["attention_mask"]
+    with use_rows(Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)):
+        return _call(model, batch)
+
+
+def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
+    columns = choose_sides(model, batch)
+    if not columns or columns["labels"].width == batch["labels"].shape[1]:
+        raise ModelError("its rows cannot be any longer")
+    outputs = _call(model, widen(batch, columns))
+    outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
+    return outputs

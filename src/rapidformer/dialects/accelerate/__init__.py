@@ -1,0 +1,1 @@
+"""``Accelerator`` of Hugging Face's Accelerate."""

@@ -1,0 +1,391 @@
+"""``Accelerator``: the engine in Accelerate's words, for a loop that stays the user's own.
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.backward(loss)
+
+Inside ``accumulate(model)``, the engine counts micro-batches and decides when an update is due.
+Outside it, ``optimizer.step()`` ends an update: the gradients of several ``backward`` calls add up,
+as in a plain loop, and the script divides the loss by their number itself.
+
+A prepared scheduler moves ``num_processes`` steps per update, as in Accelerate: scripts count its
+length before ``prepare`` divides the loader among the processes. A scheduler that is not prepared
+moves one step per call.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, RandomSampler
+
+from rapidformer.checkpoint.random_states import get_random_states, set_random_states
+from rapidformer.dialects.accelerate.gathering import gather_for_metrics, gather_nested
+from rapidformer.dialects.accelerate.saving import SavingVerbs
+from rapidformer.dialects.accelerate.settings import (
+    build_accelerator_settings,
+    list_trackers,
+    splits_batches,
+)
+from rapidformer.dialects.accelerate.tracking import BoardTracker, Trackers
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.engine.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from rapidformer.optim.takeover import take_over_scheduler
+
+_UNSEEDED = 67280421310721
+"""What torch's generator says of its seed in a process that nobody has seeded."""
+
+
+class DistributedType(enum.StrEnum):
+    """How the processes of a run divide the work, in Accelerate's words."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    TPU = "TPU"
+    XLA = "XLA"
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
+    rank = int(os.environ.get("RANK") or 0) if device_specific else 0
+    seed_everything(seed + rank, deterministic=deterministic)
+
+
+class _UnchangedRates(LRScheduler):
+    """The engine's schedule, which leaves the rates to the script's: its warm-up may have begun."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+class Accelerator(SavingVerbs):
+    """A ``RapidformerEngine`` that answers Accelerate's verbs."""
+
+    set_seed = staticmethod(set_seed)
+
+    def __init__(self, **arguments: Any) -> None:
+        settings = build_accelerator_settings(arguments)
+        seed = torch.initial_seed()
+        if seed != _UNSEEDED:
+            settings = settings.replace("set_seed()", seed=seed % 2**32)
+        device = torch.device("cpu")
+        states = get_random_states(device)
+        self.engine = RapidformerEngine(args=settings)
+        self.engine.warns_of_unused_settings = False
+        if seed != _UNSEEDED:
+            set_random_states(states, device)  # the script keeps its own random numbers
+        self.deepspeed_plugin = arguments.get("deepspeed_plugin")
+        # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
+        self._is_counting = self.deepspeed_plugin is not None and (
+            self.gradient_accumulation_steps > 1
+        )
+        self._models: list[nn.Module] = []
+        """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
+        self._optimizer: Optimizer | None = None
+        self._has_train_loader = False
+        self._schedulers: list[LRScheduler] = []
+        self._registered: list[Any] = []
+        self._settings = settings
+        self.split_batches = splits_batches(arguments)
+        names, trackers = list_trackers(arguments)
+        project, logs = arguments.get("project_dir", ""), arguments.get("logging_dir", "")
+        self.project_dir, self.logging_dir = project or None, logs or project or None
+        board = BoardTracker(project or logs, logs or project) if names else None
+        self._trackers = Trackers(board, trackers, is_main=self.is_main_process)
+
+    # ---- what this process is ------------------------------------------------------------------
+
+    @property
+    def state(self) -> Accelerator:
+        """The same facts: ``accelerator.state.num_processes`` and so on."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.deepspeed_plugin is not None:
+            return DistributedType.DEEPSPEED
+        if self.num_processes == 1:
+            return DistributedType.NO
+        if self.engine.args.zero_stage == 3:
+            return DistributedType.FSDP
+        is_gpu = self.device.type == "cuda"
+        return DistributedType.MULTI_GPU if is_gpu else DistributedType.MULTI_CPU
+
+    @property
+    def mixed_precision(self) -> str:
+        return self.engine.args.mixed_precision or "no"
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.engine.clock.rounds_per_update
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the last ``backward`` completed an update's gradient."""
+        return not self.engine.clock.is_accumulating
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was skipped because fp16 overflowed."""
+        return self.engine.clock.was_skipped
+
+    # ---- preparing -----------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Switch everything on; returned in the order given, one object by itself.
+
+        The model and the optimizer stay the objects they are, and may come in separate calls. A
+        model without parameters in the optimizer (a teacher) is put on the device as it is.
+        """
+        self._take_seed()
+        training = self._find_training_loader(objects)
+        prepared = [self._prepare_one(each, is_training=each is training) for each in objects]
+        self._compose()
+        for each in objects:
+            if isinstance(each, LRScheduler):
+                self._schedulers.append(each)
+                # A script whose batches are split counts the steps of the split loader.
+                moves = 1 if self.split_batches else self.engine.args.data_parallel_size
+                take_over_scheduler(each, self.engine.clock, moves=moves)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        self.prepare(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        self.prepare(optimizer)
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
+        self.prepare(scheduler)
+        return scheduler
+
+    def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
+        return self.prepare(data_loader)
+
+    def _take_seed(self) -> None:
+        """The order of the data and dropout follow the seed that the script has set last."""
+        seed = broadcast_object(torch.initial_seed() % 2**32)
+        self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
+
+    def _find_training_loader(self, objects: tuple[Any, ...]) -> Any:
+        loaders = [each for each in objects if isinstance(each, DataLoader)]
+        if self._has_train_loader or not loaders:
+            return None
+        shuffled = [each for each in loaders if isinstance(each.sampler, RandomSampler)]
+        # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
+        # still be the one to train on.
+        has_optimizer = any(isinstance(each, Optimizer) for each in (self._optimizer, *objects))
+        self._has_train_loader = bool(shuffled) or has_optimizer
+        return (shuffled or loaders)[0]
+
+    def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
+        if isinstance(each, DataLoader):
+            size = self._divide_batch_size(each)
+            return self.engine.adopt_loader(each, is_training=is_training, batch_size=size)
+        if isinstance(each, nn.Module):
+            if each not in self._models:
+                self._models.append(each.to(self.device))
+        elif isinstance(each, Optimizer):
+            if self._optimizer not in (None, each):
+                raise RapidformerError(
+                    "an Accelerator has one optimizer: give it all the parameters, in groups of "
+                    "their own where their settings differ, or make an Accelerator for each model."
+                )
+            self._optimizer = each
+        return each
+
+    def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
+        if not self.split_batches or loader.batch_size is None:
+            return None
+        replicas = self.engine.args.data_parallel_size
+        if loader.batch_size % replicas:
+            raise RapidformerError(
+                f"split_batches: the DataLoader's batch_size {loader.batch_size} must be a "
+                f"multiple of the {replicas} processes that divide it."
+            )
+        return loader.batch_size // replicas
+
+    def _compose(self) -> None:
+        if self._optimizer is None or not self._models:
+            return
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if self.engine.model is not None:
+            held |= {id(p) for p in self.engine.parameters}
+        trained = [m for m in self._models if any(id(p) in held for p in m.parameters())]
+        if self.engine.model is not None and trained == [self.engine.model]:
+            return
+        if not trained and len(self._models) > 1:
+            return  # the optimizer's model may come in a later call
+        if len(trained) > 1:
+            raise RapidformerError(
+                f"an Accelerator trains one model, and the optimizer holds parameters of "
+                f"{len(trained)}: put several into one nn.Module, or make an Accelerator for each."
+            )
+        model = trained[0] if trained else self._models[0]
+        self.engine.compose(model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer))
+
+    # ---- the loop's verbs ----------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
+        if self.engine.model is None:
+            raise RapidformerError("backward(): call accelerator.prepare(model, optimizer) first.")
+        if self._is_counting:
+            self.engine.backward(loss)
+            return
+        # Not the model's own list: between forward and backward, sharded weights are whole there.
+        clock, parameters = self.engine.clock, self.engine.parameters
+        if clock.is_unused and clock.keeper is not None:
+            raise RapidformerError(
+                "a DeepSpeed file counts the micro-batches of an update itself: say "
+                "gradient_accumulation_steps in the file, and call optimizer.step() after every "
+                "backward()."
+            )
+        earlier = clock.set_aside(parameters) if clock.is_unused else []
+        steps = self.gradient_accumulation_steps
+        with self.engine.accumulate(is_last=True):
+            self.engine.backward(loss / steps if steps > 1 else loss)
+        if earlier:
+            clock.add_to_finished(parameters, earlier)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Count micro-batches: ``optimizer.step()`` waits until an update is due."""
+        before, self._is_counting = self._is_counting, True
+        try:
+            yield
+        finally:
+            self._is_counting = before
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Nothing to do: gradients are the same whenever processes exchange them."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Clip the update's gradient; returns its norm before, None while it is not complete."""
+        if norm_type != 2:
+            raise RapidformerError(f"clip_grad_norm_(norm_type={norm_type}): only 2 is supported.")
+        return self.engine.clip_grad_norm(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every number of the update's gradient; nothing while it is not complete."""
+        if self.engine.parallelized.deepspeed is not None:
+            raise RapidformerError(
+                "clip_grad_value_(): DeepSpeed keeps the gradients to itself. Use clip_grad_norm_, "
+                "or zero_stage without a DeepSpeed file."
+            )
+        if self.sync_gradients:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: a finished gradient is not scaled."""
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything prepared; the script must drop its own references, as in Accelerate.
+
+        ``model, optimizer = accelerator.free_memory(model, optimizer)`` does both.
+        """
+        self._models, self._optimizer, self._has_train_loader = [], None, False
+        self._schedulers = []
+        states = get_random_states(torch.device("cpu"))
+        self.engine = RapidformerEngine(args=self._settings)
+        self.engine.warns_of_unused_settings = False
+        set_random_states(states, torch.device("cpu"))
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the run, for what is computed outside the model."""
+        return self.engine.precision.autocast(self.device)
+
+    # ---- between processes ---------------------------------------------------------------------
+
+    def gather(self, values: Any) -> Any:
+        """Every process's rows, each example of the data once; also of nested lists and dicts."""
+        return gather_nested(self.engine, values)
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
+        return gather_for_metrics(self.engine, values, use_gather_object)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean of a tensor over the processes."""
+        if reduction not in ("sum", "mean", "none"):
+            raise RapidformerError(f"reduce(): sum, mean or none, not {reduction!r}.")
+        if reduction == "none":
+            return tensor
+        total = sum_over_rows(tensor.detach().clone(), self.engine.topology) * scale
+        return total / self.engine.args.data_parallel_size if reduction == "mean" else total
+
+    def pad_across_processes(
+        self, tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> torch.Tensor:
+        """The tensor padded along a dimension to the longest of any process."""
+        size = max(gather_from_all(tensor.shape[dim]))
+        missing = list(tensor.shape)
+        missing[dim] = size - tensor.shape[dim]
+        filler = tensor.new_full(missing, pad_index)
+        return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
+
+    # ---- tracking ------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
+        self._trackers.start(project_name, config or {})
+
+    @property
+    def trackers(self) -> list[Any]:
+        """Those that ``init_trackers`` has started."""
+        return self._trackers.started
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name, or (``unwrap``) what it writes with: TensorBoard's SummaryWriter."""
+        return self._trackers.get(name, unwrap=unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Pass numbers to the trackers; most write on the main process only."""
+        self._trackers.log(values, step, log_kwargs or {})
+
+    def end_training(self) -> None:
+        """Close the logs and leave the other processes; the last call of a script."""
+        self._trackers.close()
+        self.engine.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator(distributed_type={self.distributed_type}, "
+            f"num_processes={self.num_processes}, process_index={self.process_index}, "
+            f"device={self.device}, mixed_precision={self.mixed_precision})"
+        )

@@ -1,0 +1,131 @@
+"""Accelerate's settings as ours: the file that ``accelerate config`` writes, and its plugins.
+
+The tables in ``accelerate_names.py`` say what each name becomes; here are only the names whose
+value must be translated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, DEEPSPEED_PLUGIN
+from rapidformer.dialects.foreign_names import ForeignName
+
+Values = dict[str, Any]
+_PRECISIONS = ("fp16", "bf16")
+
+
+def is_accelerate_file(content: Mapping[str, Any]) -> bool:
+    """Whether the keys of a YAML file are Accelerate's."""
+    return "compute_environment" in content or "distributed_type" in content
+
+
+def translate_file(content: Mapping[str, Any], path: str, problems: list[str]) -> Values:
+    """The settings that the file means."""
+    given = {name: value for name, value in content.items() if value not in (None, {}, "")}
+    _check(given, ACCELERATE_FILE, path, problems)
+    values = _copy_mapped(given, ACCELERATE_FILE)
+    values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
+    values |= _translate_place(given, path, problems)
+    deepspeed = given.get("deepspeed_config")
+    if isinstance(deepspeed, Mapping):
+        values |= translate_deepspeed(
+            _rename_deepspeed(deepspeed), f"deepspeed_config in {path}", problems
+        )
+    if given.get("distributed_type") == "FSDP" or "fsdp_config" in given:
+        values |= _translate_fsdp(given.get("fsdp_config") or {})
+    return values
+
+
+def translate_precision(mixed: Any, fp16: Any, problems: list[str]) -> Values:
+    """``mixed_precision`` and its older spelling, ``fp16``."""
+    word = str(getattr(mixed, "value", mixed)).lower() if mixed is not None else None
+    if word in ("false", "no"):  # YAML reads a bare `no` as false
+        word = "no"
+    if word not in (None, "no", *_PRECISIONS):
+        problems.append(f'mixed_precision must be "no", "fp16" or "bf16", got {mixed!r}.')
+    if fp16 and word not in (None, "fp16"):
+        problems.append(f"fp16=True and mixed_precision={mixed!r} say different things.")
+    kind = "fp16" if fp16 else word
+    return {"mixed_precision": kind} if kind in _PRECISIONS else {}
+
+
+def translate_deepspeed(given: Mapping[str, Any], where: str, problems: list[str]) -> Values:
+    """The arguments of a ``DeepSpeedPlugin``."""
+    _check(given, DEEPSPEED_PLUGIN, where, problems)
+    if given.get("hf_ds_config"):
+        return {"deepspeed": str(given["hf_ds_config"])}
+    values = {
+        name: value
+        for name, value in _copy_mapped(given, DEEPSPEED_PLUGIN).items()
+        if value not in (None, "auto")
+    }
+    stage = int(given.get("zero_stage") or 0)
+    if stage not in range(4):
+        problems.append(f"{where}: zero_stage must be 0 to 3, got {stage}.")
+    elif stage:
+        values[f"zero_{stage}_memory_optimization"] = True
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        device = str(given.get(name) or "none")
+        if device not in ("cpu", "none"):
+            problems.append(f"{where}: {name} must be cpu or none, got {device}.")
+        elif device == "cpu":
+            values["cpu_offload"] = True
+    return values
+
+
+def _translate_place(given: Mapping[str, Any], path: str, problems: list[str]) -> Values:
+    kind = str(given.get("distributed_type", "NO")).upper()
+    environment = given.get("compute_environment", "LOCAL_MACHINE")
+    if environment != "LOCAL_MACHINE":
+        problems.append(f"{path}: compute_environment must be LOCAL_MACHINE, got {environment}.")
+    if kind in ("TPU", "XLA", "MEGATRON_LM"):
+        problems.append(f"{path}: distributed_type {kind} is not supported.")
+    machines, processes = int(given.get("num_machines", 1)), int(given.get("num_processes", 1))
+    if machines < 1 or processes % machines:
+        problems.append(
+            f"{path}: num_processes {processes} is not a multiple of num_machines {machines}."
+        )
+        return {}
+    values: Values = {"nproc_per_node": processes // machines}
+    if kind == "MULTI_CPU" or given.get("use_cpu"):
+        values["device"] = "cpu"
+    if machines == 1:
+        values |= {"nnodes": 1, "node_rank": 0}
+    return values
+
+
+def _translate_fsdp(config: Mapping[str, Any]) -> Values:
+    strategy = str(config.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    reshards = str(config.get("fsdp_reshard_after_forward", "true")).lower()
+    is_stage_2 = strategy in ("SHARD_GRAD_OP", "2") or reshards in ("false", "shard_grad_op")
+    values: Values = {f"zero_{2 if is_stage_2 else 3}_memory_optimization": True}
+    if config.get("fsdp_offload_params"):
+        values["cpu_offload"] = True
+    return values
+
+
+def _rename_deepspeed(config: Mapping[str, Any]) -> Values:
+    """The file calls a DeepSpeed file by another name than the plugin does."""
+    renamed = {"deepspeed_config_file": "hf_ds_config"}
+    return {renamed.get(name, name): value for name, value in config.items()}
+
+
+def _copy_mapped(given: Mapping[str, Any], table: Mapping[str, ForeignName]) -> Values:
+    return {
+        row.setting: given[name]
+        for name, row in table.items()
+        if row.outcome == "mapped" and name in given
+    }
+
+
+def _check(
+    given: Mapping[str, Any], table: Mapping[str, ForeignName], where: str, problems: list[str]
+) -> None:
+    for name in given:
+        row = table.get(name)
+        if row is None:
+            problems.append(f"{where}: {name} is not supported.")
+        elif row.outcome == "refused" and given[name]:
+            problems.append(f"{where}: {name} is not supported: {row.note}.")

@@ -1,0 +1,192 @@
+"""From the arguments of ``Accelerator(...)`` to the ``Settings`` of a run.
+
+Neither the command line nor the environment of Accelerate is read: a script's flags are its own.
+Flags of ``rapidformer launch`` apply if the constructor is not given the same setting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
+from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
+from rapidformer.dialects.accelerate.names import ACCELERATOR
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
+
+_SOURCE = "Accelerator"
+_OF_PLUGIN = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "zero_optimization", "gradient_clipping", "stage", "offload_optimizer", "offload_param",
+    "stage3_gather_16bit_weights_on_model_save",
+}  # fmt: skip
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Accelerate's words for ZeRO: a stage, or a DeepSpeed file (its path or its content)."""
+
+    hf_ds_config: str | Path | dict[str, Any] | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int = 2
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+
+
+def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
+    """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
+    problems: list[str] = []
+    _check_names(given, problems)
+    _check_trackers(given, problems)
+    values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
+    values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
+    if given.get("cpu"):
+        values["device"] = "cpu"
+    if given.get("dynamo_backend"):
+        values |= {"compile": True, "compile_backend": str(given["dynamo_backend"]).lower()}
+    if (plugin := given.get("fsdp_plugin")) is not None:
+        values["zero_3_memory_optimization"] = True
+        if getattr(plugin, "cpu_offload", None):
+            values["cpu_offload"] = True
+    if (plugin := given.get("deepspeed_plugin")) is not None:
+        values |= translate_deepspeed(_read_plugin(plugin), "DeepSpeedPlugin", problems)
+    values |= _choose_accumulation(given, values, problems)
+    settings = None
+    try:
+        if _is_clipped_by_file(values):
+            del values["clip_grad"]
+        settings = arguments_from_mapping(values, source=_SOURCE)
+    except ConfigurationError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigurationError(problems)
+    assert settings is not None
+    return _add_launched(settings, set(values) - {"clip_grad"})
+
+
+def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
+    path = values.get("deepspeed")
+    return (
+        path is not None and find_value(load_deepspeed_file(path), "gradient_clipping") is not None
+    )
+
+
+def _add_launched(settings: Settings, given: set[str]) -> Settings:
+    launched = parse_arguments([])
+    flags = {name: getattr(launched, name) for name in launched.sources if name not in given}
+    return settings.replace("command line", **flags)
+
+
+def _read_plugin(plugin: Any) -> dict[str, Any]:
+    """The values of a plugin that differ from its defaults; Accelerate's own class may be given."""
+    ours = {field.name: field.default for field in dataclasses.fields(DeepSpeedPlugin)}
+    values: dict[str, Any] = {
+        name: getattr(plugin, name, default) for name, default in ours.items()
+    }
+    content = values["hf_ds_config"]
+    if hasattr(content, "config"):  # transformers' or Accelerate's HfDeepSpeedConfig
+        content = {k: v for k, v in content.config.items() if v != float("inf")}
+        values["hf_ds_config"] = None if _repeats_plugin(content) else content
+    changed = {name: value for name, value in values.items() if value != ours[name]}
+    if isinstance(content := changed.get("hf_ds_config"), dict):
+        changed["hf_ds_config"] = _write_for_this_process(content)
+    return {"zero_stage": values["zero_stage"], **changed}
+
+
+def _repeats_plugin(content: Mapping[str, Any]) -> bool:
+    """Whether it holds only what Accelerate writes there from the plugin's other arguments."""
+    zero = content.get("zero_optimization")
+    return set(content) <= _OF_PLUGIN and isinstance(zero, dict) and set(zero) <= _OF_PLUGIN
+
+
+def _write_for_this_process(content: dict[str, Any]) -> str:
+    """A file with the content, for as long as the process runs: DeepSpeed's settings are a path."""
+    try:
+        text = json.dumps(content)
+    except (TypeError, ValueError) as reason:
+        raise ConfigurationError(
+            f"DeepSpeedPlugin(hf_ds_config={{...}}) must be what JSON can hold: {reason}."
+        ) from None
+    folder = Path(tempfile.mkdtemp(prefix="rapidformer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "hf_ds_config.json"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _choose_accumulation(
+    given: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """One number, though three places may say it."""
+    plugin = given.get("gradient_accumulation_plugin")
+    said = {
+        "Accelerator(gradient_accumulation_steps=...)": given.get("gradient_accumulation_steps"),
+        "gradient_accumulation_plugin": getattr(plugin, "num_steps", None),
+        "deepspeed_plugin": values.get("gradient_accumulation_steps"),
+    }
+    numbers: dict[str, int] = {}
+    for where, number in said.items():
+        if number is not None and (not str(number).isdecimal() or int(number) < 1):
+            problems.append(f"{where} must be a whole number of at least 1, got {number!r}.")
+        elif number not in (None, 1):
+            numbers[where] = int(number)
+    if len(set(numbers.values())) > 1:
+        listed = ", ".join(f"{where} says {number}" for where, number in numbers.items())
+        problems.append(f"gradient accumulation: {listed}.")
+    if "deepspeed" in values and not numbers:
+        return {}  # the DeepSpeed file says it
+    return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
+
+
+def splits_batches(given: Mapping[str, Any]) -> bool:
+    """Whether a DataLoader's ``batch_size`` counts the rows of all processes."""
+    config = given.get("dataloader_config")
+    return bool(given.get("split_batches") or getattr(config, "split_batches", False))
+
+
+def list_trackers(given: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """What ``log_with`` asks for: names, and tracker objects of the user's own."""
+    wanted = given.get("log_with") or []
+    each = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+    objects = [one for one in each if hasattr(one, "store_init_configuration")]
+    names = [str(getattr(one, "value", one)).lower() for one in each if one not in objects]
+    return names, objects
+
+
+def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
+    names, _ = list_trackers(given)
+    unknown = [name for name in names if name not in ("all", "tensorboard")]
+    if unknown:
+        problems.append(
+            f'Accelerator(log_with={", ".join(unknown)}) is not supported: use "tensorboard", a '
+            "tracker object (a subclass of accelerate.tracking.GeneralTracker), or write to your "
+            "tracker yourself, if accelerator.is_main_process."
+        )
+    if names and not (given.get("project_dir") or given.get("logging_dir")):
+        problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
+
+
+def _check_names(given: Mapping[str, Any], problems: list[str]) -> None:
+    for name, value in given.items():
+        row = ACCELERATOR.get(name)
+        if row is None:
+            problems.append(f"Accelerator has no argument {name!r}.")
+        elif value is None or (name == "step_scheduler_with_optimizer" and value):
+            continue
+        elif row.outcome == "refused" and (value or name == "step_scheduler_with_optimizer"):
+            problems.append(f"Accelerator({name}={value!r}) is not supported: {row.note}.")
+        elif row.outcome == "ignored":
+            warn_once(f"Accelerator({name}=...) has no effect: {row.note}.")

@@ -1,0 +1,1 @@
+"""FlagAI's ``Trainer``."""

@@ -1,0 +1,288 @@
+"""FlagAI's trainer on the one loop.
+
+    class MyTrainer(Trainer):
+        def forward_step(self, data, model, mems): ...   # a dict with `loss` (and `logits`)
+
+    trainer = MyTrainer(env_type="pytorchDDP", epochs=1, batch_size=4, num_gpus=2,
+                        training_script=__file__)
+    trainer.train(model, train_dataset=..., valid_dataset=..., collate_fn=...)
+
+Making the trainer starts the other processes (``self_launch.py``); the model and the data come with
+``train``, and the engine with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import EvalLoopOutput
+
+from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.config import Settings
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.dialects.flagai import settings as flagai_settings
+from rapidformer.dialects.flagai.metrics import MetricMethod, compute_methods
+from rapidformer.dialects.flagai.self_launch import launch_self
+from rapidformer.dialects.huggingface.arguments import TrainingArguments
+from rapidformer.dialects.huggingface.bridge import TrainerTemplate
+from rapidformer.dialects.huggingface.callbacks import build_state
+from rapidformer.dialects.huggingface.trainer import Inputs, Metrics, Trainer
+from rapidformer.dialects.huggingface.weights import load_weights
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import configure_logging, warn_once
+
+# What FlagAI strips from a batch before the model sees it.
+_NOT_INPUTS = ("uid", "meta", "mode")
+_SAVED_BEST = "saved_best"
+
+
+class BestScore(TrainerCallback, ExportableState):
+    """The best score so far and how often there was a new one; checkpoints hold both."""
+
+    def __init__(self, worst: float) -> None:
+        self._worst = worst
+        self.score: Any = worst
+        self.times = 0
+
+    def state(self) -> dict[str, Any]:
+        attributes = {"times": self.times}
+        try:
+            json.dumps(self.score)
+            attributes["score"] = self.score
+        except TypeError:
+            warn_once(
+                f"save_best returns a {type(self.score).__name__}, which a checkpoint cannot hold: "
+                "a resumed run starts without a best score. Return a number."
+            )
+        return {"args": {"worst": self._worst}, "attributes": attributes}
+
+
+class FlagAITrainer(Trainer):
+    """``env_type`` chooses the back end; ``forward_step`` is the one method to override."""
+
+    def _set_up(self, **named: Any) -> None:  # type: ignore[override]
+        configure_logging()
+        self.values = flagai_settings.complete(named)
+        self._given = set(named)
+        values = self.values
+        self.env_type: str = values["env_type"]
+        if self.env_type != "pytorch":
+            launch_self(
+                str(values["training_script"]),
+                processes=int(values["num_gpus"]),
+                nodes=int(values["num_nodes"]),
+                hostfile=values["hostfile"],
+                master_addr=values["master_ip"],
+                master_port=values["master_port"],
+            )
+        elif str(values["pytorch_device"]).startswith("cuda:"):
+            _choose_gpu(str(values["pytorch_device"]))
+        flagai_settings.report_unused(values, self._given)
+        seed_everything(int(values["seed"]), deterministic=False)
+        for name in ("epochs", "batch_size", "lr", "experiment_name", "save_dir", "tokenizer"):
+            setattr(self, name, values[name])
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def forward_step(self, data: Inputs, model: nn.Module, mems: Any = None) -> dict[str, Any]:
+        """A dictionary with the ``loss``, and ``logits`` for metrics."""
+        outputs: Any = model(**data)
+        return dict(outputs)
+
+    def train(  # type: ignore[override]
+        self,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        metric_methods: list[MetricMethod] | None = None,
+        collate_fn: Any = None,
+        find_unused_parameters: bool = True,
+    ) -> None:
+        """Train and evaluate; ``epochs=0`` evaluates only."""
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(
+                f"train() needs the model first, got {type(model).__name__}: "
+                "trainer.train(model, train_dataset=..., collate_fn=...)."
+            )
+        self._take(model, train_dataset, valid_dataset, collate_fn, metric_methods)
+        self._given_optimizers = (optimizer, lr_scheduler)
+        self._load_given_weights()
+        if not self.values["epochs"]:
+            if valid_dataset is not None:
+                self.evaluate()
+            return
+        self._engine = self._build_engine(self.build_settings())
+        self.state = build_state(self)
+        self._run(TrainerTemplate(self, self._engine))
+
+    def _take(self, model: nn.Module, train: Any, valid: Any, collate: Any, methods: Any) -> None:
+        """What Hugging Face's constructor is given comes with ``train`` here."""
+        values = self.values
+        self.model, self.model_init, self._engine = model, None, None
+        self.train_dataset, self.eval_dataset = train, valid
+        self.metric_methods = list(methods or [])
+        # As in FlagAI: with metrics, `save_best` maximizes.
+        self._best = BestScore(float("-inf" if self.metric_methods else "inf"))
+        self.args = TrainingArguments(
+            str(values["save_dir"] or "."),
+            seed=int(values["seed"]),
+            per_device_train_batch_size=int(values["batch_size"]),
+            per_device_eval_batch_size=int(values["batch_size"]),
+            remove_unused_columns=False,
+            metric_for_best_model=_SAVED_BEST if values["save_best"] else "loss",
+            eval_do_concat_batches=False,
+            restore_callback_states_from_checkpoint=True,
+        )
+        self.processing_class = values["tokenizer"]
+        self.data_collator = collate
+        self.compute_loss_func = self.compute_metrics = self.preprocess_logits_for_metrics = None
+        self._given_optimizers = (None, None)
+        self._optimizer_class = None
+        self._start_records([self._best])
+
+    def build_settings(self) -> Settings:
+        """The arguments as the settings of a run."""
+        settings = flagai_settings.build_settings(self.values, self._given)
+        settings = settings.replace(
+            "derived: save_best", metric_for_best_model=self.args.metric_for_best_model
+        )
+        if self._resumes():
+            settings = settings.replace("load_dir", load=str(self.values["load_dir"]))
+        return settings
+
+    def _resumes(self) -> bool:
+        """Whether the run continues a checkpoint; otherwise ``load_dir`` gives weights alone."""
+        values = self.values
+        return bool(
+            values["load_dir"]
+            and values["load_optim"]
+            and values["epochs"]
+            and find_checkpoint(Path(values["load_dir"]))
+        )
+
+    def _load_given_weights(self) -> None:
+        """The weights in ``load_dir``, for a run that starts at step 0."""
+        values = self.values
+        folder = values["load_dir"]
+        if folder is None or self._resumes():
+            return
+        trains, exists = bool(values["epochs"]), Path(folder).is_dir()
+        if trains and not exists and not values["load_optim"]:
+            warn_once(f"load_dir={folder!r} does not exist: training starts from the model given.")
+            return
+        load_weights(self.model, Path(folder), best=values["load_type"] != "latest")
+        if trains and values["load_optim"]:
+            warn_once(f"load_dir={folder!r} holds no checkpoint: the optimizer starts fresh.")
+
+    def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return self._get_loss(self._forward(model, batch))
+
+    def _forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        data = batch
+        if isinstance(batch, Mapping):
+            data = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
+        found = self.forward_step(data, model, None)
+        if not isinstance(found, Mapping) or "loss" not in found:
+            raise RapidformerError(
+                "forward_step must return a dictionary with 'loss', got "
+                f"{', '.join(found) if isinstance(found, Mapping) else type(found).__name__}."
+            )
+        return found
+
+    def _get_loss(self, found: Mapping[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = found["loss"]
+        return loss.mean() if loss.dim() else loss
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    def get_dataloader(self, dataset: Any, collate_fn: Any = None, shuffle: bool = False) -> Any:
+        """A loader for this rank's part of the data; a ready ``DataLoader`` stays as it is."""
+        if isinstance(dataset, (DataLoader, DistributedLoader)):
+            return dataset
+        return self.engine.build_data_loader(
+            dataset, collate_fn, shuffle=shuffle, is_training=shuffle
+        )
+
+    def get_train_dataloader(self) -> Any:
+        if self.train_dataset is None:
+            raise ConfigurationError("train() needs train_dataset=..., or epochs=0 to evaluate.")
+        return self.get_dataloader(self.train_dataset, self.data_collator, shuffle=True)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        return self.get_dataloader(dataset, self.data_collator)
+
+    def _can_train(self) -> bool:
+        return self.train_dataset is not None and bool(self.values["epochs"])
+
+    # ---- evaluating ----------------------------------------------------------------------------
+
+    def evaluate(  # type: ignore[override]
+        self,
+        data_loader: Any = None,
+        model: nn.Module | None = None,
+        forward_step_func: Any = None,
+        verbose: bool = False,
+    ) -> Metrics:
+        """The loss and every metric, by their own names."""
+        if model is not None and model is not getattr(self, "model", None):
+            self._take(model, None, data_loader, None, getattr(self, "metric_methods", []))
+        if forward_step_func is not None:
+            self.forward_step = forward_step_func  # type: ignore[method-assign]
+        loader = self.get_eval_dataloader(data_loader)
+        output = self.evaluation_loop(
+            loader, "Evaluation", prediction_loss_only=not self.metric_methods
+        )
+        metrics = self._name_metrics(output)
+        self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
+        self._log_line({f"eval_{name}": value for name, value in metrics.items()}, "validation")
+        return metrics
+
+    def _name_metrics(self, output: EvalLoopOutput) -> Metrics:
+        found = compute_methods(
+            self.metric_methods, output.predictions, output.label_ids, self.values["tokenizer"]
+        )
+        return {**found, "loss": (output.metrics or {}).get("eval_loss", float("nan"))}
+
+    def evaluate_in_training(self) -> Metrics:
+        metrics = self.evaluate()
+        if self.values["save_best"] is None:
+            return metrics
+        best = self._best
+        score = self.values["save_best"](best.score, metrics)
+        best.times += score != best.score
+        best.score = score
+        return {**metrics, _SAVED_BEST: float(best.times)}
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        found = self._forward(model, inputs)
+        loss = self._get_loss(found).detach()
+        labels = inputs.get("labels", inputs.get("target_ids"))
+        if prediction_loss_only or found.get("logits") is None or labels is None:
+            return loss, None, None
+        return loss, found["logits"].argmax(-1), labels
+
+
+def _choose_gpu(device: str) -> None:
+    """``cuda:1``: the one GPU that this process sees."""
+    number = device.partition(":")[2]
+    if number != "0" and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", number)

@@ -1,0 +1,1 @@
+"""``Trainer`` and ``TrainingArguments`` of Hugging Face's transformers."""

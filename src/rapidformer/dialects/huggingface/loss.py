@@ -1,0 +1,124 @@
+"""The loss of a micro-batch, in the ways in which users' code gives it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.dialects.accelerate.gathering import gather_for_metrics, gather_nested
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import RapidformerError
+from rapidformer.models.own_loss import shifts_labels
+
+_IGNORED = -100
+
+
+def get_loss(outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that a model has computed itself: its first output."""
+    if isinstance(outputs, Mapping) and "loss" not in outputs:
+        raise RapidformerError(
+            f"the model returned no loss, only {', '.join(outputs)}. It was given "
+            f"{', '.join(inputs)}: add labels to the data, pass compute_loss_func=, or override "
+            "compute_loss."
+        )
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss
+
+
+def count_labels(model: nn.Module, inputs: Any) -> torch.Tensor | None:
+    """Labels of a micro-batch, counted on the device; None where there are none."""
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if labels.is_floating_point():
+        return torch.full((), len(labels), device=labels.device)
+    counted = labels[..., 1:] if shifts_labels(model) and labels.dim() > 1 else labels
+    return counted.ne(_IGNORED).sum()
+
+
+def call_with_count(function: Callable[..., Any], *arguments: Any, count: Any) -> Any:
+    """Call a user's method with the number of labels, if it takes that: older ones do not."""
+    if _takes_count(function):
+        return function(*arguments, num_items_in_batch=count)
+    return function(*arguments)
+
+
+def _takes_count(function: Callable[..., Any]) -> bool:
+    # The cache must not keep a bound method, and so a trainer and its model, alive.
+    if isinstance(function, functools.partial):
+        function = function.func
+    return _find_count(getattr(function, "__func__", function))
+
+
+@functools.cache
+def _find_count(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_any or "num_items_in_batch" in parameters
+
+
+class TrainerAccelerator:
+    """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self._engine = engine
+        self._losses: list[torch.Tensor] = []
+
+    def backward(self, loss: torch.Tensor, **settings: Any) -> None:
+        """Back-propagate now, weighted by the labels of the micro-batch; several add up.
+
+        The backward passes of a pipeline belong to its schedule, which runs them later.
+        """
+        loss = loss.mean() if loss.dim() else loss
+        self._losses.append(loss.detach())
+        if self._engine.parallelized.pipeline is None:
+            self._engine.backward_within(loss)
+        else:
+            self._losses[-1] = loss
+
+    def take(self, returned: torch.Tensor) -> torch.Tensor:
+        """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
+        losses, self._losses = self._losses, []
+        is_loss = isinstance(returned, torch.Tensor)
+        if losses and self._engine.parallelized.pipeline is None and is_loss:
+            return returned.detach().mean()
+        if losses:
+            return torch.stack(losses).sum()
+        if not is_loss or not returned.requires_grad:
+            raise RapidformerError(
+                "training_step must return the loss with its graph, or call "
+                "self.accelerator.backward(loss): loss.backward() would bypass accumulation and "
+                "the other processes."
+            )
+        return returned.mean() if returned.dim() else returned
+
+    @property
+    def is_main_process(self) -> bool:
+        return self._engine.is_main
+
+    @property
+    def num_processes(self) -> int:
+        return self._engine.args.world_size
+
+    def wait_for_everyone(self) -> None:
+        self._engine.wait_for_all()
+
+    def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
+        """The model: nothing is ever wrapped."""
+        return model
+
+    def gather(self, values: Any) -> Any:
+        """Every process's rows, each example of the data once; also of nested lists and dicts."""
+        return gather_nested(self._engine, values)
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
+        return gather_for_metrics(self._engine, values, use_gather_object)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -1,0 +1,161 @@
+"""What a trainer leaves behind: models, its state, metrics, a card, a push to the Hub."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.dialects.huggingface.interface import TrainerInterface
+from rapidformer.dist.collectives import wait_for_all
+from rapidformer.log import get_logger
+from rapidformer.strict_json import format_json
+
+if TYPE_CHECKING:
+    from rapidformer.dialects.huggingface.callbacks import Callback, CallbackList
+
+STATE_FILE = "trainer_state.json"
+
+
+class RunRecords(TrainerInterface):
+    """The part of ``Trainer`` that writes."""
+
+    callbacks: CallbackList
+
+    # ---- callbacks and logs --------------------------------------------------------------------
+
+    @property
+    def callback_handler(self) -> CallbackList:
+        """transformers' name for the list of callbacks."""
+        return self.callbacks
+
+    def add_callback(self, callback: Callback) -> None:
+        """Add one of transformers' callbacks, or its class."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Callback) -> Any:
+        """Take a callback out and return it."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Callback) -> None:
+        self.callbacks.pop(callback)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Keep numbers in the history of the run and tell the callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.callbacks.call("on_log", logs=logs)
+
+    def is_world_process_zero(self) -> bool:
+        return self.args.process_index == 0
+
+    def is_local_process_zero(self) -> bool:
+        return self.args.local_process_index == 0
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model and its tokenizer as a folder that ``from_pretrained`` loads.
+
+        Every process must call it: split weights are joined.
+        """
+        folder = Path(output_dir or self.args.output_dir or ".")
+        self.engine.export_into(folder, self.processing_class)
+        if self.is_world_process_zero():
+            (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+        wait_for_all()
+
+    def save_state(self) -> None:
+        """Save the history of the run as transformers does, in ``trainer_state.json``."""
+        if self.is_world_process_zero():
+            folder = Path(self.args.output_dir or ".")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(folder / STATE_FILE))
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics as a table."""
+        if not self.is_world_process_zero():
+            return
+        width = max((len(name) for name in metrics), default=0)
+        lines = [f"***** {split} metrics *****"]
+        for name in sorted(metrics):
+            value = metrics[name]
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            lines.append(f"  {name:<{width}} = {text:>10}")
+        print("\n".join(lines))
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write ``<split>_results.json``, and add to ``all_results.json``."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / f"{split}_results.json", metrics)
+        if combined:
+            path = folder / "all_results.json"
+            before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            _write_json(path, {**before, **metrics})
+
+    def create_model_card(self, **details: Any) -> None:
+        """Write a short ``README.md`` next to the model: what it is, and its last numbers."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        name = details.get("model_name") or folder.resolve().name
+        lines = [f"# {name}", "", f"{type(self.model).__name__}, trained with rapidformer.", ""]
+        facts = {key: value for key, value in details.items() if value}
+        lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in facts.items()]
+        numbers = [line for line in self.state.log_history if any("eval_" in k for k in line)]
+        if numbers:
+            lines += ["", "| metric | value |", "|---|---|"]
+            lines += [f"| {k} | {v} |" for k, v in numbers[-1].items() if k.startswith("eval_")]
+        (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def push_to_hub(
+        self, commit_message: str | None = "End of training", blocking: bool = True, **details: Any
+    ) -> Any:
+        """Save the model and upload the output folder's model files to the Hub."""
+        self.save_model()
+        self.create_model_card(**{k: v for k, v in details.items() if k != "token"})
+        if not self.is_world_process_zero():
+            return None
+        from huggingface_hub import HfApi
+
+        args, folder = self.args, Path(self.args.output_dir or ".")
+        api: Any = HfApi(token=details.get("token") or args.hub_token)
+        name = args.hub_model_id or folder.resolve().name
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=str(folder),
+            commit_message=commit_message,
+            revision=args.hub_revision,
+            ignore_patterns=[
+                "iter_*",
+                "previous/*",
+                "checkpoint-*",
+                "tensorboard/*",
+                "best/*",
+                "last/*",
+                "logs/*",
+            ],
+            run_as_future=not blocking,
+        )
+
+    def _log_line(self, metrics: dict[str, Any], what: str) -> None:
+        """One line for the person at the terminal; the loop logs its own evaluations."""
+        if self._is_training or not self.is_world_process_zero():
+            return
+        numbers = " | ".join(
+            f"{name.partition('_')[2].replace('_', ' ')} {value:.4f}"
+            for name, value in metrics.items()
+            if isinstance(value, float) and math.isfinite(value) and "_per_second" not in name
+        )
+        get_logger().info(f"{what} | {numbers}")
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(format_json(values, indent=4, sort_keys=True, default=str), encoding="utf-8")

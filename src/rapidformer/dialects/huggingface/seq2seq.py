@@ -1,0 +1,90 @@
+"""``Seq2SeqTrainer``: evaluation and prediction by generating text."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.trainer_utils import PredictionOutput
+
+from rapidformer.dialects.huggingface.seq2seq_arguments import Seq2SeqTrainingArguments
+from rapidformer.dialects.huggingface.trainer import Inputs, Metrics, Trainer
+from rapidformer.errors import ConfigurationError
+
+
+class Seq2SeqTrainer(Trainer):
+    """A ``Trainer`` whose predictions are generated tokens (``predict_with_generate``)."""
+
+    args: Seq2SeqTrainingArguments
+
+    def _set_up(self, *positional: Any, **named: Any) -> None:
+        self._generation: dict[str, Any] = {}
+        super()._set_up(*positional, **named)
+        if not isinstance(self.args, Seq2SeqTrainingArguments):
+            raise ConfigurationError(
+                f"Seq2SeqTrainer takes Seq2SeqTrainingArguments, got {type(self.args).__name__}."
+            )
+        given = self.args.generation_config
+        if given is not None:
+            config = (
+                copy.deepcopy(given)
+                if isinstance(given, GenerationConfig)
+                else GenerationConfig.from_pretrained(str(given))
+            )
+            model: Any = self.model
+            model.generation_config = config
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **generation: Any,
+    ) -> Metrics:
+        """As ``Trainer.evaluate``; further names go to ``generate``."""
+        self._generation = self._choose_generation(generation)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **generation: Any,
+    ) -> PredictionOutput:
+        """As ``Trainer.predict``; further names go to ``generate``."""
+        self._generation = self._choose_generation(generation)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def _choose_generation(self, given: dict[str, Any]) -> dict[str, Any]:
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if not chosen.keys() & {"max_length", "max_new_tokens"}:
+            chosen["max_length"] = self.args.generation_max_length
+        chosen.setdefault("num_beams", self.args.generation_num_beams)
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **generation: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, generated tokens and labels of one batch."""
+        if not self.args.predict_with_generate or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, _, labels = super().prediction_step(model, dict(inputs), False, ignore_keys)
+        prompt = {name: value for name, value in inputs.items() if not _is_made_of_labels(name)}
+        generate: Any = model.generate
+        with torch.no_grad():
+            tokens = generate(**prompt, **(generation or self._generation))
+        return loss, tokens, labels
+
+
+def _is_made_of_labels(name: str) -> bool:
+    """What would tell the model its answer."""
+    return name in ("labels", "decoder_input_ids", "decoder_attention_mask")

@@ -1,0 +1,386 @@
+"""``Trainer``: Hugging Face's trainer over the one loop, and the door to the other dialects.
+
+    trainer = Trainer(model, args, train_dataset=..., eval_dataset=..., processing_class=...)
+    trainer.train()
+
+A subclass may override any public method. The engine is built when it is first needed, so a script
+may change ``args`` until then. An instance whose arguments are in another dialect takes on that
+dialect's class (``dialects.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import (
+    BestRun,
+    TrainOutput,
+    speed_metrics,
+)
+
+from rapidformer.config import Settings
+from rapidformer.dialects.dialects import check_names, take_on_dialect
+from rapidformer.dialects.huggingface.arguments import TrainingArguments
+from rapidformer.dialects.huggingface.bridge import TrainerTemplate, find_checkpoint_folder
+from rapidformer.dialects.huggingface.callbacks import (
+    Callback,
+    CallbackList,
+    build_reporting_callbacks,
+    build_state,
+)
+from rapidformer.dialects.huggingface.columns import choose_collator, find_label_names
+from rapidformer.dialects.huggingface.data_methods import DataMethods
+from rapidformer.dialects.huggingface.evaluation_methods import EvaluationMethods
+from rapidformer.dialects.huggingface.familiar_names import FamiliarNames
+from rapidformer.dialects.huggingface.loss import (
+    TrainerAccelerator,
+    call_with_count,
+    count_labels,
+    get_loss,
+)
+from rapidformer.dialects.huggingface.optimizing import (
+    build_named_optimizer,
+    build_named_schedule,
+    list_decayed,
+)
+from rapidformer.dialects.huggingface.search import search
+from rapidformer.dialects.huggingface.settings import (
+    TORCH_OPTIMIZERS,
+    build_settings,
+    has_own_curve,
+)
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
+from rapidformer.training.progress import Progress
+
+Inputs = dict[str, Any]
+Metrics = dict[str, Any]
+
+
+class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
+    """Trains, evaluates and predicts with one model."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        take_on_dialect(self, positional, named)
+        check_names(self._set_up, named)
+        self._set_up(*positional, **named)
+
+    def _set_up(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., Metrics] | None = None,
+        callbacks: list[Callback] | None = None,
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        if tokenizer is not None and processing_class not in (None, tokenizer):
+            raise ConfigurationError("tokenizer= and processing_class= are two names of one thing.")
+        if (model is None) == (model_init is None):
+            raise ConfigurationError("Trainer needs a model, or a model_init that makes one.")
+        self.args = args if args is not None else TrainingArguments("trainer_output")
+        if self.args.eval_strategy != "no" and eval_dataset is None:
+            raise ConfigurationError(
+                f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset: pass one, or "
+                "set eval_strategy='no'."
+            )
+        seed_everything(self.args.seed, deterministic=self.args.full_determinism)
+        self.model_init = model_init
+        self._peft_config = peft_config
+        self.model: nn.Module = (
+            self.call_model_init() if model is None else self._add_adapters(model)
+        )
+        self.processing_class = processing_class if processing_class is not None else tokenizer
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.data_collator = data_collator or choose_collator(self.processing_class)
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._given_optimizers = optimizers
+        self._optimizer_class = optimizer_cls_and_kwargs
+        self._start_records(callbacks or [])
+
+    def _start_records(self, callbacks: list[Callback]) -> None:
+        """What a trainer keeps in addition to its arguments, before it has an engine."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self.label_names = self.args.label_names or find_label_names(get_inner(self.model))
+        self.train_dataloader: Any = None
+        self._engine: RapidformerEngine | None = None
+        self._is_training = self._has_trained = False
+        self._ignore_keys: list[str] | None = None
+        self.control = TrainerControl()
+        self.callbacks = CallbackList(
+            self, [*build_reporting_callbacks(self.args.report_to), *callbacks]
+        )
+        self.state: TrainerState = build_state(self)
+        self.callbacks.call("on_init_end")
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> RapidformerEngine:
+        """Made when first needed. Where there is data to train on, it is ready to train."""
+        if self._engine is None:
+            self._engine = self._build_engine(self.build_settings())
+            if self._can_train():
+                TrainerTemplate(self, self._engine).prepare()
+            else:
+                self._engine.compose_for_evaluation(self.model)
+        return self._engine
+
+    def _can_train(self) -> bool:
+        return self.train_dataset is not None or self._overrides("get_train_dataloader")
+
+    def _build_engine(self, settings: Settings) -> RapidformerEngine:
+        engine = RapidformerEngine(args=settings)
+        self.accelerator = TrainerAccelerator(engine)
+        self._engine_settings = settings
+        self.train_dataloader = None
+        return engine
+
+    def build_settings(self) -> Settings:
+        """The arguments as the settings of a run."""
+        return build_settings(self.args)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model that ``model_init`` makes."""
+        assert self.model_init is not None
+        parameters = inspect.signature(self.model_init).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needs_trial = any(
+            each.kind in positional and each.default is each.empty for each in parameters
+        )
+        model = self.model_init(trial) if needs_trial else self.model_init()
+        if model is None:
+            raise RapidformerError("model_init must return a model, it returned None.")
+        return self._add_adapters(model)
+
+    def _add_adapters(self, model: nn.Module) -> nn.Module:
+        """At once: an optimizer may be built before there is an engine."""
+        if self._peft_config is None or find_adapter(model) is not None:
+            return model
+        return apply_adapters(model, copy.deepcopy(self._peft_config))
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the end, from the start or from a checkpoint (True: the newest one).
+
+        ``trial`` is what ``model_init`` gets in a search for hyperparameters.
+        """
+        settings = self.build_settings()
+        folder = find_checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
+        if folder is not None:
+            settings = settings.replace("resume_from_checkpoint", load=str(folder))
+        if self.model_init is not None:
+            seed_everything(self.args.seed, deterministic=self.args.full_determinism)
+            self.model, self._engine = self.call_model_init(trial), None
+        self._set_model_flags()
+        self._ignore_keys = ignore_keys_for_eval
+        if self._engine is None or self._has_trained or settings != self._engine_settings:
+            self._engine = self._build_engine(settings)
+        self.state = build_state(self)
+        return self._run(TrainerTemplate(self, self._engine))
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Search with Optuna for the arguments that reach the best objective.
+
+        Each trial trains a new model in ``output_dir/run-<number>``. Other arguments go to
+        ``optuna.create_study``; ``timeout`` is in seconds.
+        """
+        name = str(getattr(backend, "value", backend or "optuna"))
+        problems = []
+        if name != "optuna":
+            problems.append(f"hyperparameter_search(backend={name!r}) must be 'optuna'.")
+        if self.model_init is None:
+            problems.append("hyperparameter_search() needs model_init=: a trial needs a new model.")
+        if self.eval_dataset is None:
+            problems.append("hyperparameter_search() needs an eval_dataset to compare trials on.")
+        if problems:
+            raise ConfigurationError(problems)
+        return search(
+            self,
+            space=hp_space,
+            compute_objective=compute_objective,
+            trials=n_trials,
+            direction=direction,
+            name_trial=hp_name,
+            options=dict(kwargs),
+        )
+
+    def _run(self, template: TrainerTemplate) -> TrainOutput:
+        started = time.time()
+        self._is_training = self._has_trained = True
+        try:
+            progress = template.run_training()
+        finally:
+            self._is_training = False
+        metrics = self._measure_training(progress, started)
+        self.log(dict(metrics))
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _measure_training(self, progress: Progress, started: float) -> Metrics:
+        steps = self.engine.clock.updates
+        samples = self.engine.batches.count_samples(steps)
+        metrics: Metrics = speed_metrics(
+            "train", started, num_samples=samples, num_steps=self.state.max_steps
+        )
+        self.state.global_step = steps
+        metrics["train_loss"] = _average_losses(self.state.log_history)
+        return metrics
+
+    def _set_model_flags(self) -> None:
+        config = getattr(self.model, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = self.args.use_cache
+        if self.args.tf32 is not None:
+            torch.set_float32_matmul_precision("high" if self.args.tf32 else "highest")
+
+    def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""
+        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        count = count_labels(model, inputs)
+        if not self._overrides("training_step"):
+            # The loop's own backward pass, which any strategy can schedule.
+            returned = call_with_count(self.compute_loss, model, inputs, count=count)
+        else:
+            returned = call_with_count(self.training_step, model, inputs, count=count)
+        return self.accelerator.take(returned)
+
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward pass of a micro-batch; returns its loss.
+
+        An override may call this, or ``self.accelerator.backward(loss)``, any number of times and
+        read or change gradients in between; or it returns the loss with its graph.
+        """
+        loss: torch.Tensor = call_with_count(
+            self.compute_loss, model, inputs, count=num_items_in_batch
+        )
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss over the labels of a micro-batch.
+
+        ``num_items_in_batch`` counts the labels of this micro-batch: the loop weighs micro-batches
+        by theirs, so a sum divided by it becomes the exact mean over the global batch.
+        """
+        labels = None
+        if self.compute_loss_func is not None and "labels" in inputs:
+            labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = get_loss(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    # ---- optimizer and schedule ----------------------------------------------------------------
+
+    def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
+        """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        steps = self.engine.get_train_iters() or 0
+        if self._overrides("create_optimizer_and_scheduler"):
+            self.create_optimizer_and_scheduler(steps)
+        elif self.optimizer is None and (
+            self._overrides("create_optimizer") or self._overrides("create_scheduler")
+            or self._has_named_optimizer()
+        ):  # fmt: skip
+            self.create_optimizer()
+        make = None
+        if self.lr_scheduler is None and (
+            self._overrides("create_scheduler") or not has_own_curve(self.args)
+        ):
+            make = partial(self.create_scheduler, steps)
+        return self.optimizer, self.lr_scheduler, make
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Trainer, name)
+
+    def _has_named_optimizer(self) -> bool:
+        return self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Make the optimizer that the arguments describe, over the model's parameters."""
+        if self.optimizer is None:
+            self.optimizer = build_named_optimizer(
+                model or self.model, self.args, self.engine.args, self._optimizer_class
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """Make the schedule that the arguments describe, for a run of this many updates."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer if optimizer is not None else self.optimizer
+            self.lr_scheduler = build_named_schedule(self.args, optimizer, num_training_steps)
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to."""
+        return list_decayed(model)
+
+
+def _average_losses(history: list[dict[str, float]]) -> float:
+    """The mean over all updates; each line is a mean over those since the line before."""
+    total, before = 0.0, 0.0
+    for line in history:
+        if "loss" in line:
+            total += line["loss"] * (line["step"] - before)
+            before = line["step"]
+    return total / before if before else float("nan")
+
+
+# What editors and libraries see: the arguments in Hugging Face's words.
+Trainer.__init__.__signature__ = inspect.signature(Trainer._set_up)  # type: ignore[attr-defined]

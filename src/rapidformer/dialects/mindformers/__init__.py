@@ -1,0 +1,1 @@
+"""MindFormers' ``Trainer``, ``TrainingArguments`` and ``init_context``."""

@@ -1,0 +1,1 @@
+"""Conversations: columns, turns, templates, labels on the answers."""

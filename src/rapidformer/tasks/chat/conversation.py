@@ -1,0 +1,77 @@
+"""A conversation with a causal language model, turn by turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rapidformer.engine import RapidformerEngine
+from rapidformer.log import get_logger
+from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat.features import build_encoder, tokenize
+from rapidformer.tasks.chat.turns import Message
+from rapidformer.tasks.evaluation.generating import decode_answers, generate
+from rapidformer.tasks.evaluation.predicting import compose_task_model
+from rapidformer.tasks.evaluation.streaming import AnswerStreamer
+from rapidformer.tasks.registry import get_task
+
+_GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
+
+
+class Conversation:
+    """Remembers the turns; the first rank prints answers while they are generated."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        task = get_task(engine.args.task or "")
+        # Loads the tokenizer and checks the template, before the slow model.
+        self._prepared = task.prepare_for_prediction(engine.args, _GREETING)
+        self._engine = engine
+        self._model = compose_task_model(engine, task, self._prepared)
+        self._encoder = build_encoder(
+            self._prepared.processor,
+            ChatColumns(messages="messages"),
+            ChatSettings.read(engine.args),
+            self._prepared.extras["prompt_length"],
+        )
+        stop_strings = engine.args.stop_strings or ()
+        self._streamer = (
+            AnswerStreamer(self._prepared.processor, stop_strings) if engine.is_main else None
+        )
+        self._messages: list[Message] = []
+        self._turns = 0
+
+    def start_over(self) -> None:
+        """Forget everything that was said."""
+        self._messages = []
+
+    def answer(self, text: str) -> str:
+        """The model's answer to what the user says next; every rank must call this."""
+        self._messages.append({"role": "user", "content": text})
+        ids = self._encode()
+        row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        seed = self._engine.args.seed + self._turns
+        (found,) = self._engine.predict(
+            [row], self._generate, self._prepared.collate, batch_size=1, seed=seed
+        )
+        self._turns += 1
+        generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor
+        answer = decode_answers(found, tokenizer, generation)[0].strip()
+        self._messages.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _generate(self, batch: dict[str, Any]) -> list[Any]:
+        generation = self._prepared.extras["generation"]
+        return generate(self._model, batch, self._prepared.processor, generation, self._streamer)
+
+    def _encode(self) -> list[int]:
+        """The tokens of the conversation; the oldest turns are forgotten if it is too long."""
+        assert self._encoder.template is not None
+        while True:
+            text = self._encoder.template.render(self._messages, lets_answer=True)
+            ids = list(tokenize([text], self._encoder.tokenizer)[0])
+            if len(ids) <= self._encoder.length or len(self._messages) < 3:
+                return ids[-self._encoder.length :]
+            get_logger().warning(
+                "the conversation is longer than %d tokens: its oldest turn is forgotten",
+                self._encoder.length,
+            )
+            del self._messages[:2]

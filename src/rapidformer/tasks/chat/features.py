@@ -1,0 +1,351 @@
+"""Turn conversations into token rows with labels only on the answers.
+
+No example is dropped silently. Every input row becomes one row of features; a row with nothing to
+train on carries the reason, and is counted and reported before it is removed. Without a chat
+template, prompt and answer are tokenized separately and then joined, so that no token spans both
+and the prompt gets the same tokens as at prediction time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rapidformer.data.packing import IGNORED_LABEL
+from rapidformer.errors import DataError, ModelError
+from rapidformer.log import get_logger, warn, warn_once
+from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat.template import ChatTemplate, Span, choose_template
+from rapidformer.tasks.chat.turns import (
+    BadRowError,
+    Message,
+    is_empty,
+    name_rows,
+    read_optional,
+    read_prompts,
+    read_tools,
+    read_turns,
+)
+from rapidformer.tasks.rows.rows import (
+    RowList,
+    drop_columns,
+    get_column,
+    get_column_names,
+    map_rows,
+)
+
+_NO_ANSWER = "no answer, or an empty one"
+_NOWHERE: Span = (2**62, 2**62)
+_CUT_OFF = "no part of the answer fits within --seq-length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEncoder:
+    """Everything that determines how a row becomes tokens."""
+
+    tokenizer: Any
+    columns: ChatColumns
+    template: ChatTemplate | None
+    """None: prompts and answers are joined without a template."""
+    length: int
+    trains_on_prompts: bool
+
+    def get_stop_id(self) -> int | None:
+        return None if self.template is None else self.template.get_stop_id()
+
+    def get_end_id(self) -> int | None:
+        """The token that the model must learn in order to stop."""
+        if self.template is not None:
+            return self.template.get_stop_id()
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
+    def get_key(self) -> tuple[Any, ...]:
+        """What the features depend on, in addition to the rows."""
+        from rapidformer.tasks.text.text import get_tokenizer_key
+
+        text = None if self.template is None else self.template.text
+        variables = None if self.template is None else json.dumps(self.template.variables)
+        return (
+            "chat", self.columns, text, variables, self.length, self.trains_on_prompts,
+            get_tokenizer_key(self.tokenizer),
+        )  # fmt: skip
+
+
+def build_encoder(
+    tokenizer: Any, columns: ChatColumns, settings: ChatSettings, length: int
+) -> ChatEncoder:
+    """Choose the template and check that the tokenizer can do what it needs."""
+    template = choose_template(
+        tokenizer,
+        settings.chat_template,
+        needs_one=not columns.is_pair,
+        variables=json.loads(settings.chat_template_kwargs or "{}"),
+    )
+    return ChatEncoder(
+        tokenizer=tokenizer,
+        columns=columns,
+        template=template,
+        length=length,
+        trains_on_prompts=settings.train_on_prompts,
+    )
+
+
+class _Encoded(NamedTuple):
+    """The tokens of a row, cut to the maximum length, and which of them belong to an answer."""
+
+    ids: list[int]
+    is_answer: list[bool]
+    is_cut: bool = False
+    left_out: str = ""
+    """Why the row cannot be trained on."""
+
+
+# ---- training and evaluation -------------------------------------------------------------------
+
+
+def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
+    """Features with labels; None for a test split without answers. Reports dropped rows."""
+    if encoder.template is None and encoder.tokenizer.eos_token_id is None:
+        warn_once("the tokenizer has no end-of-text token: the model will not learn to stop.")
+    if encoder.template is not None and not encoder.template.closes_answers:
+        warn_once(
+            "the chat template puts nothing after an answer: the model will not learn to stop."
+        )
+    available = get_column_names(rows)
+    missing = [name for name in encoder.columns.get_names() if name not in available]
+    if missing and split == "test":
+        return None
+    if missing:
+        raise DataError(
+            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
+        )
+
+    end = encoder.get_end_id()
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        return _to_features(_encode_rows(columns, indices, split, encoder), end)
+
+    features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
+    reasons: list[str] = get_column(features, "left_out")
+    kept = [number for number, reason in enumerate(reasons) if not reason]
+    if split == "test" and set(reasons) == {_NO_ANSWER}:
+        return None
+    _report_dropped(reasons, split)
+    if len(kept) < len(reasons):
+        features = _select(features, kept)
+    _report_trained(features, split, encoder)
+    _check_labels(features, split, encoder)
+    return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
+
+
+def _encode_rows(
+    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
+) -> list[_Encoded]:
+    if encoder.template is None:
+        return _encode_pairs(columns, indices, split, encoder)
+    turns = read_turns(columns, indices, split, encoder.columns)
+    tools = read_tools(columns, indices, split, encoder.columns)
+    found: list[tuple[str, list[Span]] | str] = []
+    for number, messages, own in zip(indices, turns, tools, strict=True):
+        template = encoder.template.with_tools(own)
+        try:
+            found.append(_render(messages, template, encoder.trains_on_prompts))
+        except BadRowError as reason:
+            found.append(f"it {reason}")
+        except ModelError as reason:
+            raise ModelError(f"{split}, row {number + 1}: {reason}") from None
+    texts = [item[0] for item in found if not isinstance(item, str)]
+    encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
+    result = []
+    for item in found:
+        if isinstance(item, str):
+            result.append(_Encoded([], [], left_out=item))
+            continue
+        ids, places = next(encoded)
+        size = encoder.length
+        marks = _mark(places[:size], item[1])
+        result.append(_Encoded(ids[:size], marks, is_cut=len(ids) > size))
+    return result
+
+
+def _render(
+    messages: list[Message], template: ChatTemplate, trains_on_prompts: bool
+) -> tuple[str, list[Span]] | str:
+    """The text and its answer spans, or why there is nothing to train on."""
+    if trains_on_prompts:
+        if not messages:
+            return _NO_ANSWER
+        text = template.render(messages)
+        return text, [(0, len(text))]
+    # Turns after the last answer have no effect on any loss.
+    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not is_empty(m)]
+    if not answers or answers[-1] == 0:
+        return _NO_ANSWER
+    return template.render_with_answers(messages[: answers[-1] + 1])
+
+
+def _encode_pairs(
+    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
+) -> list[_Encoded]:
+    tokenizer, names = encoder.tokenizer, encoder.columns
+    prompts = read_prompts(columns, indices, split, names)
+    answers = read_optional(columns, indices, split, names.response)
+    prompt_ids = tokenize_prompts(prompts, tokenizer)
+    answer_ids = tokenize(answers, tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    result = []
+    for before, answer, text in zip(prompt_ids, answer_ids, answers, strict=True):
+        if not text.strip():
+            result.append(_Encoded([], [], left_out=_NO_ANSWER))
+            continue
+        ids = [*before, *answer, *end]
+        marks = [encoder.trains_on_prompts] * len(before) + [True] * (len(ids) - len(before))
+        size = encoder.length
+        result.append(_Encoded(ids[:size], marks[:size], is_cut=len(ids) > size))
+    return result
+
+
+def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any]]:
+    names = ("input_ids", "labels", "length", "trained", "is_cut", "ends", "left_out")
+    result: dict[str, list[Any]] = {name: [] for name in names}
+    for row in encoded:
+        labels = [
+            token if mark else IGNORED_LABEL
+            for token, mark in zip(row.ids, row.is_answer, strict=True)
+        ]
+        # Nothing comes before the first token to predict it from.
+        labels[:1] = [IGNORED_LABEL]
+        trained = len(labels) - labels.count(IGNORED_LABEL)
+        left_out = row.left_out
+        if not left_out and not trained:
+            left_out = _CUT_OFF if row.is_cut else _NO_ANSWER
+        # In a batch of only empty lists, the column would have no type.
+        result["input_ids"].append([0] if left_out else row.ids)
+        result["labels"].append([IGNORED_LABEL] if left_out else labels)
+        result["length"].append(len(row.ids))
+        result["trained"].append(trained)
+        result["is_cut"].append(row.is_cut)
+        result["ends"].append(end in labels)
+        result["left_out"].append(left_out)
+    return result
+
+
+# ---- reports before training -------------------------------------------------------------------
+
+
+def _report_dropped(reasons: Sequence[str], split: str) -> None:
+    """Report which examples are dropped and why; raise an error if none are left."""
+    by_reason: dict[str, list[int]] = defaultdict(list)
+    for number, reason in enumerate(reasons, start=1):
+        if reason:
+            by_reason[reason].append(number)
+    shown = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
+    if all(reasons):
+        raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown)}.")
+    for reason, rows in by_reason.items():
+        warn(
+            "%s: dropped %d of %d examples: %s (%s)",
+            split, len(rows), len(reasons), reason, name_rows(rows),
+        )  # fmt: skip
+
+
+def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
+    """Report the amount of data and the fraction that is trained on."""
+    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
+    cut = sum(get_column(features, "is_cut"))
+    what = "prompts with answers" if encoder.columns.is_pair else "conversations"
+    which = "everything" if encoder.trains_on_prompts else "the answers"
+    if encoder.template is None:
+        how = "no chat template"
+    else:
+        end = encoder.template.end_of_turn
+        how = f"chat template, answers end in {end!r}" if end else "chat template"
+    get_logger().info(
+        "chat      %s: %s %s (%s), %s tokens, of which %.1f%% are trained on (%s)",
+        split, f"{len(features):,}", what, how, f"{tokens:,}", 100 * trained / tokens, which,
+    )  # fmt: skip
+    if cut:
+        warn(
+            "%s: %d of %d examples are longer than %d tokens and were cut (--seq-length)",
+            split, cut, len(features), encoder.length,
+        )  # fmt: skip
+
+
+def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
+    """Warn about labels with which the model would not learn to answer, or not to stop."""
+    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
+    # The first token of a row is never a label.
+    if not encoder.trains_on_prompts and trained == tokens - len(features):
+        warn(
+            "%s: every token is trained on, the prompts too, although only answers should be: "
+            "check the {%% generation %%} marks of the chat template, or state that this is meant "
+            "with --train-on-prompts. `rapidformer data show` shows the labels.",
+            split,
+        )
+    end = encoder.get_end_id()
+    ended = sum(get_column(features, "ends"))
+    if end is not None and not ended:
+        cut = sum(get_column(features, "is_cut"))
+        reason = (
+            f"all {cut} examples are cut before it: use a longer --seq-length"
+            if cut == len(features)
+            else "the chat template does not close its answers with it"
+        )
+        warn(
+            "%s: the token that ends an answer, %r, is never trained on, so the model will not "
+            "learn to stop; %s. `rapidformer data show` shows the labels.",
+            split, encoder.tokenizer.convert_ids_to_tokens(end), reason,
+        )  # fmt: skip
+
+
+# ---- tokens ------------------------------------------------------------------------------------
+
+
+def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids without special tokens, at full length."""
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [list(ids) for ids in encoded]
+
+
+def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids, starting with the beginning-of-text token if the tokenizer adds one."""
+    from rapidformer.tasks.text.blocks import get_frame
+
+    before, _ = get_frame(tokenizer)
+    start = before if before == [tokenizer.bos_token_id] else []
+    return [[*start, *ids] for ids in tokenize(prompts, tokenizer)]
+
+
+def _tokenize_with_places(
+    texts: list[str], tokenizer: Any
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Tokens, and the characters that each one covers."""
+    if not texts:
+        return []
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+
+
+def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
+    """Which tokens overlap a span; tokens and spans are in order."""
+    flat = np.fromiter(chain.from_iterable(places), dtype=np.int64, count=2 * len(places))
+    starts, ends = flat[::2], flat[1::2]
+    borders = np.asarray([*spans, _NOWHERE], dtype=np.int64)
+    # A token can only overlap the first span that ends after the token's start.
+    near = np.searchsorted(borders[:, 1], starts, side="right")
+    # A token may cover no characters; treat it as if it covered one.
+    marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
+    return marks
+
+
+def _select(features: Any, numbers: list[int]) -> Any:
+    if hasattr(features, "select"):
+        return features.select(numbers)
+    return RowList(features[number] for number in numbers)

@@ -1,0 +1,147 @@
+"""Build the inputs of `rapidformer predict` for causal language models: texts or questions.
+
+A model with a chat template answers a bare text as a prompt; any other model, or a text in a text
+column, is continued as it is. If a row already ends with an answer, the answer is removed from the
+input and shown next to the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger, warn
+from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat.features import (
+    ChatEncoder,
+    build_encoder,
+    tokenize,
+    tokenize_prompts,
+)
+from rapidformer.tasks.chat.turns import (
+    BadRowError,
+    Message,
+    name_rows,
+    read_prompts,
+    read_tools,
+    read_turns,
+)
+from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
+from rapidformer.tasks.text.language_model import TEXT
+
+
+def name_column(
+    rows: Sequence[dict[str, Any] | str], tokenizer: Any, settings: ChatSettings
+) -> str:
+    """The column that bare texts stand for: a prompt to answer, or a text to continue."""
+    given = settings.prompt_column or settings.text_column
+    if given is not None or not isinstance(rows[0] if rows else None, str):
+        return given or "text"
+    template = settings.chat_template or tokenizer.chat_template
+    if template is None or template == "none":
+        return "text"
+    get_logger().info(
+        "texts are answered through the chat template; with --chat-template none, they are "
+        "continued as they are"
+    )
+    return "prompt"
+
+
+def encode_beginnings(
+    table: list[dict[str, Any]], tokenizer: Any, length: int, args: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Encode texts to be continued as they are."""
+    column = str(find_column(TEXT, get_column_names(table), args))
+    # A prompt that is too long is cut at the beginning: the continuation depends on its end.
+    tokenizer.truncation_side = "left"
+
+    def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+        encoded = tokenizer(
+            columns[column], truncation=True, max_length=length, add_special_tokens=False
+        )
+        start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else 0]
+        ids = [list(row) or start for row in encoded["input_ids"]]
+        return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+
+    shown = [{"text": text} for text in get_column(table, column)]
+    extras = {"shown": shown, "expected": [None] * len(shown), "is_answer": False}
+    return map_rows(table, encode, workers=None, key=()), extras
+
+
+def encode_questions(
+    table: list[dict[str, Any]],
+    columns: ChatColumns,
+    tokenizer: Any,
+    length: int,
+    settings: ChatSettings,
+) -> tuple[Any, dict[str, Any]]:
+    """Encode conversations and prompts to be answered."""
+    encoder = build_encoder(tokenizer, columns, settings, length)
+    shown, expected = _read_questions(table, columns)
+
+    def encode(part: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        return _encode_prompts(part, indices, encoder)
+
+    extras = {
+        "shown": shown,
+        "expected": expected,
+        "is_answer": True,
+        "stop_id": encoder.get_stop_id(),
+    }
+    return map_rows(table, encode, workers=None, key=()), extras
+
+
+def _encode_prompts(
+    columns: dict[str, list[Any]], indices: list[int], encoder: ChatEncoder
+) -> dict[str, list[Any]]:
+    """Tokens up to where the answer begins; a prompt that is too long is cut at the beginning."""
+    if encoder.template is None:
+        prompts = read_prompts(columns, indices, "input", encoder.columns)
+        ids = tokenize_prompts(prompts, encoder.tokenizer)
+    else:
+        texts = []
+        turns = read_turns(columns, indices, "input", encoder.columns)
+        tools = read_tools(columns, indices, "input", encoder.columns)
+        for number, messages, own in zip(indices, turns, tools, strict=True):
+            try:
+                question = _split_answer(messages)[0]
+                texts.append(encoder.template.with_tools(own).render(question, lets_answer=True))
+            except BadRowError as reason:
+                raise DataError(f"input, row {number + 1} {reason}.") from None
+        ids = tokenize(texts, encoder.tokenizer)
+    too_long = [n + 1 for n, row in zip(indices, ids, strict=True) if len(row) > encoder.length]
+    if too_long:
+        warn(
+            "input, %s: longer than %d tokens, which leaves no room for the answer: the beginning "
+            "is cut off",
+            name_rows(too_long),
+            encoder.length,
+        )
+    start = encoder.tokenizer.bos_token_id or 0
+    kept = [row[-encoder.length :] or [start] for row in ids]
+    return {"input_ids": kept, "attention_mask": [[1] * len(row) for row in kept]}
+
+
+def _read_questions(
+    table: list[dict[str, Any]], columns: ChatColumns
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """The questions, as shown next to the answers, and the answers already in the rows."""
+    names = (columns.messages,) if not columns.is_pair else (
+        columns.system, columns.prompt, columns.context,
+    )  # fmt: skip
+    shown = [{name: row.get(name) for name in names if name is not None} for row in table]
+    if columns.is_pair:
+        return shown, [row.get(str(columns.response)) for row in table]
+    values = {str(columns.messages): [row.get(str(columns.messages)) for row in table]}
+    turns = read_turns(values, range(len(table)), "input", columns)
+    questions = [_split_answer(messages) for messages in turns]
+    return [{str(columns.messages): asked} for asked, _ in questions], [a for _, a in questions]
+
+
+def _split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """The conversation up to the requested answer, and that answer if the row has it."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None

@@ -1,0 +1,317 @@
+"""Render turns with the tokenizer's chat template and find the answers in the text.
+
+A template is a program, so nothing is assumed about its output. If it has ``{% generation %}``
+marks, they tell where the answers are. Without marks, an answer begins where the conversation
+before it, rendered with a generation prompt, ends; that text must be a prefix of the full text. It
+ends with the first special token after it, which is where generation stops. Many templates render
+the last answer, or what follows it, differently from earlier ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.log import get_logger, warn_once
+from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty
+
+Span = tuple[int, int]
+NO_TEMPLATE = "none"
+# The tokenizer's own end-of-text token closes a turn; the rest is ordinary text, so no token is new
+# to the model.
+_TURNS = (
+    "{{% for message in messages %}}"
+    "{{{{ {start} + message['content'] + {end} + '\\n' }}}}"
+    "{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ {answer} }}}}{{% endif %}}"
+)
+_PLAIN_TURNS = _TURNS.format(
+    start="'<|' + message['role'] + '|>\\n'", end="eos_token", answer="'<|assistant|>\\n'"
+)
+_CHATML = _TURNS.format(
+    start="'<|im_start|>' + message['role'] + '\\n'",
+    end="'<|im_end|>'",
+    answer="'<|im_start|>assistant\\n'",
+)
+# Templates with this variable let the prompt supply an empty thought (Qwen3), which is then no part
+# of the answer.
+_THINKING = "enable_thinking"
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWER = "The-answer-is-here"
+
+
+class ChatTemplate:
+    """A tokenizer's template, and what it puts after an answer.
+
+    ``end_of_turn`` is what ends the last answer.
+    """
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        """What the template gets besides the messages."""
+        self.text: str = tokenizer.get_chat_template()
+        self.has_marks = _MARKED.search(self.text) is not None
+        self._tail = self._find_tail()
+        self.end_of_turn = self._cut_after_special(self._tail)
+        self._end_between_turns = self._find_end_between_turns()
+
+    @property
+    def closes_answers(self) -> bool:
+        """Whether anything that a model could learn to stop at follows an answer."""
+        return bool(self._tail.strip())
+
+    def with_tools(self, tools: list[Any] | None) -> ChatTemplate:
+        """The same template for a conversation that may call these tools."""
+        if tools is None:
+            return self
+        if "tools" not in self.text:
+            warn_once("the chat template does not show tools: the model does not see them.")
+        adjusted = copy.copy(self)
+        adjusted.variables = {**self.variables, "tools": tools}
+        return adjusted
+
+    def render(
+        self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
+    ) -> str:
+        """The conversation as text; ``lets_answer`` adds the generation prompt at the end."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=lets_answer,
+                **{**self.variables, **variables},
+            )
+        except (TemplateError, TypeError, ValueError) as reason:
+            raise BadRowError(f"is refused by the chat template: {reason}") from None
+        return text
+
+    def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The conversation as text, and the span of each answer in it."""
+        if self.has_marks:
+            return self._render_marked(messages)
+        text = self.render(messages)
+        messages = self._drop_unused_system(messages, text)
+        spans = []
+        for number, message in enumerate(messages):
+            # An opening turn by the assistant answers nothing.
+            if message["role"] != "assistant" or number == 0 or is_empty(message):
+                continue
+            start = self._find_start(text, messages[:number])
+            spans.append((start, self._find_end(text, start, messages, number)))
+        return text, spans
+
+    def get_stop_id(self) -> int | None:
+        """The token that ends an answer, if it is one that cannot occur in ordinary text."""
+        ids = self._tokenizer(self.end_of_turn, add_special_tokens=False)["input_ids"]
+        special = self._get_special_ids()
+        return next((int(token) for token in ids if token in special), None)
+
+    def _get_special_ids(self) -> set[int]:
+        return {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
+
+    def _cut_after_special(self, text: str) -> str:
+        """The text up to its first special token; all of it but the last spaces if it has none."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        special = self._get_special_ids()
+        tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        end = next((place[1] for token, place in tokens if token in special), None)
+        return text.rstrip() if end is None else text[:end]
+
+    def _drop_unused_system(self, messages: Sequence[Message], text: str) -> Sequence[Message]:
+        """The turns that the text shows: some templates (Mistral's) show the system message only
+        while the conversation waits for an answer, and never in the text to train on.
+        """
+        if messages[0]["role"] != "system" or is_empty(messages[0]):
+            return messages
+        if messages[0]["content"].strip() in text or self.render(messages[1:]) != text:
+            return messages
+        warn_once(
+            "the chat template leaves the system message out of conversations that end with an "
+            "answer, so the model is not trained with it: move it into the first user message, or "
+            "give --chat-template FILE."
+        )
+        return messages[1:]
+
+    def _find_start(self, text: str, before: Sequence[Message]) -> int:
+        """Where the answer to the turns before it begins."""
+        prompt = self.render(before, lets_answer=True)
+        self._check_is_prefix(prompt, text)
+        if _THINKING in self.text:
+            without_thought = self.render(before, lets_answer=True, **{_THINKING: False})
+            if len(without_thought) > len(prompt) and text.startswith(without_thought):
+                return len(without_thought)
+        return len(prompt)
+
+    def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            # The annotation mentions only the text.
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+                **self.variables,
+            )
+        except (TemplateError, TypeError, ValueError) as reason:
+            raise BadRowError(f"is refused by the chat template: {reason}") from None
+        (text,), (marks,) = rendered
+        # If the marks stop before the end of the turn, the model would never learn to stop.
+        return text, [(start, self._pass_end(text, end)) for start, end in marks if end > start]
+
+    def _pass_end(self, text: str, place: int) -> int:
+        ends = (self.end_of_turn, self._end_between_turns)
+        return place + next((len(end) for end in ends if text.startswith(end, place)), 0)
+
+    def _check_is_prefix(self, before: str, text: str) -> None:
+        if text.startswith(before):
+            return
+        place = next(
+            (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)
+        )
+        raise ModelError(
+            "the chat template renders the beginning of a conversation differently on its own "
+            f"({before[place : place + 40]!r}) and inside the full text "
+            f"({text[place : place + 40]!r}), so the answers cannot be located: give "
+            "--chat-template FILE with {% generation %} ... {% endgeneration %} around the "
+            "answers, or --train-on-prompts."
+        )
+
+    def _find_end(self, text: str, start: int, messages: Sequence[Message], number: int) -> int:
+        if number == len(messages) - 1:
+            return self._find_end_of_text(text)
+        upto = self.render(messages[: number + 1])
+        if text.startswith(upto):
+            return self._find_end_of_text(upto)
+        # Rendered up to here, this is the last answer, which this template renders differently.
+        content, end = messages[number]["content"].strip(), self._end_between_turns
+        said = text.find(content, start)
+        after = said + len(content) if said >= 0 else start
+        stop = text.find(end, after) if end else -1
+        later = (message["content"].strip() for message in messages[number + 1 :])
+        if stop >= 0 and not any(turn in text[after:stop] for turn in later if turn):
+            return stop + len(end)
+        shown = upto.rstrip().removesuffix(self.end_of_turn).rstrip()
+        self._check_is_prefix(shown, text)
+        return len(shown)
+
+    def _find_end_of_text(self, text: str) -> int:
+        """Where the last answer of a rendered conversation ends."""
+        if self._tail and text.endswith(self._tail):
+            return len(text) - len(self._tail) + len(self.end_of_turn)
+        return len(text.rstrip())
+
+    def _find_tail(self) -> str:
+        """What follows the last answer."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self.render(turns)
+        except BadRowError as reason:
+            raise ModelError(
+                f"the chat template cannot be used: a test with a question and an answer {reason}."
+            ) from None
+        _, found, rest = text.rpartition(_ANSWER)
+        if not found:
+            raise ModelError("the chat template omits the assistant's answers.")
+        return rest
+
+    def _find_end_between_turns(self) -> str:
+        """What follows an earlier answer: the common beginning with what follows the last one, if
+        any.
+
+        Compared by whole tokens, since ``<|im_end|>`` and ``<|im_start|>`` begin with the same
+        letters.
+        """
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, *rests = self.render(turns * 2).split(_ANSWER)
+        except BadRowError:
+            return ""
+        if len(rests) != 2:
+            return ""
+        encoded = self._tokenizer(rests, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = zip(*encoded["input_ids"], encoded["offset_mapping"][0], strict=False)
+        alike = takewhile(lambda token: token[0] == token[1], tokens)
+        return self._cut_after_special(
+            rests[0][: max((end for _, _, (_, end) in alike), default=0)]
+        )
+
+
+def choose_template(
+    tokenizer: Any,
+    given: str | None,
+    *,
+    needs_one: bool,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatTemplate | None:
+    """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
+
+    The choice is stored in the tokenizer, so that it is saved with it.
+    """
+    from rapidformer.tasks.text.text import check_is_fast
+
+    if given == NO_TEMPLATE:
+        if needs_one:
+            raise ConfigurationError(
+                f"--chat-template {NO_TEMPLATE} works only for prompts and answers: conversations "
+                "need a template."
+            )
+        return None
+    if given is not None:
+        tokenizer.chat_template = _read_template(given)
+    elif tokenizer.chat_template is None:
+        if not needs_one:
+            return None
+        tokenizer.chat_template = _build_default(tokenizer)
+        get_logger().info(
+            "chat      the tokenizer has no chat template: turns are rendered as %r; use "
+            "--chat-template FILE for a different one",
+            _show(tokenizer),
+        )
+    check_is_fast(tokenizer, "chat data")
+    return ChatTemplate(tokenizer, variables)
+
+
+def _read_template(given: str) -> str:
+    path = Path(given).expanduser()
+    if "{" not in given:
+        if not path.is_file():
+            raise ConfigurationError(
+                f"--chat-template {given}: this is neither a file nor a Jinja template."
+            )
+        return path.read_text(encoding="utf-8")
+    return given
+
+
+def _build_default(tokenizer: Any) -> str:
+    from rapidformer.tasks.text.blocks import get_frame
+
+    vocabulary = tokenizer.get_vocab()
+    if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary:
+        turns = _CHATML
+    elif tokenizer.eos_token is not None:
+        turns = _PLAIN_TURNS
+    else:
+        raise ModelError(
+            "the tokenizer has neither a chat template nor an end-of-text token to close a turn "
+            "with: give --chat-template FILE."
+        )
+    begins = tokenizer.bos_token_id is not None and get_frame(tokenizer)[0] == [
+        tokenizer.bos_token_id
+    ]
+    return "{{ bos_token }}" * begins + turns
+
+
+def _show(tokenizer: Any) -> str:
+    turns = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False))

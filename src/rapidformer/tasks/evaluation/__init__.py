@@ -1,0 +1,1 @@
+"""Evaluate, predict and generate with a task's model."""

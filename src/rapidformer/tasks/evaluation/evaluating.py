@@ -1,0 +1,170 @@
+"""Evaluate a task's model: every example of the split once, in the order of the data.
+
+The records of all ranks are gathered after a few rounds, added to the task's tally and dropped, so
+that memory does not grow with the split. Each rank ends with the same tally.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.sources import as_list, load_splits
+from rapidformer.data.splits import name_splits
+from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.predicting import gather_rounds
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
+from rapidformer.tasks.evaluation.predicting import compose_task_model
+from rapidformer.tasks.evaluation.progress import show_progress
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.rows.rows import take_first
+from rapidformer.training.evaluation import evaluate_model
+
+# Examples between two gatherings: enough to make them cheap, few enough to hold.
+_HELD_EXAMPLES = 1024
+
+
+def iterate_records(
+    engine: RapidformerEngine,
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[list[Record]]:
+    """The records of the whole split in the order of the data, a few at a time, on every rank.
+
+    ``advance`` is called with the number of examples that all ranks together have done.
+    """
+    held: list[list[Record]] = []
+    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
+    step = partial(task.evaluate_step, model, prepared=prepared)
+    for each, records in engine.run_batches(loader, step):
+        held.append(records[: each.info.rows])
+        advance(loader.samples_per_round)
+        if len(held) == limit:
+            yield gather_rounds(held, engine.topology)
+            held = []
+    yield gather_rounds(held, engine.topology)
+
+
+def measure(
+    engine: RapidformerEngine,
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    split: str,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Tally:
+    """The metrics of a labelled split."""
+    tally = task.build_tally(prepared, split)
+    for records in iterate_records(engine, task, model, loader, prepared, advance):
+        tally.update(records)
+    return tally
+
+
+def evaluate_task(
+    engine: RapidformerEngine,
+    data: Any = None,
+    measure_more: Callable[[Any, DistributedLoader], Mapping[str, float]] | None = None,
+) -> EvaluationReport:
+    """The metrics of a model on ``--eval-split`` of its data, or of the given data.
+
+    ``measure_more(model, loader)`` returns further ones.
+    """
+    args = engine.args
+    task = get_task(args.task or "")
+    file = _find_single_file(args) if data is None else None
+    split = args.eval_split if file is None else file.name.split(".")[0]
+    chosen = _choose_rows(args, split, data) if file is None else _read_single_file(args)
+    rows = take_first(chosen, args.max_eval_samples)
+    # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
+    # they would be prepared for training and decide which classes exist.
+    name = split if split == "test" else "validation"
+    # The limit above is the one that applies: --max-predict-samples would cut test rows again.
+    uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
+    prepared = task.prepare(uncapped, {name: rows})
+    if not prepared.is_labelled(name):
+        raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
+    started = time.perf_counter()
+    model, loader = compose_split(engine, task, prepared, name)
+    tallies: list[Tally] = []
+
+    def run() -> dict[str, float]:
+        wanted = args.progress if engine.is_main else False
+        with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
+            found = measure(engine, task, model, loader, prepared, name, advance)
+        tallies.append(found)
+        return dict(measure_more(model, loader)) if measure_more is not None else {}
+
+    more = evaluate_model(engine, run)
+    metrics, tables = tallies[0].compute() | more, tallies[0].tables()
+    seconds = time.perf_counter() - started
+    get_logger().info(
+        "evaluated %s examples of %s in %.1f s (%.0f/s)",
+        f"{len(rows):,}", split, seconds, len(rows) / seconds,
+    )  # fmt: skip
+    return EvaluationReport(
+        task=task.name,
+        split=split,
+        metrics=metrics,
+        tables=tables,
+        examples=len(rows),
+        seconds=round(seconds, 3),
+    )
+
+
+def _find_single_file(args: Any) -> Path | None:
+    """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
+
+    Not the file of the run that is evaluated: that one was trained on.
+    """
+    given = as_list(args.data_path)
+    is_asked = args.sources.get("data_path") in ("command line", "code")
+    others = ("eval_split", "validation_split", "train_data", "valid_data", "test_data")
+    if len(given) != 1 or not is_asked or any(args.is_given(name) for name in others):
+        return None
+    path = Path(given[0]).expanduser()
+    return path if path.is_file() else None
+
+
+def _read_single_file(args: Any) -> Any:
+    (rows,) = load_splits(args).values()
+    return rows
+
+
+def _choose_rows(args: Any, split: str, data: Any) -> Any:
+    if data is not None and not isinstance(data, Mapping):
+        return data
+    splits = load_splits(args) if data is None else name_splits(data, "the given data")
+    if split not in splits:
+        hint = "" if split != "validation" else ", or hold out rows with --validation-split 0.1"
+        raise DataError(
+            f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
+            f"--eval-split{hint}."
+        )
+    return splits[split]
+
+
+def compose_split(
+    engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
+) -> tuple[Any, DistributedLoader]:
+    """The trained model, composed without an optimizer, and a loader of the split in order."""
+    model = compose_task_model(engine, task, prepared)
+    loader = engine.build_data_loader(
+        prepared.get_split(split),
+        prepared.collate,
+        shuffle=False,
+        batch_size=engine.args.eval_micro_batch_size,
+        is_training=False,
+    )
+    return model, loader

@@ -1,0 +1,1 @@
+"""Labels of classifiers: what the user wrote, checked and numbered."""

@@ -1,0 +1,183 @@
+"""Find labels that cannot be learned or compared; errors name the split and the row (from 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.log import warn
+from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
+from rapidformer.tasks.rows.rows import get_column, get_column_names
+
+
+def is_unlabelled(values: Sequence[Any]) -> bool:
+    """Whether a column holds only placeholders, like the test sets of GLUE (-1)."""
+    return all(value is None or value in (-1, "", "-1", []) for value in values)
+
+
+def collect_labels(
+    splits: Mapping[str, Any], column: str
+) -> tuple[dict[str, list[Any]], dict[str, bool]]:
+    """The column of every split that has labels, with none missing."""
+    values: dict[str, list[Any]] = {}
+    labelled: dict[str, bool] = {}
+    for split, rows in splits.items():
+        has_column = column in get_column_names(rows)
+        if not has_column and split != "test":
+            raise DataError(
+                f"{split} has no column {column}, only {', '.join(get_column_names(rows))}: "
+                "all splits need the same columns."
+            )
+        found = get_column(rows, column) if has_column else []
+        labelled[split] = bool(found) and not (split == "test" and is_unlabelled(found))
+        if labelled[split]:
+            values[split] = _check_present(found, column, split)
+    if not values:
+        raise DataError(
+            f"No split has labels in the column {column}, so there is nothing to train on or to "
+            "compare with: for rows without labels, use `rapidformer predict`."
+        )
+    return values, labelled
+
+
+def _check_present(values: list[Any], column: str, split: str) -> list[Any]:
+    missing = [
+        number
+        for number, value in enumerate(values, start=1)
+        if value is None or (isinstance(value, float) and math.isnan(value))
+    ]
+    if missing:
+        others = f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else ""
+        raise DataError(
+            f"{split}, row {missing[0]}{others}: the column {column} has no label; "
+            "remove such rows or fill them in."
+        )
+    return values
+
+
+def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
+    """Check that regression labels are numbers."""
+    for split, items in values.items():
+        for number, value in enumerate(items, start=1):
+            try:
+                float(value)
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"{split}, row {number}: the label {value!r} in the column {column} is not a "
+                    "number, which regression needs; for classes, omit --problem-type."
+                ) from None
+
+
+def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None:
+    """Say that a few labels, perhaps mistyped, make the task a regression instead of classes."""
+    fractions = [row for row, value in enumerate(values, start=1) if float(value) % 1]
+    if len(fractions) > len(values) / 10:
+        return
+    if fractions:
+        row = fractions[0]
+        why = f"{split}, row {row}: the label {values[row - 1]!r} in the column {column} is"
+        others = f" ({len(fractions)} of {len(values)} labels)" if len(fractions) > 1 else ""
+    else:
+        why = f"the labels of {split} in the column {column} are whole, but each is written as"
+        others = ""
+    warn(
+        f"{why} a fraction{others}, so the model learns a number for each row (regression). Write "
+        "classes as whole numbers (0, 1, ...) or names; --problem-type regression confirms numbers."
+    )
+
+
+def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
+    """Check that multi-label rows hold lists."""
+    for split, items in values.items():
+        for number, value in enumerate(items, start=1):
+            if not isinstance(value, (list, tuple)):
+                raise DataError(
+                    f"{split}, row {number}: the label {value!r} in the column {column} is not a "
+                    "list, which multi-label classification needs."
+                )
+
+
+def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
+    """The number of classes that integer labels name: 0 to n-1, without gaps."""
+    present: set[int] = set()
+    for number, row in enumerate(rows, start=1):
+        for value in row:
+            if not isinstance(value, int) or value < 0:
+                raise DataError(
+                    f"{split}, row {number}: the label {value!r} is out of range: integer labels "
+                    "must be 0 to n-1. Renumber them, or write them as strings."
+                )
+            present.add(int(value))
+    if max(present) != len(present) - 1:
+        ordered = sorted(present)
+        gap = next(index for index in range(len(ordered) + 1) if index not in present)
+        shown = ", ".join(map(str, ordered[:8])) + (", ..." if ordered[8:] else "")
+        raise DataError(
+            f"The labels of {split} are {shown}: integer labels must be 0 to n-1, and {gap} never "
+            "occurs. Renumber them, write them as strings, or give "
+            f"--num-labels {ordered[-1] + 1} if {gap} is a class nevertheless."
+        )
+    return len(present)
+
+
+def check_contradiction(args: Any, learned: ModelClasses) -> None:
+    """Check --num-labels against the classes of the model being evaluated."""
+    if learned.count and args.num_labels not in (None, learned.count):
+        raise DataError(
+            f"--num-labels {args.num_labels} contradicts the model, which was trained for "
+            f"{learned.count} labels: omit the flag."
+        )
+
+
+def check_count(found: int, args: Any, split: str) -> None:
+    """Check --num-labels against the number of classes in the data."""
+    if args.num_labels is not None and args.num_labels != found:
+        raise DataError(
+            f"--num-labels {args.num_labels}, but {split} has {found} different labels: omit the "
+            "flag, or check the data."
+        )
+
+
+def check_known(
+    values: Mapping[str, list[Any]],
+    column: str,
+    space: LabelSpace,
+    args: Any,
+    learned: ModelClasses,
+    declared: Sequence[str] | None,
+) -> None:
+    """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
+    for split, items in values.items():
+        for number, value in enumerate(items, start=1):
+            if space.is_multi_hot:
+                problem = None if len(value) == space.num_labels else value
+            else:
+                problem = next((item for item in value if item not in space.ids), None)
+            if problem is None:
+                continue
+            known = _describe_known(problem, space, args)
+            place = f"{split}, row {number}: the label {problem!r} in the column {column}"
+            if learned.count:
+                is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
+                name = f" ({declared[problem]})" if declared and is_named else ""
+                classes = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
+                raise DataError(
+                    f"{place}{name} is unknown to the model, which was trained for "
+                    f"{known if space.is_multi_hot else classes}."
+                )
+            if "train" in values and split != "train" and args.num_labels is None:
+                raise DataError(
+                    f"{place} does not occur in the training data, whose labels are {known}."
+                )
+            raise DataError(f"{place} is out of range: the labels are {known}.")
+
+
+def _describe_known(value: Any, space: LabelSpace, args: Any) -> str:
+    if space.is_multi_hot:
+        return f"lists of {space.num_labels} numbers"
+    if isinstance(value, str):
+        return ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
+    reason = f" (--num-labels {args.num_labels})" if args.num_labels else ""
+    return f"0 to {len(space.ids) - 1}{reason}"

@@ -1,0 +1,1 @@
+"""The user's rows: tables, columns, and checks before anything slow starts."""

@@ -1,0 +1,1 @@
+"""What text tasks share: tokens, windows, blocks, masking, packing."""
