@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend
 from transformers import SwinConfig, SwinModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rapidformer.accel.attention import varied_lengths
 from rapidformer.accel.attention.kernel_order import (
     Device,
     apply_bias_layout,
     choose,
     find_obstacle,
-    varied_lengths,
 )
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import get_attention, set_attention

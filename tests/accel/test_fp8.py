@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.compile.compilation import apply_compile
-from rapidformer.accel.fp8 import rounding, switch
+from rapidformer.accel.fp8 import layers, rounding
 from rapidformer.accel.fp8.gated import find_names
 from rapidformer.accel.fp8.layers import apply_fp8
 from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_layers_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(switch, "SMALLEST", 16)
+    monkeypatch.setattr(layers, "SMALLEST", 16)
     monkeypatch.setenv(EMULATE_VARIABLE, "1")
     yield
 
@@ -303,7 +303,7 @@ def test_fp8_is_announced_as_a_choice_of_precision() -> None:
 def compare_layouts() -> float | None:
     """On rank 0: the largest difference between the weights of whole and sharded training."""
     torch.set_num_threads(1)
-    with mock.patch.object(switch, "SMALLEST", 16):
+    with mock.patch.object(layers, "SMALLEST", 16):
         whole, _ = train(optimizer_state_dtype="bf16")
         sharded, _ = train(optimizer_state_dtype="bf16", zero_3_memory_optimization=True)
     stop_processes()
@@ -328,7 +328,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigurationError, match=r"no block of Stack has a linear layer with at le"
     ):
-        monkeypatch.setattr(switch, "SMALLEST", 1024)
+        monkeypatch.setattr(layers, "SMALLEST", 1024)
         apply_fp8(Stack(), find_plan(Stack()))
     with pytest.raises(ConfigurationError, match=r"--fp8 cannot be combined with fp16"):
         resolve(parse_arguments(["--fp8", "--fp16"]))

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from rapidformer.accel.compile.compilation import apply_compile
+from rapidformer.accel.recompute import blocks as recompute
 from rapidformer.accel.recompute.blocks import apply_recompute
-from rapidformer.accel.recompute.blocks import blocks as recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 

@@ -13,7 +13,7 @@ from rapidformer import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.tasks.evaluation.evaluating import evaluate_task
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows.rows import rows as row_tools
+from rapidformer.tasks.rows import rows as row_tools
 
 from .conftest import make_args, train_steps, write_jsonl
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from rapidformer.training.trainer import flagai_settings
 from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -23,6 +22,7 @@ from transformers import (
 from rapidformer import Trainer
 from rapidformer.config import resolve
 from rapidformer.config.schema import get_settings
+from rapidformer.dialects.flagai import settings as flagai_settings
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from tests.processes import run_in_processes

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
@@ -48,6 +49,9 @@ class Assembly:
     uses_deepspeed: bool = False
     uses_autotp: bool = False
     """Whether DeepSpeed's AutoTP splits the layers instead of our tensor parallelism."""
+
+    applied: Applied = field(default_factory=Applied)
+    """Every change that a switch makes, with its undo."""
 
     # What switches leave for those that follow.
     plan: ModelPlan
