@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import get_settings
-from rapidformer.config.dialects import ALIASES, REFUSED, WITHOUT_EFFECT
 from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
 from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
 from rapidformer.dialects.flagai.names import FLAGAI
-from rapidformer.dialects.foreign_names import ForeignName
+from rapidformer.dialects.flags import FLAGS
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.dialects.mindformers.names import DEFAULTS, TRAINER, TRAINING_ARGUMENTS
+from rapidformer.foreign_names import ForeignName
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
 FOLDER = Path(__file__).parent
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 def render_settings() -> str:
     """Every setting, with the names that other systems have for it."""
     names: dict[str, list[str]] = {}
-    for alias, name in ALIASES.items():
+    for alias, name in FLAGS.aliases.items():
         names.setdefault(name, []).append(f"`{alias}`")
     sections = dict.fromkeys(setting.section for setting in get_settings().values())
     lines = [
@@ -181,8 +181,11 @@ def render_mindformers_arguments() -> str:
 def render_megatron_flags() -> str:
     """Flags of Megatron's and EasyNLP's scripts that do nothing here or are refused."""
     lines = ["| flag | here | |", "|---|---|---|"]
-    for table, outcome in ((WITHOUT_EFFECT, "ignored"), (REFUSED, "refused")):
-        lines += [f"| `{to_flag(name)}` | {outcome} | {note} |" for name, note in table.items()]
+    lines += [
+        f"| `{to_flag(name)}` | {row.outcome} | {row.note} |"
+        for name, row in FLAGS.names.items()
+        if row.outcome in ("ignored", "refused")
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -202,7 +205,9 @@ def _render_name(name: str, default: Any, row: ForeignName) -> str:
 def render_aliases() -> str:
     """Every other name of a setting."""
     lines = ["| name | here |", "|---|---|"]
-    lines += [f"| `{name}` | `--{ours.replace('_', '-')}` |" for name, ours in ALIASES.items()]
+    lines += [
+        f"| `{name}` | `--{ours.replace('_', '-')}` |" for name, ours in FLAGS.aliases.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,8 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 def test_flags_in_the_docs_exist() -> None:
     from rapidformer.cli import bench, check, data, data_show, export, preprocess, runs, verify
     from rapidformer.config import build_parser
-    from rapidformer.config.dialects import REFUSED
+    from rapidformer.dialects.flags import FLAGS
+    from rapidformer.foreign_names import find_names
 
     known = {"--help", "--print-config", "--version"}
     for parser in (
@@ -75,7 +76,9 @@ def test_flags_in_the_docs_exist() -> None:
     benchmarks = {"--limit", "--picture", "--runs", "--size", "--starts", "--steps", "--workloads"}
     others |= benchmarks
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # Slurm
-    others |= {"--" + name.replace("_", "-") for name in REFUSED}  # listed with the reason
+    others |= {
+        "--" + name.replace("_", "-") for name in find_names(FLAGS.names, "refused")
+    }  # listed with the reason
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()):
             assert flag in known | others, f"{page.name} shows {flag}"

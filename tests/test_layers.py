@@ -28,7 +28,7 @@ LAYERS = [
     {"dist"},
     {"compat"},
     {
-        "config", "errors", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay",
+        "config", "errors", "foreign_names", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay",
         "host_memory",
     },
 ]  # fmt: skip

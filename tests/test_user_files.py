@@ -10,8 +10,8 @@ import torch
 from rapidformer import Accelerator
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.errors import CheckpointError
-from tests.trainer.small import make_classifier
-from tests.trainer.test_trainer import make_arguments, make_trainer
+from tests.dialects.small import make_classifier
+from tests.dialects.test_trainer import make_arguments, make_trainer
 
 
 def write_note(folder: Path) -> Path:

@@ -35,7 +35,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
 MOST_FILES = 250
@@ -250,7 +249,6 @@ def _become(call: list[Any], executable: str) -> None:
     sys.executable = executable
     os.environ.clear()
     os.environ.update(variables)
-    adopt_rank_variables(os.environ)  # as `import rapidformer` does
     os.chdir(folder)
     random.seed()
     np.random.seed()

@@ -1,16 +1,15 @@
 """rapidformer: train PyTorch transformers with switches that never change the result.
 
 Public names are resolved on first use, so that ``import rapidformer`` (and ``rapidformer --help``)
-does not import torch.
+does not import torch. Importing changes nothing in the process.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.dialects.megatron.module_names import provide_megatron_names
+from rapidformer.foreign_names import ForeignFlags, register
 
 if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
@@ -25,15 +24,12 @@ if TYPE_CHECKING:
     )
     from rapidformer.dialects.accelerate.accelerator import Accelerator, DistributedType, set_seed
     from rapidformer.dialects.accelerate.settings import DeepSpeedPlugin
-    from rapidformer.dialects.huggingface.arguments import TrainingArguments
-    from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
-    from rapidformer.dialects.huggingface.seq2seq_arguments import Seq2SeqTrainingArguments
-    from rapidformer.dialects.huggingface.trainer import Trainer
-    from rapidformer.dialects.mindformers.context import (
-        ContextConfig,
-        ParallelContextConfig,
-        init_context,
+    from rapidformer.dialects.huggingface.arguments import (
+        Seq2SeqTrainingArguments,
+        TrainingArguments,
     )
+    from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
+    from rapidformer.dialects.huggingface.trainer import Trainer
     from rapidformer.dist import mpu
     from rapidformer.engine import RapidformerEngine
     from rapidformer.errors import RapidformerError
@@ -47,13 +43,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator",
-    "ContextConfig",
     "DeepSpeedPlugin",
     "DistributedType",
     "Finetuner",
     "GPTModel",
     "ModelPlan",
-    "ParallelContextConfig",
     "PreTrainer",
     "Pretrainer",
     "RapidformerEngine",
@@ -72,32 +66,28 @@ __all__ = [
     "get_ltor_masks_and_position_ids",
     "get_timers",
     "get_tokenizer",
-    "init_context",
     "load_metric",
     "mpu",
     "predict",
     "set_seed",
 ]
 
-_MINDFORMERS = "rapidformer.dialects.mindformers.context"
 _PRETRAINING = "rapidformer.data.pretraining"
 # Public name -> (module, name in it; empty for the module itself)
 _WHERE = {
     "Accelerator": ("rapidformer.dialects.accelerate.accelerator", "Accelerator"),
-    "ContextConfig": (_MINDFORMERS, "ContextConfig"),
     "DeepSpeedPlugin": ("rapidformer.dialects.accelerate.settings", "DeepSpeedPlugin"),
     "DistributedType": ("rapidformer.dialects.accelerate.accelerator", "DistributedType"),
     "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
     "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
     "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
-    "ParallelContextConfig": (_MINDFORMERS, "ParallelContextConfig"),
     "PreTrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
     "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
     "RapidformerError": ("rapidformer.errors", "RapidformerError"),
     "Seq2SeqTrainer": ("rapidformer.dialects.huggingface.seq2seq", "Seq2SeqTrainer"),
     "Seq2SeqTrainingArguments": (
-        "rapidformer.dialects.huggingface.seq2seq_arguments",
+        "rapidformer.dialects.huggingface.arguments",
         "Seq2SeqTrainingArguments",
     ),
     "Trainer": ("rapidformer.dialects.huggingface.trainer", "Trainer"),
@@ -119,21 +109,29 @@ _WHERE = {
     "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),
     "get_timers": ("rapidformer.context", "get_timers"),
     "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
-    "init_context": (_MINDFORMERS, "init_context"),
     "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
     "mpu": ("rapidformer.dist.mpu", ""),
     "set_seed": ("rapidformer.dialects.accelerate.accelerator", "set_seed"),
 }
 
-if "RANK_SIZE" in os.environ:
-    # Imported only now: the settings would take most of the time of `import rapidformer`.
-    from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
+# Names of a dialect that were public here, and where they are.
+_OF_DIALECTS = dict.fromkeys(
+    ("ContextConfig", "ParallelContextConfig", "init_context"), "rapidformer.dialects.mindformers"
+)
 
-    adopt_rank_variables(os.environ)
-provide_megatron_names()
+
+def _load_flags() -> ForeignFlags:
+    flags: ForeignFlags = importlib.import_module("rapidformer.dialects.flags").FLAGS
+    return flags
+
+
+register(_load_flags)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_DIALECTS:
+        # Not an AttributeError: `from rapidformer import name` would replace its text.
+        raise ImportError(f"{name} has moved: write `from {_OF_DIALECTS[name]} import {name}`.")
     if name not in _WHERE:
         raise AttributeError(f"module 'rapidformer' has no attribute {name!r}")
     module_name, attribute = _WHERE[name]

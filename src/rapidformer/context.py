@@ -1,6 +1,6 @@
 """What users' scripts can ask for from anywhere: the current run's settings, timers, tokenizer.
 
-Megatron's scripts call ``get_args()`` inside hooks that take no arguments. This is for users' code
+Users' scripts call ``get_args()`` inside hooks that take no arguments. This is for users' code
 only; library code takes what it needs as parameters.
 """
 

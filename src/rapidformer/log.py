@@ -18,7 +18,7 @@ _NAME = "rapidformer"
 
 
 class ScriptLogger(logging.Logger):
-    """A logger whose methods also take ``main_process_only=False``, as Accelerate's do."""
+    """A logger whose methods also take ``main_process_only=False``."""
 
     def _log(  # type: ignore[override]
         self,

@@ -1,4 +1,4 @@
-"""Named timers with Megatron's interface: ``timers("forward").start()``.
+"""Named timers: ``timers("forward").start()``.
 
 They synchronize with the device on start and stop, so use them around large pieces of work; the
 training loop itself uses none.
@@ -62,7 +62,7 @@ class Timers:
         return self._timers.setdefault(name, Timer(name))
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Log milliseconds per name, in Megatron's format."""
+        """Log milliseconds per name."""
         parts = [
             f"{name}: {self._timers[name].elapsed(reset) * 1000 / normalizer:.2f}"
             for name in names

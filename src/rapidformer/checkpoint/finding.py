@@ -39,7 +39,7 @@ def find_checkpoint(source: Path) -> Path | None:
         return source
     tracker = source / TRACKER
     if tracker.is_file():
-        # Megatron may have written `release` there, and a crash anything.
+        # Another trainer may have written `release` there, and a crash anything.
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         named = source / f"iter_{int(text) if _is_number(text) else 0:07d}"
         if named.is_dir():

@@ -126,7 +126,7 @@ def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """Folders named like a checkpoint may be somebody else's: Megatron's, say."""
+    """Folders named like a checkpoint may be another trainer's."""
     return [path for path in find_checkpoints(folder) if is_checkpoint(path)]
 
 

@@ -9,9 +9,9 @@ from itertools import groupby
 
 from rapidformer.cli.commands import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
-from rapidformer.config.dialects import ALIASES
 from rapidformer.config.render import render_arguments
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.launch.environment import plan_launch
 
 _INTRODUCTION = """\
@@ -59,8 +59,8 @@ TOPICS = {
     "launch": "Launch",
 }
 _ENDING = """
-Every switch has a --no- form. The names that Hugging Face, Megatron, FlagAI and
-MindFormers use are accepted too (--learning-rate, ...), as are underscores.
+Every switch has a --no- form. Names that other trainers use are accepted too
+(--learning-rate, ...; docs/coming_from/flags.md lists them), as are underscores.
 """
 
 
@@ -118,7 +118,7 @@ def _find_settings(topic: str) -> list[Setting]:
         return [setting for setting in everything if setting.section == TOPICS[topic]]
     name = topic.removeprefix("--").replace("-", "_")
     if topic.startswith("--"):
-        name = ALIASES.get(name, name).removeprefix("no_")
+        name = get_foreign_flags().aliases.get(name, name).removeprefix("no_")
         return [settings[name]] if name in settings else []
     texts = {setting.name: f"{setting.name} {setting.help}".lower() for setting in everything}
     return [s for s in everything if name in texts[s.name] or topic in texts[s.name]]

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from rapidformer.config import Settings, get_settings, parse_arguments
-from rapidformer.config.dialects import ALIASES
 from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import get_foreign_flags
 
 _USAGE = """\
 usage: rapidformer launch [flags] SCRIPT [the script's flags]
@@ -80,8 +80,9 @@ def _get_flags() -> set[str]:
 
 
 def _spell(names: set[str]) -> set[str]:
-    """The flags of these settings, in every dialect."""
-    spelt = names | {alias for alias, name in ALIASES.items() if name in names}
+    """The flags of these settings, with other systems' names for them."""
+    aliases = get_foreign_flags().aliases
+    spelt = names | {alias for alias, name in aliases.items() if name in names}
     return {"--" + name.replace("_", "-") for name in spelt}
 
 

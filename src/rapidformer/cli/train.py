@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import drop_unknown_flags
-from rapidformer.dialects.megatron.module_names import provide_megatron_names
 from rapidformer.errors import ConfigurationError
 
 
@@ -46,5 +45,6 @@ def run_script(script: str, argv: list[str]) -> None:
     check_script(script)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    provide_megatron_names()
+    import rapidformer.dialects.megatron  # noqa: F401 - for scripts that import Megatron's names
+
     runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Settings: sections of typed fields, read from flags, YAML and code in four dialects.
+"""Settings: sections of typed fields, read from flags, YAML and code.
 
 Nothing in this room imports torch, so ``rapidformer --help`` answers at once.
 """

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rapidformer.config.dialects import ALIASES, BARE_BESIDE, REFUSED, VALUES, WITHOUT_EFFECT
 from rapidformer.config.reading import (
     UnreadableError,
     is_expanding,
@@ -21,10 +20,8 @@ from rapidformer.config.reading import (
 )
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.user_defined import APPLICATIONS, take_user_defined
-from rapidformer.config.user_defined import FLAG as USER_DEFINED
-from rapidformer.dialects.accelerate.file import is_accelerate_file, translate_file
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -33,6 +30,8 @@ COMMAND_LINE = "command line"
 # Flags put before those of any command line, which override them. `rapidformer launch` passes its
 # own flags to a script's engine this way, since it cannot change the script's command line.
 FLAGS_VARIABLE = "RAPIDFORMER_FLAGS"
+_NO_FOLDER: dict[str, dict[str, bool | str | None]] = {"save": {"none": None}}
+"""``--save none`` saves nothing; without ``--save``, a run gets a default folder."""
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -49,16 +48,15 @@ def build_parser(
         prog="rapidformer", add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )
     spellings: dict[str, list[str]] = {}
-    for alias, name in ALIASES.items():
+    foreign = get_foreign_flags()
+    for alias, name in foreign.aliases.items():
         spellings.setdefault(name, []).append("--" + alias.replace("_", "-"))
     for setting in get_settings().values():
         _add_setting(parser, setting, spellings.get(setting.name, []))
-    for name in WITHOUT_EFFECT:
-        parser.add_argument(
-            "--" + name.replace("_", "-"), nargs="?", dest=name, default=argparse.SUPPRESS
-        )
-    # Taken apart before parsing; here it is known.
-    parser.add_argument(USER_DEFINED, dest="user_defined_parameters", default=argparse.SUPPRESS)
+    for name, row in foreign.names.items():
+        if row.outcome in ("ignored", "honoured"):
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, nargs="?", dest=name, default=argparse.SUPPRESS)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     return parser
@@ -89,8 +87,8 @@ def parse_arguments(
     known = parser._option_string_actions
     problems: list[str] = []
     words = [*split_words(os.environ.get(FLAGS_VARIABLE, ""), problems, FLAGS_VARIABLE), *argv]
-    words, user_defined = take_user_defined(words, problems)
-    words = _drop_bare_switches([_normalize(word, known) for word in words])
+    foreign = get_foreign_flags()
+    words, attributes = foreign.rewrite([_normalize(word, known) for word in words], problems)
     words = _join_negative_numbers(words, known)
     namespace, unknown = parser.parse_known_args(words)
     problems += [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
@@ -104,8 +102,9 @@ def parse_arguments(
     bare = [name for name, value in given.items() if name in settings and value == []]
     problems += [_describe_missing(settings[name]) for name in bare]
     given = {name: value for name, value in given.items() if name not in bare}
-    if "task" not in given and given.get("app_name") in APPLICATIONS:
-        given["task"] = APPLICATIONS[given["app_name"]]
+    for name, tasks in foreign.tasks.items():
+        if given.get(name) in tasks:
+            given.setdefault("task", tasks[given[name]])
     file_values = _read_yaml(given.get("config"), problems)
     from_file = f"{given['config']}" if "config" in given else ""
     values, sources = _collect(
@@ -119,15 +118,14 @@ def parse_arguments(
         raise ConfigurationError(problems)
     extras = {k: v for k, v in file_values.items() if k not in settings}
     extras |= {k: v for k, v in given.items() if k not in settings}
-    extras = {**user_defined, **extras}
-    return Settings(**values, extras=extras, sources=sources)
+    return Settings(**values, extras={**attributes, **extras}, sources=sources)
 
 
 def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> Settings:
-    """Settings given by name in any of the dialects, checked like flags."""
+    """Settings given by name, ours or another system's, checked like flags."""
     problems: list[str] = []
     canonical = _canonical_names(values, source, problems)
-    extras = {k: canonical.pop(k) for k in list(canonical) if k in WITHOUT_EFFECT}
+    extras = {k: canonical.pop(k) for k in list(canonical) if k not in get_settings()}
     converted, sources = _collect([(source, canonical)], problems)
     if problems:
         raise ConfigurationError(problems)
@@ -138,7 +136,7 @@ def _collect(
     layers: list[tuple[str, Mapping[str, Any]]], problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert the layers of values; a later layer overrides an earlier one."""
-    settings = get_settings()
+    settings, other_words = get_settings(), {**_NO_FOLDER, **get_foreign_flags().values}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in layers:
@@ -148,7 +146,7 @@ def _collect(
                 continue  # `seed:` without a value means the default
             label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
             try:
-                values[name] = setting.convert(VALUES.get(name, {}).get(str(raw).lower(), raw))
+                values[name] = setting.convert(other_words.get(name, {}).get(str(raw).lower(), raw))
             except ValueError as reason:
                 problems.append(f"{label} {reason}.")
                 continue
@@ -189,17 +187,6 @@ def _join_negative_numbers(words: list[str], known: Mapping[str, Any]) -> list[s
     return joined
 
 
-def _drop_bare_switches(words: list[str]) -> list[str]:
-    """``--deepspeed --deepspeed-config FILE`` means just the file."""
-    names = [word.partition("=")[0] for word in words]
-    return [
-        word
-        for place, word in enumerate(words)
-        if BARE_BESIDE.get(word) not in names
-        or (place + 1 < len(words) and not words[place + 1].startswith("--"))
-    ]
-
-
 def _describe_missing(setting: Setting) -> str:
     choices = f" (one of {', '.join(setting.choices)})" if setting.choices else ""
     return f"{setting.flag} needs a value{choices}."
@@ -207,9 +194,9 @@ def _describe_missing(setting: Setting) -> str:
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     name = word.partition("=")[0]
-    reason = REFUSED.get(name.lstrip("-").replace("-", "_"))
-    if reason is not None:
-        return f"{name} is not supported: {reason}."
+    row = get_foreign_flags().names.get(name.lstrip("-").replace("-", "_"))
+    if row is not None:
+        return f"{name} is not supported: {row.note}."
     near = find_nearest(name, known)
     hint = f"did you mean {near}?" if near else "`rapidformer --help all` lists all flags."
     return f"unknown flag {name}: {hint}"
@@ -232,25 +219,24 @@ def _read_yaml(path: Any, problems: list[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or is_expanding(content):
         problems.append(f"--config {path} must contain `name: value` lines.")
         return {}
-    if is_accelerate_file(content):
-        content = translate_file(content, path, problems)
-    return _canonical_names(content, path, problems)
+    translated = get_foreign_flags().read_file(content, path, problems)
+    return _canonical_names(translated, path, problems)
 
 
 def _canonical_names(values: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
-    settings = get_settings()
+    settings, foreign = get_settings(), get_foreign_flags()
     canonical: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        name = ALIASES.get(name, name)
+        name = foreign.aliases.get(name, name)
         if name in settings:
             canonical[name] = value
         elif name.startswith("no_") and name[3:] in settings:
             canonical[name[3:]] = not value
-        elif name in WITHOUT_EFFECT:
+        elif name in foreign.names and foreign.names[name].outcome == "ignored":
             canonical[name] = value
         else:
-            near = find_nearest(name, [*settings, *ALIASES])
+            near = find_nearest(name, [*settings, *foreign.aliases])
             hint = f": did you mean {near}?" if near else "."
             problems.append(f"unknown setting {key} in {where}{hint}")
     return canonical

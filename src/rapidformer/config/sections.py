@@ -2,7 +2,7 @@
 
 A single source: a field and the docstring under it define the flag, the help text, the YAML key and
 the row in the docs. A bool is a switch (``--deterministic``, ``--no-deterministic``). Names follow
-the documented Rapidformer/Megatron flags; other systems' names are in ``dialects.py`` only.
+the documented flags; other systems' names are registered with ``foreign_names.py``.
 ``None`` means "not given": ``derive.py`` fills in what follows from the rest.
 """
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rapidformer.config.dialects import ALIASES
 from rapidformer.config.sections import (
     AccelerationArguments,
     AdapterArguments,
@@ -26,6 +25,7 @@ from rapidformer.config.sections import (
     RunArguments,
     TrainingLengthArguments,
 )
+from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
 
@@ -102,17 +102,18 @@ class Settings(
         return dataclasses.replace(self, sources=sources, **changed)
 
     def __getattr__(self, name: str) -> Any:
-        """Other systems' names, Megatron's ``no_...`` forms, and the user's own extra flags."""
+        """Other systems' names, the ``no_...`` forms, and the user's own extra flags."""
         if name.startswith("__"):
             raise AttributeError(name)
         extras = self.__dict__.get("extras", {})
         if name in extras:
             return extras[name]
-        if name in ALIASES:
-            return getattr(self, ALIASES[name])
+        aliases = get_foreign_flags().aliases
+        if name in aliases:
+            return getattr(self, aliases[name])
         if name.startswith("no_") and name[3:] in _FIELD_NAMES:
             return not getattr(self, name[3:])
-        near = find_nearest(name, [*_FIELD_NAMES, *ALIASES, *extras])
+        near = find_nearest(name, [*_FIELD_NAMES, *aliases, *extras])
         hint = f"; did you mean {near!r}?" if near else ""
         raise AttributeError(f"no setting {name!r}{hint}")
 

@@ -1,6 +1,6 @@
-"""Megatron's names for groups and ranks, and ``broadcast_data``, for users' scripts.
+"""Groups and ranks by the names that users' scripts know, and ``broadcast_data``.
 
-    from rapidformer import mpu        # a --user-script may also say `from megatron import mpu`
+    from rapidformer import mpu
 
 Library code uses the topology instead. An axis of size one has a group of one, never None, which
 torch's collectives would take for all processes.

@@ -1,6 +1,6 @@
 """Which rank does what: the axes of a run, and the groups for reductions and gathers.
 
-Ranks are laid out as in Megatron: tensor-parallel neighbours are adjacent, then context, then data,
+Ranks are laid out so: tensor-parallel neighbours are adjacent, then context, then data,
 and pipeline stages are farthest apart.
 
 A *replica* is a rank that sees its own tokens: losses and gradients are summed over data and

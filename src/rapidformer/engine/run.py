@@ -27,10 +27,8 @@ from rapidformer.config import (
     resolve,
 )
 from rapidformer.config.batches import get_batch_schedule
-from rapidformer.config.dialects import WITHOUT_EFFECT
 from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.config.user_defined import APPLICATIONS
 from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
@@ -51,6 +49,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import build_topology
 from rapidformer.engine.own_loop import OwnLoop
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.adapter_config import to_text
 from rapidformer.optim.observer import get_observer
@@ -331,9 +330,6 @@ def _build_scaler(args: Settings) -> LossScaler:
 
 
 def _warn_about_settings_without_effect(args: Settings) -> None:
-    for name, value in args.extras.items():
-        has_chosen_task = name == "app_name" and APPLICATIONS.get(str(value)) == args.task
-        if name in WITHOUT_EFFECT and not has_chosen_task:
-            warn_once(f"--{name.replace('_', '-')} has no effect: {WITHOUT_EFFECT[name]}.")
-    for message in find_idle_settings(args):
+    idle = get_foreign_flags().find_idle(args.extras, args.task)
+    for message in [*idle, *find_idle_settings(args)]:
         warn_once(message)

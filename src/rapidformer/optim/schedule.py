@@ -1,4 +1,4 @@
-"""The learning rate as a function of the samples seen: Megatron's arithmetic.
+"""The learning rate as a function of the samples seen.
 
 It counts samples, so a schedule means the same under any batch size. The rate rises from 0 during
 warm-up (the very first update then has rate 0) and decays to ``min_lr``.

@@ -34,7 +34,7 @@ class Finetuner(Template):
         raise _missing_hook(self, "train_valid_test_datasets_provider")
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
-        """Hook: a dictionary of metrics; ``model`` comes as a list of one, as in Megatron."""
+        """Hook: a dictionary of metrics; ``model`` comes as a list of one."""
         raise _missing_hook(self, "run_compute_metrics")
 
     def finetune(self) -> dict[str, float]:

@@ -4,8 +4,8 @@
 - ``(loss, n)``: the user says what the mean was taken over;
 - ``(loss, n, {name: value})``: also the parts of the loss; names ending in ``_loss`` are printed
   next to it, all go to metrics.jsonl; a mean over something else is given as ``(value, n)``;
-- ``(output, loss_function)``: as in Megatron, ``loss_function(output) -> (loss, {name: value})``;
-- a dict with ``loss``: as in FlagAI.
+- ``(output, loss_function)``: ``loss_function(output) -> (loss, {name: value})``;
+- a dict with ``loss``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def interpret_forward(returned: Any) -> ForwardResult:
 
 
 def _read_parts(parts: Any, weight: Weight) -> dict[str, tuple[torch.Tensor, Weight]]:
-    """The numbers that Megatron's loss functions return by name, such as ``lm loss``."""
+    """The numbers that a loss function returns by name, such as ``lm loss``."""
     if not isinstance(parts, Mapping):
         return {}
     read: dict[str, tuple[torch.Tensor, Weight]] = {}
@@ -81,7 +81,7 @@ def _check_weight(weight: Any) -> Weight:
     if not is_number:
         raise RapidformerError(
             "run_forward_step returned a pair: its second item must be what the loss is a mean "
-            f"over (a number) or a loss function as in Megatron, got {type(weight).__name__}."
+            f"over (a number) or a loss function, got {type(weight).__name__}."
         )
     return weight.reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 

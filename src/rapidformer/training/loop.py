@@ -1,4 +1,4 @@
-"""The training loop, which PreTrainer, Finetuner, Trainer and the command all use.
+"""The training loop, which PreTrainer, Finetuner, the dialects and the command all use.
 
 It decides when to update, log, evaluate, save and stop. Callers supply the forward pass and the
 evaluation.

@@ -7,7 +7,7 @@
 
     MyPreTrainer(engine=RapidformerEngine()).train()
 
-As in Megatron, the forward step gets an iterator; if its parameter is called ``batch``, it gets the
+The forward step gets an iterator; if its parameter is called ``batch``, it gets the
 batch.
 """
 
@@ -72,7 +72,7 @@ class PreTrainer(Template):
         return train_data, valid_data, test_data, collate
 
     def count_samples(self) -> list[int]:
-        """The number of training, validation and test samples, as Megatron computes them."""
+        """The number of training, validation and test samples of the run."""
         args = self.args
         batch = args.global_batch_size or 1
         train_iters = self.engine.get_train_iters()

@@ -233,7 +233,7 @@ class Template(ABC):
     def compose(self) -> Any:
         """Get model, optimizer and schedule from the hook and apply all switches."""
         hook: Any = self.model_optimizer_lr_scheduler_provider
-        # In Megatron, the caller says which end of a pipeline to build; here the whole model is cut
+        # Elsewhere, the caller says which end of a pipeline to build; here the whole model is cut
         # later.
         provided = hook() if accepts_arguments(hook, 0) else hook(True, True)
         if not isinstance(provided, tuple) or len(provided) != 3:

@@ -1,7 +1,7 @@
 """Mixed precision: 16-bit arithmetic through autocast, weights and optimizer state in fp32.
 
 The model's ``__call__`` runs under autocast, so a user's own loop needs no context manager. fp16
-also needs loss scaling: ``LossScaler`` follows Megatron's rule (with hysteresis), and the engine
+also needs loss scaling: ``LossScaler`` lowers it with hysteresis, and the engine
 removes the scale when it divides the gradients anyway.
 """
 

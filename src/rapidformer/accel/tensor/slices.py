@@ -58,7 +58,7 @@ def _make_plain(parameter: Any) -> nn.Parameter:
     plain.rapidformer_slice = Slice(
         mesh=parameter.device_mesh, placement=placement, shape=parameter.shape
     )
-    # Megatron's mark: DeepSpeed's gradient norm counts the other weights on one rank only.
+    # DeepSpeed reads this: its gradient norm counts the other weights on one rank only.
     plain.tensor_model_parallel = not placement.is_replicate()
     return plain  # type: ignore[no-any-return]
 

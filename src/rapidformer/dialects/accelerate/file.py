@@ -1,6 +1,6 @@
 """Accelerate's settings as ours: the file that ``accelerate config`` writes, and its plugins.
 
-The tables in ``accelerate_names.py`` say what each name becomes; here are only the names whose
+The tables in ``names.py`` say what each name becomes; here are only the names whose
 value must be translated.
 """
 
@@ -10,22 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, DEEPSPEED_PLUGIN
-from rapidformer.dialects.foreign_names import ForeignName
+from rapidformer.foreign_names import Table, copy_mapped
 
 Values = dict[str, Any]
 _PRECISIONS = ("fp16", "bf16")
 
 
-def is_accelerate_file(content: Mapping[str, Any]) -> bool:
-    """Whether the keys of a YAML file are Accelerate's."""
-    return "compute_environment" in content or "distributed_type" in content
-
-
-def translate_file(content: Mapping[str, Any], path: str, problems: list[str]) -> Values:
-    """The settings that the file means."""
+def translate_file(content: Mapping[str, Any], path: str, problems: list[str]) -> Mapping[str, Any]:
+    """The settings that the file means; one whose keys are not Accelerate's is left as it is."""
+    if "compute_environment" not in content and "distributed_type" not in content:
+        return content
     given = {name: value for name, value in content.items() if value not in (None, {}, "")}
     _check(given, ACCELERATE_FILE, path, problems)
-    values = _copy_mapped(given, ACCELERATE_FILE)
+    values = copy_mapped(given, ACCELERATE_FILE)
     values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
     values |= _translate_place(given, path, problems)
     deepspeed = given.get("deepspeed_config")
@@ -58,7 +55,7 @@ def translate_deepspeed(given: Mapping[str, Any], where: str, problems: list[str
         return {"deepspeed": str(given["hf_ds_config"])}
     values = {
         name: value
-        for name, value in _copy_mapped(given, DEEPSPEED_PLUGIN).items()
+        for name, value in copy_mapped(given, DEEPSPEED_PLUGIN).items()
         if value not in (None, "auto")
     }
     stage = int(given.get("zero_stage") or 0)
@@ -112,17 +109,7 @@ def _rename_deepspeed(config: Mapping[str, Any]) -> Values:
     return {renamed.get(name, name): value for name, value in config.items()}
 
 
-def _copy_mapped(given: Mapping[str, Any], table: Mapping[str, ForeignName]) -> Values:
-    return {
-        row.setting: given[name]
-        for name, row in table.items()
-        if row.outcome == "mapped" and name in given
-    }
-
-
-def _check(
-    given: Mapping[str, Any], table: Mapping[str, ForeignName], where: str, problems: list[str]
-) -> None:
+def _check(given: Mapping[str, Any], table: Table, where: str, problems: list[str]) -> None:
     for name in given:
         row = table.get(name)
         if row is None:

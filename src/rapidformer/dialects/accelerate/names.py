@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.dialects.foreign_names import ForeignName, honoured, ignored, mapped, refused
+from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 _LOADER = "the engine distributes a DataLoader over the ranks itself"
 

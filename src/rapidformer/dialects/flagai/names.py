@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.dialects.foreign_names import ForeignName, honoured, ignored, mapped
+from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped
 
 # name -> (FlagAI's default, what it does here)
 FLAGAI: dict[str, tuple[Any, ForeignName]] = {
@@ -59,3 +59,14 @@ FLAGAI: dict[str, tuple[Any, ForeignName]] = {
     ),
     "extra_args": (None, ignored("a script's own flags are passed on unchanged")),
 }  # fmt: skip
+
+# As flags and YAML keys: the names above that are a setting of ours, and these.
+FLAGAI_FLAGS: dict[str, ForeignName] = {
+    name: row
+    for name, (_, row) in FLAGAI.items()
+    if row.outcome == "mapped" and row.setting != name
+} | {
+    "warm_up_iters": mapped("lr_warmup_iters"),
+    "load_dir": mapped("load"),
+    "deepspeed_config": mapped("deepspeed"),
+}

@@ -6,7 +6,6 @@ If a DeepSpeed file and the constructor disagree, the file wins, as in FlagAI, b
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rapidformer.config.deepspeed_file import (
     modernize,
 )
 from rapidformer.dialects.flagai.names import FLAGAI
+from rapidformer.dialects.imports import describe_unknown
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
 
@@ -39,9 +39,7 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     problems = []
     for name in given:
         if name not in FLAGAI:
-            near = difflib.get_close_matches(name, FLAGAI, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else "."
-            problems.append(f"FlagAI's Trainer has no argument {name!r}{hint}")
+            problems.append(describe_unknown("FlagAI's Trainer", name, FLAGAI))
     if values["env_type"] not in ENVIRONMENTS:
         problems.append(
             f"env_type={values['env_type']!r} must be one of {', '.join(ENVIRONMENTS)}."

@@ -70,7 +70,9 @@ class BestScore(TrainerCallback, ExportableState):
 class FlagAITrainer(Trainer):
     """``env_type`` chooses the back end; ``forward_step`` is the one method to override."""
 
-    def _set_up(self, **named: Any) -> None:  # type: ignore[override]
+    room = "rapidformer.dialects.flagai"
+
+    def __init__(self, **named: Any) -> None:
         configure_logging()
         self.values = flagai_settings.complete(named)
         self._given = set(named)

@@ -8,7 +8,6 @@ run. No torch at the top, so that ``rapidformer --help`` and the docs can read i
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import os
@@ -20,12 +19,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.dialects.huggingface.former_names import (
-    FORMER_NAMES,
     describe_flag,
     takes_former_names,
 )
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
-from rapidformer.dialects.mindformers.names import TRAINING_ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -156,15 +153,6 @@ class TrainingArguments:
     do_predict: bool = False
     resume_from_checkpoint: str | None = None
     local_rank: int = -1
-
-    def __new__(cls, *positional: Any, **named: Any) -> TrainingArguments:
-        """In MindFormers' words, an instance of the class that has those names."""
-        # Names of transformers 4 are no sign of MindFormers.
-        own = TRAINING_ARGUMENTS.keys() - FORMER_NAMES.keys()
-        if cls is TrainingArguments and named.keys() & own:
-            module = importlib.import_module("rapidformer.dialects.mindformers.arguments")
-            cls = module.MindFormersArguments
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -298,6 +286,28 @@ class TrainingArguments:
         return "\n".join([*lines, ")"])
 
     __repr__ = __str__
+
+
+@takes_former_names
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """``TrainingArguments`` and how to generate in evaluation."""
+
+    sortish_sampler: bool = False
+    """Batches of similar length, as ``train_sampling_strategy="group_by_length"`` makes them."""
+    predict_with_generate: bool = False
+    """Whether evaluation generates text instead of looking at logits."""
+    generation_max_length: int | None = None
+    """Longest generated text in tokens (default: the model's own)."""
+    generation_num_beams: int | None = None
+    """Beams of the search (default: the model's own)."""
+    generation_config: Any = None
+    """A ``GenerationConfig``, a folder or a name on the Hub."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sortish_sampler and self.train_sampling_strategy == "random":
+            self.train_sampling_strategy = "group_by_length"
 
 
 def list_changed(arguments: TrainingArguments) -> list[str]:

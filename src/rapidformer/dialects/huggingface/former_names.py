@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rapidformer.dialects.imports import check_arguments_call
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -43,10 +45,13 @@ def describe_flag(name: str) -> dict[str, Any]:
 def takes_former_names(cls: type[C]) -> type[C]:
     """Let a class of arguments take the former names too; its signature stays as it is."""
     build: Callable[..., None] = cls.__init__
+    fields = inspect.signature(build).parameters.keys()
 
     @functools.wraps(build)
     def take(self: C, *positional: Any, **named: Any) -> None:
-        build(self, *positional, **_rename(named))
+        named = _rename(named)
+        check_arguments_call(named.keys() - fields)
+        build(self, *positional, **named)
 
     cls.__init__ = take  # type: ignore[assignment]
     return cls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.dialects.foreign_names import ForeignName, honoured, ignored, mapped, refused
+from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 _HUB = "used by push_to_hub()"
 _TRACKIO = "pass transformers' TrackioCallback in callbacks= to use Trackio"
@@ -157,4 +157,28 @@ HUGGING_FACE: dict[str, ForeignName] = {
     "do_predict": honoured("read by scripts, not by the Trainer"),
     "resume_from_checkpoint": honoured("read by scripts, which pass it to train()"),
     "local_rank": ignored("the launcher's LOCAL_RANK is read"),
+}
+
+# As flags and YAML keys: the names above that are a setting of ours, and these.
+HUGGING_FACE_FLAGS: dict[str, ForeignName] = {
+    name: row
+    for name, row in HUGGING_FACE.items()
+    if row.outcome == "mapped" and row.setting != name
+} | {
+    "max_steps": mapped("train_iters"),
+    "warmup_steps": mapped("lr_warmup_iters"),
+    "warmup_ratio": mapped("lr_warmup_fraction"),
+    "eval_steps": mapped("eval_interval"),
+    "overwrite_output_dir": mapped("overwrite"),
+    "resume_from_checkpoint": mapped("load"),
+    "model_name_or_path": mapped("pretrained_model_name_or_path"),
+    "max_seq_length": mapped("seq_length"),
+    "logging_dir": mapped("tensorboard_dir"),
+    "optim": mapped("optimizer"),
+    "evaluation_strategy": mapped("eval_strategy"),
+}
+HUGGING_FACE_VALUES: dict[str, dict[str, bool | str | None]] = {
+    "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},
+    "lr_decay_style": {"constant_with_warmup": "constant"},
+    "train_iters": {"-1": None},
 }

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
 
-from rapidformer.dialects.huggingface.seq2seq_arguments import Seq2SeqTrainingArguments
+from rapidformer.dialects.huggingface.arguments import Seq2SeqTrainingArguments
 from rapidformer.dialects.huggingface.trainer import Inputs, Metrics, Trainer
 from rapidformer.errors import ConfigurationError
 
@@ -20,9 +20,9 @@ class Seq2SeqTrainer(Trainer):
 
     args: Seq2SeqTrainingArguments
 
-    def _set_up(self, *positional: Any, **named: Any) -> None:
+    def __init__(self, *positional: Any, **named: Any) -> None:
         self._generation: dict[str, Any] = {}
-        super()._set_up(*positional, **named)
+        super().__init__(*positional, **named)
         if not isinstance(self.args, Seq2SeqTrainingArguments):
             raise ConfigurationError(
                 f"Seq2SeqTrainer takes Seq2SeqTrainingArguments, got {type(self.args).__name__}."

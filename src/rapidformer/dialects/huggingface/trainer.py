@@ -1,11 +1,10 @@
-"""``Trainer``: Hugging Face's trainer over the one loop, and the door to the other dialects.
+"""``Trainer``: Hugging Face's trainer over the one loop.
 
     trainer = Trainer(model, args, train_dataset=..., eval_dataset=..., processing_class=...)
     trainer.train()
 
 A subclass may override any public method. The engine is built when it is first needed, so a script
-may change ``args`` until then. An instance whose arguments are in another dialect takes on that
-dialect's class (``dialects.py``).
+may change ``args`` until then.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from transformers.trainer_utils import (
 )
 
 from rapidformer.config import Settings
-from rapidformer.dialects.dialects import check_names, take_on_dialect
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.bridge import TrainerTemplate, find_checkpoint_folder
 from rapidformer.dialects.huggingface.callbacks import (
@@ -58,6 +56,7 @@ from rapidformer.dialects.huggingface.settings import (
     build_settings,
     has_own_curve,
 )
+from rapidformer.dialects.imports import check_trainer_call
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -71,12 +70,10 @@ Metrics = dict[str, Any]
 class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
     """Trains, evaluates and predicts with one model."""
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
-        take_on_dialect(self, positional, named)
-        check_names(self._set_up, named)
-        self._set_up(*positional, **named)
+    room = "rapidformer"
+    """Where a script imports it from."""
 
-    def _set_up(
+    def __init__(
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
@@ -94,7 +91,9 @@ class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
         *,
         tokenizer: Any = None,
         peft_config: Any = None,
+        **others: Any,
     ) -> None:
+        check_trainer_call(Trainer.__init__, model, args, others, room=self.room)
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigurationError("tokenizer= and processing_class= are two names of one thing.")
         if (model is None) == (model_init is None):
@@ -380,7 +379,3 @@ def _average_losses(history: list[dict[str, float]]) -> float:
             total += line["loss"] * (line["step"] - before)
             before = line["step"]
     return total / before if before else float("nan")
-
-
-# What editors and libraries see: the arguments in Hugging Face's words.
-Trainer.__init__.__signature__ = inspect.signature(Trainer._set_up)  # type: ignore[attr-defined]

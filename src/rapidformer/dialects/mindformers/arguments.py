@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import make_dataclass
 from typing import Any
 
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
+from rapidformer.dialects.imports import MINDFORMERS
+from rapidformer.dialects.mindformers.context import adopt_rank_variables
 from rapidformer.dialects.mindformers.names import DEFAULTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from rapidformer.errors import ConfigurationError
 
@@ -27,10 +30,12 @@ _Fields: Any = make_dataclass(
 class MindFormersArguments(_Fields):  # type: ignore[misc]
     """What ``TrainingArguments(batch_size=..., sink_size=...)`` makes."""
 
+    room = MINDFORMERS
     optim: str
     logging_steps: float
 
     def __post_init__(self) -> None:
+        adopt_rank_variables(os.environ)
         self._take_batch_size()
         self.optim = OPTIMIZERS.get(self.optim, self.optim)
         if self.evaluation_strategy is not None:

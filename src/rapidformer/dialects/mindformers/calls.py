@@ -8,10 +8,10 @@ from typing import Any
 
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.sections import GenerationArguments
-from rapidformer.dialects.foreign_names import ForeignName
 from rapidformer.dialects.mindformers.arguments import MindFormersArguments
 from rapidformer.dialects.mindformers.names import PET_METHODS, TASKS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import ForeignName
 from rapidformer.log import warn_once
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.dialects.foreign_names import ForeignName, honoured, ignored, mapped, refused
+from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 _SHARDS = "a checkpoint resumes on any number of ranks"
 _GRAPH = "graph mode exists only in MindSpore"
@@ -132,4 +132,15 @@ RECOMPUTE_CONFIG: dict[str, ForeignName] = {
     "parallel_optimizer_comm_recompute": ignored("torch decides what is gathered again"),
     "mp_comm_recompute": ignored("torch decides what is gathered again"),
     "recompute_slice_activation": ignored("use_seq_parallel splits stored activations"),
+}
+
+# As flags and YAML keys.
+MINDFORMERS_FLAGS: dict[str, ForeignName] = {
+    name: TRAINING_ARGUMENTS[name][1]
+    for name in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel")
+} | {
+    "pipeline_parallel": mapped("pipeline_model_parallel_size"),
+    "micro_batch_num": mapped("gradient_accumulation_steps"),
+    "sink_size": mapped("log_interval"),
+    "sink_mode": ignored("sink_size says how often the host looks at a run"),
 }

@@ -12,6 +12,7 @@ any time before it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from rapidformer.checkpoint.run_names import PREVIOUS
 from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.dialects.huggingface.weights import load_weights
+from rapidformer.dialects.imports import MINDFORMERS
 from rapidformer.dialects.mindformers.answers import read_prompts, rename_answers
 from rapidformer.dialects.mindformers.arguments import MindFormersArguments
 from rapidformer.dialects.mindformers.calls import (
@@ -31,6 +33,7 @@ from rapidformer.dialects.mindformers.calls import (
     name_by_type,
     read_generation,
 )
+from rapidformer.dialects.mindformers.context import adopt_rank_variables
 from rapidformer.dialects.mindformers.file import load_mindformers_file
 from rapidformer.dialects.mindformers.names import (
     MODELS,
@@ -58,7 +61,9 @@ Checkpoint = str | bool | None
 class MindFormersTrainer(Trainer):
     """Trains, evaluates and predicts by a task's name."""
 
-    def _set_up(  # type: ignore[override]
+    room = MINDFORMERS
+
+    def __init__(
         self,
         args: Any = None,
         task: str = "general",
@@ -67,6 +72,7 @@ class MindFormersTrainer(Trainer):
         *others: Any,
         **named: Any,
     ) -> None:
+        adopt_rank_variables(os.environ)
         named = name_by_type(others) | named
         self._checkpoint: str | None = None
         if isinstance(args, (str, Path)):
@@ -126,7 +132,7 @@ class MindFormersTrainer(Trainer):
     def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
         optimizers = named.get("optimizers")
         pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
-        super()._set_up(
+        super().__init__(
             model,
             self.args,
             named.get("data_collator"),

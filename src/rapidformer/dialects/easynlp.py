@@ -6,16 +6,18 @@ key is the script's: ``get_args().key`` gives its text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from rapidformer.config.dialects import ALIASES
 from rapidformer.config.reading import split_words
 from rapidformer.config.schema import get_settings
+from rapidformer.foreign_names import ForeignName, get_foreign_flags, honoured, ignored
 
-FLAG = "--user-defined-parameters"
+_FLAG = "--user-defined-parameters"
 # The spelling of EasyNLP's scripts.
-_OWN_NAMES = {"pretrain_model_name_or_path": "pretrained_model_name_or_path"}
-APPLICATIONS: Mapping[str, str] = {
+_NAMES = {"pretrain_model_name_or_path": "pretrained_model_name_or_path"}
+EASYNLP: dict[str, ForeignName] = {
+    "user_defined_parameters": honoured("key=value pairs: settings, and names of the script's own"),
+    "app_name": ignored("--task overrides it; without --task, it chooses the task"),
+}
+APPLICATIONS = {
     "text_classify": "sequence_classification",
     "text_match": "sequence_classification",
     "sequence_labeling": "token_classification",
@@ -27,22 +29,20 @@ APPLICATIONS: Mapping[str, str] = {
 """EasyNLP's applications, as tasks."""
 
 
-def take_user_defined(
-    words: Sequence[str], problems: list[str]
-) -> tuple[list[str], dict[str, str]]:
+def take_user_defined(words: list[str], problems: list[str]) -> tuple[list[str], dict[str, str]]:
     """The words with the settings among the parameters in front, and the script's own ones."""
-    kept, text = _split(list(words))
+    kept, text = _split(words)
     if text is None:
         return kept, {}
-    settings, flags = get_settings(), []
+    settings, aliases, flags = get_settings(), get_foreign_flags().aliases, []
     extras = {"user_defined_parameters": text}
-    for part in split_words(text, problems, FLAG):
+    for part in split_words(text, problems, _FLAG):
         key, equals, value = part.partition("=")
         if not equals or not key:
-            problems.append(f"{FLAG}: {part!r} must be key=value.")
+            problems.append(f"{_FLAG}: {part!r} must be key=value.")
             continue
         key = key.replace("-", "_")
-        name = _OWN_NAMES.get(key, ALIASES.get(key, key))
+        name = _NAMES.get(key, aliases.get(key, key))
         if name in settings:
             flags += [settings[name].flag, value]
         else:
@@ -53,7 +53,7 @@ def take_user_defined(
 def _split(words: list[str]) -> tuple[list[str], str | None]:
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") != FLAG:
+        if name != _FLAG:
             continue
         if equals:
             return words[:place] + words[place + 1 :], value

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rapidformer.errors import ConfigurationError, MissingPackageError
+from tests.dialects.small import make_classifier
+from tests.dialects.test_trainer import make_trainer
 from tests.processes import run_in_processes
-from tests.trainer.small import make_classifier
-from tests.trainer.test_trainer import make_trainer
 
 optuna = pytest.importorskip("optuna", reason="the extra rapidformer[search] is not installed")
 optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -2,7 +2,7 @@
 transformers has removed (as_target_tokenizer) are all that was changed. The tests put the document's
 other constructors in the place of this one."""
 import sys
-from rapidformer import Trainer
+from rapidformer.dialects.flagai import Trainer
 from transformers import T5ForConditionalGeneration, T5Tokenizer
 from torch.utils.data import Dataset
 import torch

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from rapidformer.dialects.megatron.module_names import provide_megatron_names
+from rapidformer.dialects.megatron import provide_megatron_names
 from tests.processes import PATIENCE, find_free_port
 
 
@@ -74,14 +74,17 @@ def test_megatron_itself_is_left_alone() -> None:
 
 
 def test_plain_python_needs_no_launcher_of_ours() -> None:
-    code = "import rapidformer; from megatron import mpu; assert mpu is rapidformer.mpu"
+    code = (
+        "import rapidformer.dialects.megatron; from megatron import mpu; "
+        "assert mpu is rapidformer.mpu"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 UNDER_TORCHRUN = """
 import torch
-import rapidformer
+import rapidformer.dialects.megatron
 from megatron import mpu
 from megatron.mpu import get_tensor_model_parallel_rank
 

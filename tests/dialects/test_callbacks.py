@@ -11,8 +11,8 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from rapidformer import Trainer
+from tests.dialects.test_trainer import make_trainer, read_losses
 from tests.processes import run_in_processes
-from tests.trainer.test_trainer import make_trainer, read_losses
 
 
 class Watcher(TrainerCallback):

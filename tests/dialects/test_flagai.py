@@ -19,14 +19,14 @@ from transformers import (
     T5Tokenizer,
 )
 
-from rapidformer import Trainer
 from rapidformer.config import resolve
 from rapidformer.config.schema import get_settings
+from rapidformer.dialects.flagai import Trainer
 from rapidformer.dialects.flagai import settings as flagai_settings
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from tests.dialects.small import collate, make_classifier, make_rows
 from tests.processes import run_in_processes
-from tests.trainer.small import collate, make_classifier, make_rows
 
 SCRIPT = Path(__file__).parent / "scripts" / "flagai_t5.py"
 WORDS = [f"w{i}" for i in range(30)]

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from rapidformer.config import arguments_from_mapping, get_settings, parse_arguments
-from rapidformer.config.dialects import ALIASES, WITHOUT_EFFECT
 from rapidformer.config.schema import Setting
+from rapidformer.dialects.flags import FLAGS
+from rapidformer.foreign_names import find_names
 
 # What the peers call things, from trainers.md and design.md: not read from our own table.
 KNOWN_NAMES = {
@@ -36,7 +37,7 @@ def sample_value(setting: Setting) -> object:
     return {int: 7, float: 0.25, str: "text"}[setting.kind]
 
 
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+@pytest.mark.parametrize(("alias", "name"), FLAGS.aliases.items())
 def test_alias_is_flag_yaml_key_and_attribute(alias: str, name: str, tmp_path: Path) -> None:
     settings = get_settings()
     assert name in settings, "an alias must lead to a setting"
@@ -57,10 +58,10 @@ def test_alias_is_flag_yaml_key_and_attribute(alias: str, name: str, tmp_path: P
 
 @pytest.mark.parametrize(("alias", "name"), KNOWN_NAMES.items())
 def test_names_of_other_systems_are_known(alias: str, name: str) -> None:
-    assert ALIASES[alias] == name
+    assert FLAGS.aliases[alias] == name
 
 
-@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+@pytest.mark.parametrize("name", find_names(FLAGS.names, "ignored"))
 def test_flags_without_effect_are_accepted(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     args = parse_arguments([flag, "--lr", "1"])

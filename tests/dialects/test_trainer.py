@@ -23,8 +23,8 @@ from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
 from rapidformer.dialects.huggingface.loss import call_with_count
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
+from tests.dialects.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
 from tests.processes import run_in_processes
-from tests.trainer.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
 
 
 def make_arguments(folder: Path | str, **settings: Any) -> TrainingArguments:

@@ -19,9 +19,9 @@ from rapidformer import Accelerator, DeepSpeedPlugin, DistributedType, set_seed
 from rapidformer.config import resolve
 from rapidformer.dialects.accelerate.settings import build_accelerator_settings
 from rapidformer.errors import ConfigurationError, RapidformerError
+from tests.dialects.small import make_classifier
 from tests.processes import run_in_processes
 from tests.small import make_model_folder, make_pair_data
-from tests.trainer.small import make_classifier
 
 ROWS = 24
 

@@ -22,11 +22,11 @@ from transformers import (
     TrainerCallback,
 )
 
-from rapidformer import Trainer, TrainingArguments
-from rapidformer.dialects.mindformers.rank_variables import adopt_rank_variables
+from rapidformer.dialects.mindformers import Trainer, TrainingArguments
+from rapidformer.dialects.mindformers.context import adopt_rank_variables
 from rapidformer.errors import CheckpointError, ConfigurationError
+from tests.dialects.small import collate, make_classifier, make_rows
 from tests.processes import PATIENCE, find_free_port, run_in_processes
-from tests.trainer.small import collate, make_classifier, make_rows
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WORDS = ["hello", "!", *(f"w{i}" for i in range(30))]
@@ -386,10 +386,13 @@ def test_rank_variables(tmp_path: Path) -> None:
         "DEVICE_ID": "5",
         "RANK_TABLE_FILE": str(table),
     }
-    code = "import os, rapidformer; print(os.environ['RANK'])"
+    code = (
+        "import os\nfrom rapidformer.dialects.mindformers import TrainingArguments\n"
+        "print(os.environ.get('RANK'))\nTrainingArguments()\nprint(os.environ['RANK'])"
+    )
     real = [sys.executable, "-c", code]
     printed = subprocess.run(real, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert printed.stdout == "1\n", "importing the library is enough" + printed.stderr
+    assert printed.stdout == "None\n1\n", "not on import, but on the first call" + printed.stderr
     adopt_rank_variables(variables)
     assert [variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == [
         "1", "2", "5", "10.0.0.7",

@@ -1,1 +1,0 @@
-"""Megatron's module names."""

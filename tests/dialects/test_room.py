@@ -1,0 +1,144 @@
+"""Dialects live in one room: nothing outside knows them, and importing one changes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rapidformer
+from rapidformer import Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from rapidformer.dialects import flagai, mindformers
+from rapidformer.errors import ConfigurationError
+from tests.dialects.small import make_classifier
+
+ROOT = Path(rapidformer.__file__).parent
+# A system's name, and the classes and functions that its scripts import.
+WORDS = re.compile(
+    r"flagai|mindformers|mindspore|easynlp|megatron|init_context|(?<!\w)accelerate(?!\w)"
+    r"|(?-i:\b\w*Accelerator\b|\bTrainer\b|\b(Seq2Seq)?TrainingArguments\b)",
+    re.IGNORECASE,
+)
+# Where a word is not a dialect's, each with the reason.
+ALLOWED = {
+    "__init__.py": "the public names, and where those that have moved are",
+    "data/": "Megatron's .bin/.idx files, its names in a sample and its random draws: a file format",
+    "cli/data.py": "the same file format",
+    "cli/preprocess.py": "the same file format",
+    "models/gpt/": "a model that is called the way Megatron's is",
+    "tasks/pretraining/": "the objectives for that file format and that model",
+    "benchmarking/hugging_face.py": "times transformers' own Trainer, to compare with",
+    "cli/bench.py": "says what it compares with",
+    "cli/config.py": "hands its first question to the dialogue of Accelerate's users",
+    "cli/train.py": "a user's script may import Megatron's names",
+    "accel/cuda_graph/side_effects.py": "Accelerate as an installed library",
+    "checkpoint/export.py": "Accelerate as an installed library",
+}
+
+
+def find_words() -> dict[str, list[str]]:
+    """The dialects' words outside their room, by file."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("dialects/"):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            matches = [
+                f"{n}: {line.strip()}" for n, line in enumerate(lines, 1) if WORDS.search(line)
+            ]
+            if matches:
+                places[name] = matches
+    return places
+
+
+def test_nothing_outside_knows_a_dialect() -> None:
+    places = find_words()
+    leaks = {n: lines for n, lines in places.items() if not n.startswith(tuple(ALLOWED))}
+    assert not leaks, "\n".join(f"{name}:{line}" for name in leaks for line in leaks[name])
+
+
+def test_every_exception_is_still_needed() -> None:
+    names = find_words()
+    assert all(any(name.startswith(place) for name in names) for place in ALLOWED)
+
+
+def test_importing_changes_nothing() -> None:
+    """Neither modules' finders nor the environment, under MindSpore's launcher either."""
+    code = """
+import importlib, os, sys
+before = dict(os.environ), list(sys.meta_path)
+import rapidformer
+from rapidformer import RapidformerEngine, Trainer
+from rapidformer.dialects.mindformers import Trainer
+import rapidformer.dialects.flags
+importlib.import_module("rapidformer.dialects.flagai.trainer")
+assert dict(os.environ) == before[0], set(os.environ.items()) ^ set(before[0].items())
+assert [f for f in sys.meta_path if type(f).__module__.startswith("rapidformer")] == []
+assert "megatron" not in sys.modules
+"""
+    ranks = {"RANK_ID": "0", "RANK_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ranks}, capture_output=True, text=True,
+        check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "line"),
+    [
+        ((), {"env_type": "pytorch", "epochs": 1, "lr": 1e-3}, "flagai import Trainer"),
+        ((), {"batch_size": 2, "tokenizer": object()}, "flagai import Trainer"),
+        ((), {"task": "text_generation", "model": "gpt2"}, "mindformers import Trainer"),
+        ((), {"model": "gpt2"}, "mindformers import Trainer"),
+        ((), {"args": "run_gpt2.yaml"}, "mindformers import Trainer"),
+        ((None, "text_generation", "gpt2"), {}, "mindformers import Trainer"),
+        ((), {"pet_method": "lora", "model": make_classifier()}, "mindformers import Trainer"),
+    ],
+)
+def test_the_old_spelling_gets_the_import_line(
+    positional: tuple[Any, ...], named: dict[str, Any], line: str
+) -> None:
+    for cls in (Trainer, type("MyTrainer", (Trainer,), {})):
+        with pytest.raises(ConfigurationError, match=f"`from rapidformer.dialects.{line}`"):
+            cls(*positional, **named)
+
+
+def test_arguments_of_mindformers_need_its_trainer() -> None:
+    arguments = mindformers.TrainingArguments(use_cpu=True)
+    for positional in ((make_classifier(), arguments), (arguments, "text_generation")):
+        with pytest.raises(ConfigurationError, match="mindformers import Trainer`"):
+            Trainer(*positional)
+
+
+def test_old_arguments_get_the_import_line() -> None:
+    for cls in (TrainingArguments, Seq2SeqTrainingArguments):
+        with pytest.raises(ConfigurationError) as error:
+            cls(batch_size=2, sink_size=2)
+    expected = "batch_size, sink_size: arguments of MindFormers' TrainingArguments. Write `from "
+    assert expected + "rapidformer.dialects.mindformers import TrainingArguments`" in str(
+        error.value
+    )
+    with pytest.raises(TypeError, match="nonsense"):
+        TrainingArguments(nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["init_context", "ContextConfig", "ParallelContextConfig"])
+def test_old_imports_get_the_import_line(name: str) -> None:
+    with pytest.raises(ImportError, match=f"from rapidformer.dialects.mindformers import {name}`"):
+        exec(f"from rapidformer import {name}")
+    assert name not in rapidformer.__all__
+
+
+def test_names_of_each_dialect() -> None:
+    for room in (flagai, mindformers):
+        assert [name for name in room.__all__ if getattr(room, name) is None] == []
+        with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
+            _ = room.Nonsense
+    assert issubclass(flagai.Trainer, Trainer) and issubclass(mindformers.Trainer, Trainer)
+    assert issubclass(mindformers.TrainingArguments, TrainingArguments)
