@@ -28,8 +28,8 @@ LAYERS = [
     {"dist"},
     {"compat"},
     {
-        "config", "errors", "foreign_names", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay",
-        "host_memory",
+        "config", "errors", "hub", "nearest", "strict_json", "log", "timers", "context", "overlay",
+        "host_memory", "foreign_names",
     },
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

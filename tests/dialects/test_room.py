@@ -27,7 +27,7 @@ WORDS = re.compile(
 # Where a word is not a dialect's, each with the reason.
 ALLOWED = {
     "__init__.py": "the public names, and where those that have moved are",
-    "data/": "Megatron's .bin/.idx files, its names in a sample and its random draws: a file format",
+    "data/": "Megatron's .bin/.idx files, and the samples made of them: a file format",
     "cli/data.py": "the same file format",
     "cli/preprocess.py": "the same file format",
     "models/gpt/": "a model that is called the way Megatron's is",
@@ -47,11 +47,8 @@ def find_words() -> dict[str, list[str]]:
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith("dialects/"):
-            lines = path.read_text(encoding="utf-8").splitlines()
-            matches = [
-                f"{n}: {line.strip()}" for n, line in enumerate(lines, 1) if WORDS.search(line)
-            ]
-            if matches:
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            if matches := [f"{number}: {line}" for number, line in lines if WORDS.search(line)]:
                 places[name] = matches
     return places
 
