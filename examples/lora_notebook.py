@@ -9,7 +9,7 @@ import os
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-from rapidformer import Trainer, TrainingArguments
+from rapidformer.dialects.mindformers import Trainer, TrainingArguments
 
 if missing := [name for name in ("MODEL", "TRAIN", "EVAL") if name not in os.environ]:
     raise SystemExit(
