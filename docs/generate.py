@@ -145,7 +145,7 @@ def render_hugging_face() -> str:
 def render_flagai() -> str:
     """What becomes of every argument of FlagAI's Trainer."""
     lines = ["| name | default | here | |", "|---|---|---|---|"]
-    lines += [_render_name(name, default, row) for name, (default, row) in FLAGAI.items()]
+    lines += [_render_name(name, row.default, row) for name, row in FLAGAI.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -174,7 +174,7 @@ def render_mindformers_arguments() -> str:
     lines = ["| name | default | here | |", "|---|---|---|---|"]
     for name, default in DEFAULTS.items():
         lines.append(_render_name(name, default, HUGGING_FACE[name]))
-    lines += [_render_name(n, default, row) for n, (default, row) in TRAINING_ARGUMENTS.items()]
+    lines += [_render_name(n, row.default, row) for n, row in TRAINING_ARGUMENTS.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -21,24 +21,26 @@ class ForeignName(NamedTuple):
     """Our name for it; empty if it stands for several settings or none."""
     note: str = ""
     """One sentence for the user: the difference, or the reason."""
+    default: Any = None
+    """What the other system takes if nothing is said."""
 
 
 Table = Mapping[str, ForeignName]
 
 
-def mapped(setting: str, note: str = "") -> ForeignName:
+def mapped(setting: str, note: str = "", *, default: Any = None) -> ForeignName:
     """The value is passed to this setting of ours unchanged."""
-    return ForeignName("mapped", setting, note)
+    return ForeignName("mapped", setting, note, default)
 
 
-def honoured(note: str, setting: str = "") -> ForeignName:
+def honoured(note: str, setting: str = "", *, default: Any = None) -> ForeignName:
     """It means the same as there; the dialect implements it."""
-    return ForeignName("honoured", setting, note)
+    return ForeignName("honoured", setting, note, default)
 
 
-def ignored(reason: str) -> ForeignName:
+def ignored(reason: str, *, default: Any = None) -> ForeignName:
     """Accepted without effect; reported once if a non-default value is given."""
-    return ForeignName("ignored", "", reason)
+    return ForeignName("ignored", "", reason, default)
 
 
 def refused(reason: str) -> ForeignName:

@@ -58,7 +58,7 @@ def test_a_refused_name_says_why(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "ignored"])
 def test_an_ignored_name_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("rapidformer.dialects.huggingface.settings.warn_once", told.append)
+    monkeypatch.setattr("rapidformer.dialects.calls.warn_once", told.append)
     each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
     build_settings(TrainingArguments("out", **{name: _find_other_value(each)}))
     assert told == [f"TrainingArguments({name}=...) has no effect: {HUGGING_FACE[name].note}."]

@@ -391,7 +391,7 @@ def test_an_evaluation_dataset_is_not_asked_for_its_truth(tmp_path: Path) -> Non
 
 
 def test_every_name_has_a_row() -> None:
-    for name, (_, row) in FLAGAI.items():
+    for name, row in FLAGAI.items():
         assert row.setting or row.note, name
         assert not row.setting or row.setting in get_settings(), name
 

@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from rapidformer.checkpoint.random_states import get_random_states, set_random_states
-from rapidformer.dialects.accelerate.gathering import gather_for_metrics, gather_nested
 from rapidformer.dialects.accelerate.saving import SavingVerbs
 from rapidformer.dialects.accelerate.settings import (
     build_accelerator_settings,
@@ -326,14 +325,6 @@ class Accelerator(SavingVerbs):
         return self.engine.precision.autocast(self.device)
 
     # ---- between processes ---------------------------------------------------------------------
-
-    def gather(self, values: Any) -> Any:
-        """Every process's rows, each example of the data once; also of nested lists and dicts."""
-        return gather_nested(self.engine, values)
-
-    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
-        return gather_for_metrics(self.engine, values, use_gather_object)
 
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean of a tensor over the processes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -65,22 +65,20 @@ class ProcessVerbs:
         if self.is_local_main_process:
             print(*values, **options)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process do something before the others, say fill a cache."""
-        if not self.is_main_process:
-            self.wait_for_everyone()
-        yield
-        if self.is_main_process:
-            self.wait_for_everyone()
+        return self._let_first(is_first=self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The same for the first process of each node."""
+        return self._let_first(is_first=self.is_local_main_process)
 
     @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """The same for the first process of each node."""
-        if not self.is_local_main_process:
+    def _let_first(self, *, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.wait_for_everyone()
         yield
-        if self.is_local_main_process:
+        if is_first:
             self.wait_for_everyone()
 
     # ---- on some processes only ----------------------------------------------------------------
@@ -110,6 +108,23 @@ class ProcessVerbs:
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)
         return _only_if(lambda: self.local_process_index == local_process_index, function)
+
+    # ---- results of all ------------------------------------------------------------------------
+
+    def gather(self, values: Any) -> Any:
+        """Every process's rows, each example of the data once; also of nested lists and dicts."""
+        return _gather_nested(self.engine, values)
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """The same for the rows of the current batch.
+
+        A loss (or a text) that was repeated ``batch_size`` times counts as often as a last, smaller
+        batch has rows. A list of anything but tensors is joined as objects.
+        """
+        if use_gather_object or _holds_objects(values):
+            kept = self.engine.drop_surplus_items(list(values))
+            return self.engine.gather_objects(kept)
+        return _gather_nested(self.engine, self.engine.drop_surplus_rows(values))
 
     # ---- work and news for all -----------------------------------------------------------------
 
@@ -165,3 +180,27 @@ def _only_if(is_so: Callable[[], bool], function: Function) -> Function:
         return function(*values, **options) if is_so() else None
 
     return run
+
+
+def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:
+    """Every process's rows of a tensor, or of each tensor in nested lists and dictionaries."""
+    if isinstance(values, torch.Tensor):
+        return engine.gather(values)
+    if isinstance(values, Mapping):
+        return {name: _gather_nested(engine, value) for name, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(_gather_nested(engine, value) for value in values)
+    raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")
+
+
+def _holds_objects(values: Any) -> bool:
+    """A list of strings, of numbers, of dictionaries without tensors ..."""
+    return isinstance(values, list) and not any(_has_tensor(each) for each in values)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_tensor(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_tensor(each) for each in value)
+    return isinstance(value, torch.Tensor)

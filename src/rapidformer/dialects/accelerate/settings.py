@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
+from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import warn_once
 
 _SOURCE = "Accelerator"
+_STEPS = "step_scheduler_with_optimizer"  # only False is another way than ours
 _OF_PLUGIN = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "zero_optimization", "gradient_clipping", "stage", "offload_optimizer", "offload_param",
@@ -49,7 +50,10 @@ class DeepSpeedPlugin:
 def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
-    _check_names(given, problems)
+    said = {name: value for name, value in given.items() if name != _STEPS}
+    check_names(_SOURCE, said, ACCELERATOR, problems)
+    if given.get(_STEPS, True) in (False, 0):
+        problems.append(f"{_SOURCE}({_STEPS}=False) is not supported: {ACCELERATOR[_STEPS].note}.")
     _check_trackers(given, problems)
     values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
     values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
@@ -74,7 +78,7 @@ def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
     if problems:
         raise ConfigurationError(problems)
     assert settings is not None
-    return _add_launched(settings, set(values) - {"clip_grad"})
+    return add_launch_flags(settings, values.keys() - {"clip_grad"})
 
 
 def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
@@ -82,12 +86,6 @@ def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
     return (
         path is not None and find_value(load_deepspeed_file(path), "gradient_clipping") is not None
     )
-
-
-def _add_launched(settings: Settings, given: set[str]) -> Settings:
-    launched = parse_arguments([])
-    flags = {name: getattr(launched, name) for name in launched.sources if name not in given}
-    return settings.replace("command line", **flags)
 
 
 def _read_plugin(plugin: Any) -> dict[str, Any]:
@@ -177,16 +175,3 @@ def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
         )
     if names and not (given.get("project_dir") or given.get("logging_dir")):
         problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
-
-
-def _check_names(given: Mapping[str, Any], problems: list[str]) -> None:
-    for name, value in given.items():
-        row = ACCELERATOR.get(name)
-        if row is None:
-            problems.append(f"Accelerator has no argument {name!r}.")
-        elif value is None or (name == "step_scheduler_with_optimizer" and value):
-            continue
-        elif row.outcome == "refused" and (value or name == "step_scheduler_with_optimizer"):
-            problems.append(f"Accelerator({name}={value!r}) is not supported: {row.note}.")
-        elif row.outcome == "ignored":
-            warn_once(f"Accelerator({name}=...) has no effect: {row.note}.")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.deepspeed_file import (
     find_value,
@@ -18,9 +18,10 @@ from rapidformer.config.deepspeed_file import (
     load_deepspeed_file,
     modernize,
 )
+from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.dialects.flagai.names import FLAGAI
-from rapidformer.dialects.imports import describe_unknown
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import copy_mapped
 from rapidformer.log import say_once
 
 ENVIRONMENTS = ("pytorch", "pytorchDDP", "deepspeed", "deepspeed+mpu")
@@ -35,11 +36,9 @@ _LAST_FRACTION = 0.1
 
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with FlagAI's defaults; every problem is in the one ConfigurationError."""
-    values = {name: default for name, (default, _) in FLAGAI.items()} | dict(given)
-    problems = []
-    for name in given:
-        if name not in FLAGAI:
-            problems.append(describe_unknown("FlagAI's Trainer", name, FLAGAI))
+    values = {name: row.default for name, row in FLAGAI.items()} | dict(given)
+    problems: list[str] = []
+    check_names("Trainer", given, FLAGAI, problems)
     if values["env_type"] not in ENVIRONMENTS:
         problems.append(
             f"env_type={values['env_type']!r} must be one of {', '.join(ENVIRONMENTS)}."
@@ -65,7 +64,7 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_unused(values: Mapping[str, Any], given: set[str]) -> None:
-    """Say which of the arguments given do nothing."""
+    """Say which of the arguments given do nothing in this environment."""
     if values["deepspeed_config"] and not values["env_type"].startswith("deepspeed"):
         say_once(
             f"deepspeed_config={values['deepspeed_config']!r} is not used: "
@@ -74,26 +73,15 @@ def report_unused(values: Mapping[str, Any], given: set[str]) -> None:
     if not values["lora"]:
         for name in sorted({"lora_r", *_LORA} & given):
             say_once(f"Trainer({name}=...) has no effect without lora=True.")
-    for name in sorted(given):
-        row = FLAGAI[name][1]
-        if row.outcome == "ignored":
-            say_once(f"Trainer({name}=...) has no effect: {row.note}.")
 
 
 def build_settings(values: Mapping[str, Any], given: set[str]) -> Settings:
     """The settings of a run."""
-    mapped = {
-        row.setting: values[name]
-        for name, (_, row) in FLAGAI.items()
-        if row.outcome == "mapped" and name != "model_paralle_size"
-    }
-    mapped |= _translate(values)
-    said = {row.setting for name, (_, row) in FLAGAI.items() if name in given and row.setting}
+    mapped = copy_mapped(values, FLAGAI) | _translate(values)
+    said = {FLAGAI[name].setting for name in given if FLAGAI[name].setting}
     settings = arguments_from_mapping(mapped, source=_SOURCE)
     settings = _forget(settings, {name for name in mapped if name not in said}, _DEFAULT)
-    launched = parse_arguments([])  # the launcher's own flags
-    flags = {name: getattr(launched, name) for name in launched.sources if name not in mapped}
-    settings = settings.replace("command line", **flags)
+    settings = add_launch_flags(settings, mapped)
     if values["env_type"].startswith("deepspeed"):
         return _take_file(settings, values, said)
     return settings

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rapidformer.dialects.imports import check_arguments_call
+from rapidformer.dialects.calls import check_arguments_call
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.dialects.accelerate.gathering import gather_for_metrics, gather_nested
+from rapidformer.dialects.accelerate.processes import ProcessVerbs
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.own_loss import shifts_labels
@@ -62,11 +62,11 @@ def _find_count(function: Callable[..., Any]) -> bool:
     return takes_any or "num_items_in_batch" in parameters
 
 
-class TrainerAccelerator:
+class TrainerAccelerator(ProcessVerbs):
     """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._losses: list[torch.Tensor] = []
 
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
@@ -76,8 +76,8 @@ class TrainerAccelerator:
         """
         loss = loss.mean() if loss.dim() else loss
         self._losses.append(loss.detach())
-        if self._engine.parallelized.pipeline is None:
-            self._engine.backward_within(loss)
+        if self.engine.parallelized.pipeline is None:
+            self.engine.backward_within(loss)
         else:
             self._losses[-1] = loss
 
@@ -85,7 +85,7 @@ class TrainerAccelerator:
         """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
         losses, self._losses = self._losses, []
         is_loss = isinstance(returned, torch.Tensor)
-        if losses and self._engine.parallelized.pipeline is None and is_loss:
+        if losses and self.engine.parallelized.pipeline is None and is_loss:
             return returned.detach().mean()
         if losses:
             return torch.stack(losses).sum()
@@ -97,28 +97,9 @@ class TrainerAccelerator:
             )
         return returned.mean() if returned.dim() else returned
 
-    @property
-    def is_main_process(self) -> bool:
-        return self._engine.is_main
-
-    @property
-    def num_processes(self) -> int:
-        return self._engine.args.world_size
-
-    def wait_for_everyone(self) -> None:
-        self._engine.wait_for_all()
-
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped."""
         return model
 
-    def gather(self, values: Any) -> Any:
-        """Every process's rows, each example of the data once; also of nested lists and dicts."""
-        return gather_nested(self._engine, values)
-
-    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """Like ``gather``, for the rows of the current batch; also for lists of objects."""
-        return gather_for_metrics(self._engine, values, use_gather_object)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config import Settings, arguments_from_mapping
+from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.dialects.huggingface.arguments import TrainingArguments, list_changed
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import warn_once
 
 _SOURCE = "TrainingArguments"
 _DEFAULT = "derived: Hugging Face's default"
@@ -41,15 +41,14 @@ def build_settings(arguments: TrainingArguments) -> Settings:
     for names, translate in _TRANSLATIONS.items():
         values = translate(arguments, problems)
         (given if set(names) & set(changed) else assumed).update(values)
-    problems += _check_unsupported(arguments, changed)
+    # A field of a subclass is its own business.
+    said = {name: getattr(arguments, name) for name in changed if name in HUGGING_FACE}
+    check_names(_SOURCE, said, HUGGING_FACE, problems)
     settings = _build(given, problems)
     if problems:
         raise ConfigurationError(problems)
     assert settings is not None
-    settings = settings.replace(_DEFAULT, **_drop_given(assumed, given))
-    launched = parse_arguments([])  # the flags of `rapidformer launch`
-    flags = {name: getattr(launched, name) for name in launched.sources}
-    return settings.replace("command line", **flags)
+    return add_launch_flags(settings.replace(_DEFAULT, **_drop_given(assumed, given)))
 
 
 def _build(given: Values, problems: list[str]) -> Settings | None:
@@ -73,20 +72,6 @@ def _copy_mapped(arguments: TrainingArguments, changed: list[str]) -> tuple[Valu
         if row.outcome == "mapped":
             (given if name in changed else assumed)[row.setting] = getattr(arguments, name)
     return given, assumed
-
-
-def _check_unsupported(arguments: TrainingArguments, changed: list[str]) -> list[str]:
-    problems = []
-    for name in changed:
-        row = HUGGING_FACE.get(name)
-        if row is None:
-            continue  # a field of a subclass: its own business
-        if row.outcome == "refused":
-            value = getattr(arguments, name)
-            problems.append(f"TrainingArguments({name}={value!r}) is not supported: {row.note}.")
-        elif row.outcome == "ignored":
-            warn_once(f"TrainingArguments({name}=...) has no effect: {row.note}.")
-    return problems
 
 
 def _translate_length(arguments: TrainingArguments, problems: list[str]) -> Values:

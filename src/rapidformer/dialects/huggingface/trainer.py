@@ -27,6 +27,7 @@ from transformers.trainer_utils import (
 )
 
 from rapidformer.config import Settings
+from rapidformer.dialects.calls import check_trainer_call
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.bridge import TrainerTemplate, find_checkpoint_folder
 from rapidformer.dialects.huggingface.callbacks import (
@@ -35,10 +36,12 @@ from rapidformer.dialects.huggingface.callbacks import (
     build_reporting_callbacks,
     build_state,
 )
-from rapidformer.dialects.huggingface.columns import choose_collator, find_label_names
-from rapidformer.dialects.huggingface.data_methods import DataMethods
-from rapidformer.dialects.huggingface.evaluation_methods import EvaluationMethods
-from rapidformer.dialects.huggingface.familiar_names import FamiliarNames
+from rapidformer.dialects.huggingface.data_methods import (
+    DataMethods,
+    choose_collator,
+    find_label_names,
+)
+from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.loss import (
     TrainerAccelerator,
     call_with_count,
@@ -50,13 +53,13 @@ from rapidformer.dialects.huggingface.optimizing import (
     build_named_schedule,
     list_decayed,
 )
+from rapidformer.dialects.huggingface.records import FamiliarNames
 from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import (
     TORCH_OPTIMIZERS,
     build_settings,
     has_own_curve,
 )
-from rapidformer.dialects.imports import check_trainer_call
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError

@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rapidformer.dialects.mindformers.arguments import MindFormersArguments as TrainingArguments
     from rapidformer.dialects.mindformers.context import (
         ContextConfig,
         ParallelContextConfig,
         init_context,
     )
+    from rapidformer.dialects.mindformers.settings import MindFormersArguments as TrainingArguments
     from rapidformer.dialects.mindformers.trainer import MindFormersTrainer as Trainer
 
 __all__ = ["ContextConfig", "ParallelContextConfig", "Trainer", "TrainingArguments", "init_context"]
@@ -25,7 +25,7 @@ _WHERE = {
     "ContextConfig": ("context", "ContextConfig"),
     "ParallelContextConfig": ("context", "ParallelContextConfig"),
     "Trainer": ("trainer", "MindFormersTrainer"),
-    "TrainingArguments": ("arguments", "MindFormersArguments"),
+    "TrainingArguments": ("settings", "MindFormersArguments"),
     "init_context": ("context", "init_context"),
 }
 

@@ -1,18 +1,19 @@
-"""The arguments of MindFormers' trainer and its verbs: which there are, and what they mean here."""
+"""The arguments of MindFormers' trainer and its verbs, and what ``predict`` reads and answers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.sections import GenerationArguments
-from rapidformer.dialects.mindformers.arguments import MindFormersArguments
+from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.mindformers.names import PET_METHODS, TASKS, TRAINER, TRAINING_ARGUMENTS
-from rapidformer.errors import ConfigurationError
-from rapidformer.foreign_names import ForeignName
-from rapidformer.log import warn_once
+from rapidformer.dialects.mindformers.settings import MindFormersArguments
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.foreign_names import Table
 
 
 def name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
@@ -34,36 +35,27 @@ def name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
 
 def check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
     """Refuse what the trainer does not know or support; report what has no effect."""
-    problems = []
+    problems: list[str] = []
     if task != "general" and task not in TASKS:
         problems.append(f"task={task!r} is not supported: use one of {', '.join(TASKS)}.")
-    for name, value in named.items():
-        row = TRAINER.get(name)
-        if row is None:
-            problems.append(f"Trainer has no argument {name!r}.")
-        elif name == "pet_method" and value and value not in PET_METHODS:
-            problems.append(f"pet_method={value!r} must be one of {', '.join(PET_METHODS)}, or ''.")
-        elif row.outcome == "refused" and value:
-            problems.append(f"Trainer({name}={value!r}) is not supported: {row.note}.")
-    for name in TRAINING_ARGUMENTS if isinstance(args, MindFormersArguments) else ():
-        default, row = TRAINING_ARGUMENTS[name]
-        value = getattr(args, name)
-        if row.outcome == "refused" and value:
-            problems.append(f"TrainingArguments({name}={value!r}) is not supported: {row.note}.")
-        elif row.outcome == "ignored" and value not in (default, None):
-            warn_once(f"TrainingArguments({name}=...) has no effect: {row.note}.")
+    check_names("Trainer", named, TRAINER, problems)
+    method = named.get("pet_method")
+    if method and method not in PET_METHODS:
+        problems.append(f"pet_method={method!r} must be one of {', '.join(PET_METHODS)}, or ''.")
+    if isinstance(args, MindFormersArguments):
+        values = {name: getattr(args, name) for name in TRAINING_ARGUMENTS}
+        check_names("TrainingArguments", values, TRAINING_ARGUMENTS, problems)
     if problems:
         raise ConfigurationError(problems)
 
 
-def check_names(
-    function: str, given: dict[str, Any], table: Mapping[str, ForeignName]
-) -> dict[str, Any]:
-    """What was given, if the function takes all of it."""
-    unknown = [name for name in given if name not in table]
-    if unknown:
-        raise ConfigurationError([f"{function}() has no argument {name!r}." for name in unknown])
-    return given
+def check_options(function: str, options: dict[str, Any], table: Table) -> dict[str, Any]:
+    """The options, if the function takes all of them."""
+    problems: list[str] = []
+    check_names(function, options, table, problems)
+    if problems:
+        raise ConfigurationError(problems)
+    return options
 
 
 _GENERATION = {each.name for each in dataclasses.fields(GenerationArguments)}
@@ -90,3 +82,52 @@ def read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if value is not None}
     checked = arguments_from_mapping(given, source="predict()")
     return {name: getattr(checked, name) for name in given}
+
+
+Row = dict[str, Any] | str
+
+
+def read_prompts(given: Any) -> list[Row]:
+    """A text, a file with a text per line, a list of texts, or a data set's rows."""
+    if given is None:
+        raise DataError("Trainer.predict() needs input_data: a text, a list of texts or a file.")
+    if isinstance(given, Path) or (isinstance(given, str) and _is_file(given)):
+        lines = Path(given).read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if line.strip()]
+    if isinstance(given, (str, dict)):
+        return [given]
+    rows = list(given)
+    if not rows:
+        raise DataError("Trainer.predict(): input_data is empty.")
+    return rows
+
+
+def rename_answers(task: str, rows: list[Row], answers: list[dict[str, Any]]) -> list[Any]:
+    """What the task of ours says, under the keys of MindFormers' pipelines."""
+    if task == "text_generation":
+        return [
+            {"text_generation_text": [_get_prompt(row) + text for text in _list_texts(answer)]}
+            for row, answer in zip(rows, answers, strict=True)
+        ]
+    if task == "translation":
+        return [{"translation_text": _list_texts(answer)} for answer in answers]
+    if task in ("text_classification", "image_classification"):
+        return [[{"label": each["label"], "score": each["score"]}] for each in answers]
+    return answers
+
+
+def _list_texts(answer: dict[str, Any]) -> list[str]:
+    """One text, or ``num_return_sequences`` of them."""
+    found = answer["generated"]
+    return found if isinstance(found, list) else [found]
+
+
+def _get_prompt(row: Row) -> str:
+    return row if isinstance(row, str) else ""
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # a long text is no file name
+        return False

@@ -9,39 +9,37 @@ from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, re
 _SHARDS = "a checkpoint resumes on any number of ranks"
 _GRAPH = "graph mode exists only in MindSpore"
 
-# Names of its TrainingArguments that Hugging Face's class does not have -> (default, what it does).
-TRAINING_ARGUMENTS: dict[str, tuple[object, ForeignName]] = {
-    "batch_size": (None, honoured("per data-parallel rank", "micro_batch_size")),
-    "sink_mode": (True, ignored("sink_size sets how often a run is logged")),
-    "sink_size": (None, honoured("optimizer steps between log lines", "log_interval")),
-    "lr_end": (None, mapped("min_lr")),
-    "warmup_ratio": (None, honoured("a fraction of the run", "lr_warmup_fraction")),
-    "evaluation_strategy": (None, honoured("same as eval_strategy", "eval_strategy")),
-    "eval_step_interval": (None, honoured("evaluates during training", "eval_interval")),
-    "use_parallel": (None, ignored("the launcher sets the number of ranks")),
-    "data_parallel": (None, honoured("checked against the number of ranks")),
-    "model_parallel": (None, mapped("tensor_model_parallel_size")),
-    "pipeline_stage": (None, mapped("pipeline_model_parallel_size")),
-    "expert_parallel": (None, mapped("expert_model_parallel_size")),
-    "context_parallel": (None, mapped("context_parallel_size")),
-    "micro_batch_num": (
-        None, honoured("only with pipeline_stage above 1", "gradient_accumulation_steps"),
-    ),
-    "use_seq_parallel": (None, mapped("sequence_parallel")),
-    "optimizer_shard": (None, mapped("zero_1_memory_optimization")),
-    "enable_parallel_optimizer": (None, mapped("zero_1_memory_optimization")),
-    "recompute": (None, mapped("checkpoint_activations")),
-    "select_recompute": (None, honoured("selective", "recompute_granularity")),
-    "profile": (None, refused("use torch.profiler in a callback")),
-    "only_save_strategy": (None, refused(_SHARDS)),
-    "auto_trans_ckpt": (None, ignored(_SHARDS)),
-    "resume_training": (None, honoured("True: from the newest checkpoint", "load")),
-    "integrated_save": (None, ignored(_SHARDS)),
-    "save_seconds": (None, refused("use save_steps")),
-    "mode": (None, ignored(_GRAPH)),
-    "device_target": (None, honoured("CPU, or a GPU if there is one", "device")),
-    "device_id": (None, ignored("the launcher assigns a device to every rank")),
-}  # fmt: skip
+# Names of its TrainingArguments that Hugging Face's class does not have.
+TRAINING_ARGUMENTS: dict[str, ForeignName] = {
+    "batch_size": honoured("per data-parallel rank", "micro_batch_size"),
+    "sink_mode": ignored("sink_size sets how often a run is logged", default=True),
+    "sink_size": honoured("optimizer steps between log lines", "log_interval"),
+    "lr_end": mapped("min_lr"),
+    "warmup_ratio": honoured("a fraction of the run", "lr_warmup_fraction"),
+    "evaluation_strategy": honoured("same as eval_strategy", "eval_strategy"),
+    "eval_step_interval": honoured("evaluates during training", "eval_interval"),
+    "use_parallel": ignored("the launcher sets the number of ranks"),
+    "data_parallel": honoured("checked against the number of ranks"),
+    "model_parallel": mapped("tensor_model_parallel_size"),
+    "pipeline_stage": mapped("pipeline_model_parallel_size"),
+    "expert_parallel": mapped("expert_model_parallel_size"),
+    "context_parallel": mapped("context_parallel_size"),
+    "micro_batch_num": honoured("only with pipeline_stage above 1", "gradient_accumulation_steps"),
+    "use_seq_parallel": mapped("sequence_parallel"),
+    "optimizer_shard": mapped("zero_1_memory_optimization"),
+    "enable_parallel_optimizer": mapped("zero_1_memory_optimization"),
+    "recompute": mapped("checkpoint_activations"),
+    "select_recompute": honoured("selective", "recompute_granularity"),
+    "profile": refused("use torch.profiler in a callback"),
+    "only_save_strategy": refused(_SHARDS),
+    "auto_trans_ckpt": ignored(_SHARDS),
+    "resume_training": honoured("True: from the newest checkpoint", "load"),
+    "integrated_save": ignored(_SHARDS),
+    "save_seconds": refused("use save_steps"),
+    "mode": ignored(_GRAPH),
+    "device_target": honoured("CPU, or a GPU if there is one", "device"),
+    "device_id": ignored("the launcher assigns a device to every rank"),
+}
 
 # Hugging Face's names with another default in MindFormers.
 DEFAULTS: dict[str, object] = {
@@ -115,7 +113,7 @@ MODELS = {
 }  # fmt: skip
 
 PARALLEL_CONFIG: dict[str, ForeignName] = {
-    name: TRAINING_ARGUMENTS[name][1]
+    name: TRAINING_ARGUMENTS[name]
     for name in (
         "data_parallel", "model_parallel", "expert_parallel", "pipeline_stage", "context_parallel",
         "micro_batch_num", "use_seq_parallel", "optimizer_shard",
@@ -127,8 +125,8 @@ PARALLEL_CONFIG: dict[str, ForeignName] = {
 }  # fmt: skip
 
 RECOMPUTE_CONFIG: dict[str, ForeignName] = {
-    "recompute": TRAINING_ARGUMENTS["recompute"][1],
-    "select_recompute": TRAINING_ARGUMENTS["select_recompute"][1],
+    "recompute": TRAINING_ARGUMENTS["recompute"],
+    "select_recompute": TRAINING_ARGUMENTS["select_recompute"],
     "parallel_optimizer_comm_recompute": ignored("torch decides what is gathered again"),
     "mp_comm_recompute": ignored("torch decides what is gathered again"),
     "recompute_slice_activation": ignored("use_seq_parallel splits stored activations"),
@@ -136,7 +134,7 @@ RECOMPUTE_CONFIG: dict[str, ForeignName] = {
 
 # As flags and YAML keys.
 MINDFORMERS_FLAGS: dict[str, ForeignName] = {
-    name: TRAINING_ARGUMENTS[name][1]
+    name: TRAINING_ARGUMENTS[name]
     for name in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel")
 } | {
     "pipeline_parallel": mapped("pipeline_model_parallel_size"),

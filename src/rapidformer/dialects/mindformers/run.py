@@ -10,8 +10,8 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.data.sources import load_splits
+from rapidformer.dialects.huggingface.bridge import LoopEvents
 from rapidformer.dialects.huggingface.evaluating import run_evaluation
-from rapidformer.dialects.huggingface.loop_events import LoopEvents
 from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner

@@ -1,20 +1,79 @@
-"""The settings of a run of MindFormers' trainer, and its problems before anything is started."""
+"""``TrainingArguments`` in MindFormers' words, as the settings of a run, and its problems.
+
+The class is Hugging Face's with MindFormers' names and defaults.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
 
 from rapidformer.config import Settings
+from rapidformer.dialects.calls import MINDFORMERS
+from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.settings import build_settings
-from rapidformer.dialects.mindformers.context import get_context
-from rapidformer.dialects.mindformers.names import TRAINING_ARGUMENTS
+from rapidformer.dialects.mindformers.context import adopt_rank_variables, get_context
+from rapidformer.dialects.mindformers.names import DEFAULTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import copy_mapped
 from rapidformer.tasks.rows.preflight import find_task_problems
+
+_Fields: Any = make_dataclass(
+    "_Fields",
+    [
+        *((name, Any, dataclasses.field(default=default)) for name, default in DEFAULTS.items()),
+        *(
+            (name, Any, dataclasses.field(default=row.default))
+            for name, row in TRAINING_ARGUMENTS.items()
+        ),
+    ],
+    bases=(TrainingArguments,),
+    repr=False,
+)
+
+
+class MindFormersArguments(_Fields):  # type: ignore[misc]
+    """What ``TrainingArguments(batch_size=..., sink_size=...)`` makes."""
+
+    room = MINDFORMERS
+    optim: str
+    logging_steps: float
+
+    def __post_init__(self) -> None:
+        adopt_rank_variables(os.environ)
+        self._take_batch_size()
+        self.optim = OPTIMIZERS.get(self.optim, self.optim)
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        if self.eval_step_interval:
+            self.eval_strategy, self.eval_steps = "steps", self.eval_step_interval
+        if self.warmup_ratio:
+            self.warmup_steps = float(self.warmup_ratio)
+        if self.sink_size and self.sink_mode and self.logging_steps == DEFAULTS["logging_steps"]:
+            self.logging_steps = self.sink_size
+        super().__post_init__()
+
+    def _take_batch_size(self) -> None:
+        """``batch_size`` overrides both sizes, as there; one value under two names must agree."""
+        if self.batch_size is None:
+            return
+        default = TrainingArguments.per_device_train_batch_size
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            given = getattr(self, name)
+            if name.endswith("train_batch_size") and given not in (default, self.batch_size):
+                raise ConfigurationError(
+                    f"batch_size={self.batch_size} and {name}={given} are one value: give one."
+                )
+            if given == default:
+                setattr(self, name, self.batch_size)
+
 
 SOURCE = "Trainer"
 _WIDTHS = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
@@ -28,11 +87,7 @@ def build_parallel_settings(args: Any, overriding: Mapping[str, Any]) -> Setting
         if getattr(args, name, None) is not None
     }
     given |= overriding
-    values = {
-        row.setting: given[name]
-        for name, (_, row) in TRAINING_ARGUMENTS.items()
-        if row.outcome == "mapped" and name in given
-    }
+    values = copy_mapped(given, TRAINING_ARGUMENTS)
     context = get_context()
     if context.device is not None or str(given.get("device_target")).upper() == "CPU":
         values["device"] = "cpu"

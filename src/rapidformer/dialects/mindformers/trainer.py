@@ -22,16 +22,16 @@ from torch import nn
 
 from rapidformer.checkpoint.run_names import PREVIOUS
 from rapidformer.config import Settings
+from rapidformer.dialects.calls import MINDFORMERS
 from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.dialects.huggingface.weights import load_weights
-from rapidformer.dialects.imports import MINDFORMERS
-from rapidformer.dialects.mindformers.answers import read_prompts, rename_answers
-from rapidformer.dialects.mindformers.arguments import MindFormersArguments
 from rapidformer.dialects.mindformers.calls import (
     check_arguments,
-    check_names,
+    check_options,
     name_by_type,
     read_generation,
+    read_prompts,
+    rename_answers,
 )
 from rapidformer.dialects.mindformers.context import adopt_rank_variables
 from rapidformer.dialects.mindformers.file import load_mindformers_file
@@ -43,7 +43,12 @@ from rapidformer.dialects.mindformers.names import (
     TASKS,
 )
 from rapidformer.dialects.mindformers.run import GivenTask, is_path, measure_own
-from rapidformer.dialects.mindformers.settings import SOURCE, build_parallel_settings, check_task
+from rapidformer.dialects.mindformers.settings import (
+    SOURCE,
+    MindFormersArguments,
+    build_parallel_settings,
+    check_task,
+)
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
@@ -176,12 +181,12 @@ class MindFormersTrainer(Trainer):
 
     def set_parallel_config(self, **widths: Any) -> None:
         """How the processes divide the model; checked when training starts."""
-        self._given_parallel = check_names("set_parallel_config", widths, PARALLEL_CONFIG)
+        self._given_parallel = check_options("set_parallel_config", widths, PARALLEL_CONFIG)
         self._forget_engine()
 
     def set_recompute_config(self, **options: Any) -> None:
         """What is computed again in the backward pass."""
-        self._given_recompute = check_names("set_recompute_config", options, RECOMPUTE_CONFIG)
+        self._given_recompute = check_options("set_recompute_config", options, RECOMPUTE_CONFIG)
         self._forget_engine()
 
     def _forget_engine(self) -> None:

@@ -1,7 +1,7 @@
-"""The import line for arguments in another dialect's words than those of the class they reach.
+"""What the dialects share: the names of a call checked by a table, and the launcher's flags.
 
 ``from rapidformer import Trainer`` is Hugging Face's. A script with FlagAI's or MindFormers'
-arguments gets an error with the line to copy, instead of a list of names that do not exist.
+arguments gets an error with the import line to copy, not a list of names that do not exist.
 """
 
 from __future__ import annotations
@@ -12,12 +12,43 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.dialects.mindformers.names import TRAINER, TRAINING_ARGUMENTS
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import Table
+from rapidformer.log import warn_once
 
 _FLAGAI = "rapidformer.dialects.flagai"
 MINDFORMERS = "rapidformer.dialects.mindformers"
+
+
+def check_names(
+    function: str, values: Mapping[str, Any], table: Table, problems: list[str]
+) -> None:
+    """Report names that do not exist or are refused, and warn of those that do nothing."""
+    for name, value in values.items():
+        row = table.get(name)
+        if row is None:
+            problems.append(describe_unknown(function, name, table))
+        elif row.outcome == "refused" and value:
+            problems.append(f"{function}({name}={value!r}) is not supported: {row.note}.")
+        elif row.outcome == "ignored" and value not in (row.default, None):
+            warn_once(f"{function}({name}=...) has no effect: {row.note}.")
+
+
+def describe_unknown(function: str, name: str, known: Iterable[str]) -> str:
+    """A name that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f": did you mean {near[0]!r}?" if near else "."
+    return f"{function} has no argument {name!r}{hint}"
+
+
+def add_launch_flags(settings: Settings, said: Iterable[str] = ()) -> Settings:
+    """The settings with the flags of `rapidformer launch`, except for what the script has said."""
+    launched = parse_arguments([])
+    flags = {name: getattr(launched, name) for name in launched.sources if name not in set(said)}
+    return settings.replace("command line", **flags)
 
 
 def check_trainer_call(
@@ -40,13 +71,6 @@ def check_arguments_call(names: Iterable[str]) -> None:
     """Refuse names that only MindFormers' ``TrainingArguments`` has."""
     if theirs := set(names) & TRAINING_ARGUMENTS.keys():
         _refuse(theirs, "MindFormers' TrainingArguments", MINDFORMERS, "TrainingArguments")
-
-
-def describe_unknown(function: str, name: str, known: Iterable[str]) -> str:
-    """A name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f": did you mean {near[0]!r}?" if near else "."
-    return f"{function} has no argument {name!r}{hint}"
 
 
 def _refuse(names: Iterable[str], owner: str, room: str, name: str) -> None:
