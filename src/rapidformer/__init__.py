@@ -72,48 +72,34 @@ __all__ = [
     "set_seed",
 ]
 
-_PRETRAINING = "rapidformer.data.pretraining"
-# Public name -> (module, name in it; empty for the module itself)
-_WHERE = {
-    "Accelerator": ("rapidformer.dialects.accelerate.accelerator", "Accelerator"),
-    "DeepSpeedPlugin": ("rapidformer.dialects.accelerate.settings", "DeepSpeedPlugin"),
-    "DistributedType": ("rapidformer.dialects.accelerate.accelerator", "DistributedType"),
-    "Finetuner": ("rapidformer.training.finetuner", "Finetuner"),
-    "GPTModel": ("rapidformer.models.gpt", "GPTModel"),
-    "ModelPlan": ("rapidformer.models.plan", "ModelPlan"),
-    "PreTrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
-    "Pretrainer": ("rapidformer.training.pretrainer", "PreTrainer"),
-    "RapidformerEngine": ("rapidformer.engine", "RapidformerEngine"),
-    "RapidformerError": ("rapidformer.errors", "RapidformerError"),
-    "Seq2SeqTrainer": ("rapidformer.dialects.huggingface.seq2seq", "Seq2SeqTrainer"),
-    "Seq2SeqTrainingArguments": (
-        "rapidformer.dialects.huggingface.arguments",
-        "Seq2SeqTrainingArguments",
-    ),
-    "Trainer": ("rapidformer.dialects.huggingface.trainer", "Trainer"),
-    "TrainingArguments": ("rapidformer.dialects.huggingface.arguments", "TrainingArguments"),
-    "build_pretrain_huggingface_bert_datasets": (
-        _PRETRAINING,
+# Module -> the public names in it; `mpu` is a module itself, and `Pretrainer` an older name.
+_NAMES = {
+    "rapidformer.checkpoint.exporting.export": ["export"],
+    "rapidformer.cli.evaluate": ["evaluate"],
+    "rapidformer.cli.predict": ["predict"],
+    "rapidformer.context": ["get_args", "get_timers", "get_tokenizer"],
+    "rapidformer.data.pretraining": [
         "build_pretrain_huggingface_bert_datasets",
-    ),
-    "build_train_valid_test_datasets": (_PRETRAINING, "build_train_valid_test_datasets"),
-    "build_train_valid_test_datasets_for_huggingface": (
-        _PRETRAINING,
+        "build_train_valid_test_datasets",
         "build_train_valid_test_datasets_for_huggingface",
-    ),
-    "evaluate": ("rapidformer.cli.evaluate", "evaluate"),
-    "export": ("rapidformer.checkpoint.exporting.export", "export"),
-    "predict": ("rapidformer.cli.predict", "predict"),
-    "get_args": ("rapidformer.context", "get_args"),
-    "get_logger": ("rapidformer.log", "get_logger"),
-    "get_ltor_masks_and_position_ids": (_PRETRAINING, "get_ltor_masks_and_position_ids"),
-    "get_timers": ("rapidformer.context", "get_timers"),
-    "get_tokenizer": ("rapidformer.context", "get_tokenizer"),
-    "load_metric": ("rapidformer.tasks.metrics.loading", "load_metric"),
-    "mpu": ("rapidformer.dist.mpu", ""),
-    "set_seed": ("rapidformer.dialects.accelerate.accelerator", "set_seed"),
+        "get_ltor_masks_and_position_ids",
+    ],
+    "rapidformer.dialects.accelerate.accelerator": ["Accelerator", "DistributedType", "set_seed"],
+    "rapidformer.dialects.accelerate.settings": ["DeepSpeedPlugin"],
+    "rapidformer.dialects.huggingface.arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
+    "rapidformer.dialects.huggingface.seq2seq": ["Seq2SeqTrainer"],
+    "rapidformer.dialects.huggingface.trainer": ["Trainer"],
+    "rapidformer.dist": ["mpu"],
+    "rapidformer.engine": ["RapidformerEngine"],
+    "rapidformer.errors": ["RapidformerError"],
+    "rapidformer.log": ["get_logger"],
+    "rapidformer.models.gpt": ["GPTModel"],
+    "rapidformer.models.plan": ["ModelPlan"],
+    "rapidformer.tasks.metrics.loading": ["load_metric"],
+    "rapidformer.training.finetuner": ["Finetuner"],
+    "rapidformer.training.pretrainer": ["PreTrainer", "Pretrainer"],
 }
-
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 # Names of a dialect that were public here, and where they are.
 _OF_DIALECTS = dict.fromkeys(
     ("ContextConfig", "ParallelContextConfig", "init_context"), "rapidformer.dialects.mindformers"
@@ -134,9 +120,9 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{name} has moved: write `from {_OF_DIALECTS[name]} import {name}`.")
     if name not in _WHERE:
         raise AttributeError(f"module 'rapidformer' has no attribute {name!r}")
-    module_name, attribute = _WHERE[name]
-    module = importlib.import_module(module_name)
-    return getattr(module, attribute) if attribute else module
+    if name == "mpu":
+        return importlib.import_module("rapidformer.dist.mpu")
+    return getattr(importlib.import_module(_WHERE[name]), name.replace("Pretrainer", "PreTrainer"))
 
 
 def __dir__() -> list[str]:

@@ -462,7 +462,7 @@ def test_save_pretrained_of_a_sharded_model_saves_it_whole(tmp_path: Path) -> No
     torch.testing.assert_close(dict(saved), dict(make_classifier().state_dict()), rtol=0, atol=0)
 
 
-SCRIPT = Path(__file__).parent / "trainer" / "scripts" / "accelerate_distribution2.py"
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_distribution2.py"
 ACCELERATE_YAML = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_CPU

@@ -7,22 +7,24 @@ run. No torch at the top, so that ``rapidformer --help`` and the docs can read i
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rapidformer.dialects.huggingface.former_names import (
-    describe_flag,
-    takes_former_names,
-)
+from rapidformer.dialects.calls import check_arguments_call
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +38,64 @@ _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_schedul
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
 
 
-@takes_former_names
+_FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
+"""Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
+C = TypeVar("C")
+
+
+class _FormerFlag(argparse.Action):
+    """On a command line of ``HfArgumentParser``, a former name sets the present one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        name = (option_string or "").lstrip("-").replace("-", "_")
+        if name == "warmup_ratio" and not 0 <= values < 1:
+            parser.error(f"--warmup_ratio must be at least 0 and below 1, got {values}.")
+        is_idle = name in _FORMER_NAMES and not values  # `--warmup_ratio 0.0` next to steps
+        if not is_idle:
+            setattr(namespace, self.dest, values)
+
+
+def _describe_flag(name: str) -> dict[str, Any]:
+    """What ``HfArgumentParser`` must know about a field that has a former name."""
+    former = [each for each, present in _FORMER_NAMES.items() if present == name]
+    flags = [f"--{each}" for one in former for each in (one, one.replace("_", "-"))]
+    return {"aliases": flags, "action": _FormerFlag} if flags else {}
+
+
+def _takes_former_names(cls: type[C]) -> type[C]:
+    """Let a class of arguments take the former names too; its signature stays as it is."""
+    build: Callable[..., None] = cls.__init__
+    fields = inspect.signature(build).parameters.keys()
+
+    @functools.wraps(build)
+    def take(self: C, *positional: Any, **named: Any) -> None:
+        named = _rename(named)
+        check_arguments_call(named.keys() - fields)
+        build(self, *positional, **named)
+
+    cls.__init__ = take  # type: ignore[assignment]
+    return cls
+
+
+def _rename(named: dict[str, Any]) -> dict[str, Any]:
+    renamed = {name: value for name, value in named.items() if name not in _FORMER_NAMES}
+    for former, name in _FORMER_NAMES.items():
+        value = named.get(former)
+        if former == "warmup_ratio" and value is not None and not 0 <= value < 1:
+            raise ConfigurationError(f"warmup_ratio must be at least 0 and below 1, got {value}.")
+        if value and not renamed.get(name):  # where both are given, the present name wins
+            warn_once(f"TrainingArguments({former}={value!r}) is now {name}={value!r}.")
+            renamed[name] = value
+    return renamed
+
+
+@_takes_former_names
 @dataclass(repr=False)
 class TrainingArguments:
     """Settings of a run in Hugging Face's words."""
@@ -288,7 +347,7 @@ class TrainingArguments:
     __repr__ = __str__
 
 
-@takes_former_names
+@_takes_former_names
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
     """``TrainingArguments`` and how to generate in evaluation."""
@@ -328,7 +387,7 @@ def _add_help() -> None:
         ours = f"--{row.setting.replace('_', '-')}" if row.setting else ""
         parts = [row.outcome, ours, row.note]
         text = ": ".join(part for part in parts if part).replace("%", "%%")
-        facts = {"help": text, **describe_flag(each.name)}
+        facts = {"help": text, **_describe_flag(each.name)}
         each.metadata = MappingProxyType(facts)  # type: ignore[assignment]
 
 

@@ -13,7 +13,6 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,17 +47,11 @@ from rapidformer.dialects.huggingface.loss import (
     count_labels,
     get_loss,
 )
-from rapidformer.dialects.huggingface.optimizing import (
-    build_named_optimizer,
-    build_named_schedule,
-    list_decayed,
-)
+from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
 from rapidformer.dialects.huggingface.records import FamiliarNames
 from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import (
-    TORCH_OPTIMIZERS,
     build_settings,
-    has_own_curve,
 )
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
@@ -70,7 +63,7 @@ Inputs = dict[str, Any]
 Metrics = dict[str, Any]
 
 
-class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
+class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
     """Trains, evaluates and predicts with one model."""
 
     room = "rapidformer"
@@ -323,55 +316,8 @@ class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
             loss = get_loss(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    # ---- optimizer and schedule ----------------------------------------------------------------
-
-    def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
-        """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers
-        steps = self.engine.get_train_iters() or 0
-        if self._overrides("create_optimizer_and_scheduler"):
-            self.create_optimizer_and_scheduler(steps)
-        elif self.optimizer is None and (
-            self._overrides("create_optimizer") or self._overrides("create_scheduler")
-            or self._has_named_optimizer()
-        ):  # fmt: skip
-            self.create_optimizer()
-        make = None
-        if self.lr_scheduler is None and (
-            self._overrides("create_scheduler") or not has_own_curve(self.args)
-        ):
-            make = partial(self.create_scheduler, steps)
-        return self.optimizer, self.lr_scheduler, make
-
     def _overrides(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
-
-    def _has_named_optimizer(self) -> bool:
-        return self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps, self.optimizer)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Make the optimizer that the arguments describe, over the model's parameters."""
-        if self.optimizer is None:
-            self.optimizer = build_named_optimizer(
-                model or self.model, self.args, self.engine.args, self._optimizer_class
-            )
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
-        """Make the schedule that the arguments describe, for a run of this many updates."""
-        if self.lr_scheduler is None:
-            optimizer = optimizer if optimizer is not None else self.optimizer
-            self.lr_scheduler = build_named_schedule(self.args, optimizer, num_training_steps)
-        return self.lr_scheduler
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to."""
-        return list_decayed(model)
 
 
 def _average_losses(history: list[dict[str, float]]) -> float:
