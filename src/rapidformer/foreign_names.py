@@ -80,12 +80,16 @@ class ForeignFlags(NamedTuple):
 
     def find_idle(self, extras: Mapping[str, Any], task: str | None) -> list[str]:
         """Of the flags given, those that do nothing here, each with the reason."""
+        has_chosen = {
+            name
+            for name, tasks in self.tasks.items()
+            if task is not None and tasks.get(str(extras.get(name))) == task
+        }
         return [
             f"--{name.replace('_', '-')} has no effect: {self.names[name].note}."
-            for name, value in extras.items()
-            if name in self.names and self.names[name].outcome == "ignored"
-            and self.tasks.get(name, {}).get(str(value)) != task
-        ]  # fmt: skip
+            for name in find_names(self.names, "ignored")
+            if name in extras and name not in has_chosen
+        ]
 
 
 _loaders: list[Callable[[], ForeignFlags]] = []

@@ -37,6 +37,13 @@ def test_app_name_chooses_the_task_where_task_does_not(monkeypatch: pytest.Monke
     assert said[0].startswith("--app-name has no effect: --task overrides it")
 
 
+def test_flags_without_effect_are_reported_without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run, "warn_once", said.append)
+    run._warn_about_settings_without_effect(parse_arguments(["--DDP-impl", "local"]))
+    assert said == ["--DDP-impl has no effect: gradients are always reduced by torch.distributed."]
+
+
 def test_flags_of_megatrons_scripts() -> None:
     args = parse_arguments(
         ["--use-distributed-optimizer", "--valid-batch-size", "4", "--recompute-method", "uniform",
