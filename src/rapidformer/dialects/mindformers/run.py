@@ -60,11 +60,13 @@ class GivenTask(TaskFinetuner):
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         found = super().run_compute_metrics(model, eval_dataloader)
-        return {**found, **self._trainer.measure_more(eval_dataloader)}
+        return {**found, **measure_own(self._trainer, eval_dataloader)}
 
 
 def measure_own(trainer: Any, loader: Any) -> dict[str, float]:
-    """What the trainer's ``compute_metrics`` says of a loader's data."""
+    """What the trainer's ``compute_metrics``, if it has one, says of a loader's data."""
+    if trainer.compute_metrics is None:
+        return {}
     output = run_evaluation(trainer, loader, loss_only=False, ignore_keys=None, prefix="eval")
     own = {name.removeprefix("eval_"): value for name, value in (output.metrics or {}).items()}
     own.pop("loss", None)  # the task's own is the same

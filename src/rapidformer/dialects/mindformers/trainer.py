@@ -130,10 +130,6 @@ class MindFormersTrainer(Trainer):
         self._start_records(_list(self._named.get("callbacks")))
         self._engine = engine
 
-    def measure_more(self, loader: Any) -> dict[str, float]:
-        """What ``compute_metrics`` says of the data."""
-        return {} if self.compute_metrics is None else measure_own(self, loader)
-
     def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
         optimizers = named.get("optimizers")
         pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
@@ -282,7 +278,7 @@ class MindFormersTrainer(Trainer):
         self, checkpoint: Checkpoint, resumes: Checkpoint, do_eval: bool, *, starts_fresh: bool
     ) -> Any:
         self._ask_for_evaluation(do_eval)
-        resumes = resumes or _get(self.args, "resume_training")
+        resumes = resumes or getattr(self.args, "resume_training", None)
         if self._is_instance:
             self._load_into_instance(checkpoint)
             return super().train(resume_from_checkpoint=resumes)
@@ -338,7 +334,7 @@ class MindFormersTrainer(Trainer):
 
         def measure_more(model: nn.Module, loader: Any) -> dict[str, float]:
             self.adopt_task(engine, model, None)
-            return self.measure_more(loader)
+            return measure_own(self, loader)
 
         report = evaluate_task(engine, given, measure_more if self.compute_metrics else None)
         metrics: dict[str, Any] = report.get_numbers()
@@ -396,7 +392,3 @@ def _find_model(folder: Path) -> Path | None:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
-
-
-def _get(arguments: Any, name: str) -> Any:
-    return getattr(arguments, name, None)
