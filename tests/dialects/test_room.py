@@ -117,7 +117,7 @@ def test_old_arguments_get_the_import_line() -> None:
     for cls in (TrainingArguments, Seq2SeqTrainingArguments):
         with pytest.raises(ConfigurationError) as error:
             cls(batch_size=2, sink_size=2)
-    expected = "batch_size, sink_size: arguments of MindFormers' TrainingArguments. Write `from "
+    expected = "batch_size, sink_size: that is for MindFormers' TrainingArguments. Write `from "
     assert expected + "rapidformer.dialects.mindformers import TrainingArguments`" in str(
         error.value
     )

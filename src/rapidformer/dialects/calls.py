@@ -63,7 +63,7 @@ def check_trainer_call(
     if model is None and args is None and others.keys() & FLAGAI.keys():
         _refuse(others.keys() & FLAGAI.keys(), "FlagAI's Trainer", _FLAGAI, "Trainer")
     if others:
-        known = inspect.signature(build).parameters
+        known = list(inspect.signature(build).parameters)[1:-1]
         raise ConfigurationError([describe_unknown("Trainer", name, known) for name in others])
 
 
@@ -74,8 +74,5 @@ def check_arguments_call(names: Iterable[str]) -> None:
 
 
 def _refuse(names: Iterable[str], owner: str, room: str, name: str) -> None:
-    listed = ", ".join(sorted(names))
-    what = f"{listed}: an argument of {owner}" if listed else f"the arguments are {owner}'s"
-    if "," in listed:
-        what = f"{listed}: arguments of {owner}"
-    raise ConfigurationError(f"{what}. Write `from {room} import {name}`.")
+    listed = ", ".join(sorted(names)) or "what was given"
+    raise ConfigurationError(f"{listed}: that is for {owner}. Write `from {room} import {name}`.")
