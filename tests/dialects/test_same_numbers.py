@@ -21,6 +21,7 @@ from rapidformer import (
     set_seed,
 )
 from rapidformer.config import arguments_from_mapping
+from rapidformer.dialects import flagai, mindformers
 from rapidformer.optim.optimizers import build_optimizer
 from rapidformer.optim.schedule import build_scheduler
 from rapidformer.tasks.runner import train_task
@@ -99,7 +100,7 @@ def run_hugging_face(parts: dict[str, Any], folder: Path, warmup_steps: float = 
 
 
 def run_flagai(parts: dict[str, Any], folder: Path) -> None:
-    trainer: Any = Trainer(
+    trainer: Any = flagai.Trainer(
         env_type="pytorch", epochs=1, batch_size=4, lr=1e-3, log_interval=1, save_dir=str(folder),
         tensorboard_dir=None,
     )  # fmt: skip
@@ -133,12 +134,12 @@ def run_accelerator(parts: dict[str, Any], folder: Path) -> None:
 
 
 def run_mindformers(parts: dict[str, Any], folder: Path) -> None:
-    arguments = TrainingArguments(
+    arguments = mindformers.TrainingArguments(
         str(folder), batch_size=4, num_train_epochs=1, learning_rate=1e-3, weight_decay=0.1,
         seed=1234, lr_scheduler_type="cosine", lr_end=1e-4, warmup_ratio=0.1, sink_size=1,
         dataloader_drop_last=False, device_target="CPU", log_level="error",
     )  # fmt: skip
-    trainer: Any = Trainer(
+    trainer: Any = mindformers.Trainer(
         args=arguments, task="text_classification", model=parts["model"],
         train_dataset=f"{parts['data']}/train.jsonl",
     )  # fmt: skip
