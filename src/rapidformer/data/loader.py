@@ -13,7 +13,6 @@ lengths need. The position then moves on with each whole update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import Rounds
 from rapidformer.data.streams import StreamReader
-from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
+from rapidformer.data.update import MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
 
@@ -56,7 +55,6 @@ class DistributedLoader:
         get_batch_size: Callable[[int], int] | None = None,
         token_budget: int | None = None,
         lengths: Sequence[int] | None = None,
-        sum_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         gather_digests: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self.dataset = dataset
@@ -70,8 +68,6 @@ class DistributedLoader:
         self._device = device or torch.device("cpu")
         self._lengths = lengths
         """Tokens of every sample; not known beforehand for a stream."""
-        self._sum_counts = sum_counts
-        """Adds counts over all replicas; given if updates are counted ahead."""
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
         self.num_samples = 0
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
@@ -217,8 +213,6 @@ class DistributedLoader:
             pins = self._device.type == "cuda"
             rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
         rounds = read_ahead(rounds, self._device, stays_on_host)
-        if self._sum_counts is not None:
-            rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left, starts_update = 0, True
         beat("data")
         for micro_batch in rounds:
@@ -279,30 +273,6 @@ class DistributedLoader:
         if self._cut.get_batch_size is None:
             return self._cut.per_update - self._rounds % self._cut.per_update
         return self._cut.get_update_size(self.epoch, self._consumed) // self.samples_per_round
-
-    def _count_ahead(
-        self, rounds: Iterator[MicroBatch], sum_counts: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Iterator[MicroBatch]:
-        """Hold the rounds of each update until they are counted, on every process."""
-        while held := self._take_update(rounds):
-            pairs = [(each.info.rows, each.info.labels) for each in held]
-            counts = torch.tensor(pairs, device="cpu").sum(0)
-            total = sum_counts(counts)
-            if self._device.type == "cuda":
-                total = total.pin_memory()
-            total = total.to(self._device, non_blocking=True)
-            for each in held:
-                yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
-
-    def _take_update(self, rounds: Iterator[MicroBatch]) -> list[MicroBatch]:
-        if self._cut.token_budget is None:
-            return list(islice(rounds, self._count_rounds()))
-        held: list[MicroBatch] = []
-        for each in rounds:
-            held.append(each)
-            if each.is_last:
-                break
-        return held
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it is in its update.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rapidformer.objectives import Objective
     from rapidformer.tasks.metrics.tally import Tally
 
 Record = dict[str, Any]
@@ -140,6 +141,12 @@ class Task(ABC):
         return build_pretrained(
             self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
         )
+
+    def build_objective(self) -> Objective:
+        """What is learnt: the mean of ``forward`` over the labels, unless overridden."""
+        from rapidformer.objectives.loss_function import LossFunction
+
+        return LossFunction(self.forward)
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""

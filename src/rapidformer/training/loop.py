@@ -19,6 +19,7 @@ from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.objectives import BoundObjective
 from rapidformer.overlay import find_fact
 from rapidformer.training.bad_batches import BadBatches
 from rapidformer.training.best_model import BestModel
@@ -27,7 +28,6 @@ from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
 from rapidformer.training.first_labels import check_first_labels
-from rapidformer.training.forward import ForwardResult
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.graph_report import GraphReport
 from rapidformer.training.log_lines import LogLines
@@ -47,7 +47,7 @@ class TrainingLoop:
         self,
         engine: RapidformerEngine,
         loader: DistributedLoader,
-        forward: Callable[[Any], ForwardResult],
+        forward: BoundObjective,
         *,
         train_iters: int,
         reporter: Reporter,

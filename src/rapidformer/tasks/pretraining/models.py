@@ -17,7 +17,7 @@ from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
     NextToken,
     NextTokenInMegatronsForm,
-    Objective,
+    PretrainingObjective,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Nu
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 
 
-def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
+def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjective:
     """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
@@ -40,7 +40,7 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
     return _choose_class(config)(args, tokenizer)
 
 
-def _choose_class(config: Any) -> type[Objective]:
+def _choose_class(config: Any) -> type[PretrainingObjective]:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -65,7 +65,7 @@ def _choose_class(config: Any) -> type[Objective]:
     )
 
 
-def build_model(objective: Objective) -> nn.Module:
+def build_model(objective: PretrainingObjective) -> nn.Module:
     """The model in fp32: pretrained, or new with a vocabulary that fits the tokenizer."""
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
@@ -76,7 +76,7 @@ def build_model(objective: Objective) -> nn.Module:
     return model
 
 
-def _build_hugging_face(objective: Objective) -> nn.Module:
+def _build_hugging_face(objective: PretrainingObjective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
@@ -89,7 +89,7 @@ def _build_hugging_face(objective: Objective) -> nn.Module:
     return build_pretrained(objective.auto_class, args, **settings)
 
 
-def count_usable_tokens(objective: Objective) -> int:
+def count_usable_tokens(objective: PretrainingObjective) -> int:
     """The number of tokens that both tokenizer and model have; objectives insert only these."""
     args, tokenizer = objective.args, objective.tokenizer
     if is_from_scratch(args):
