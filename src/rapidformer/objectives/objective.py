@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +20,8 @@ from rapidformer.data.update import MicroBatch
 Count = float | Tensor
 
 
-class Term(NamedTuple):
+@dataclass(frozen=True)
+class Term:
     """One term of a loss."""
 
     mean: Tensor

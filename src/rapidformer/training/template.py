@@ -46,6 +46,7 @@ from rapidformer.training.run_folder import (
     restore_replaced,
 )
 from rapidformer.training.summary import describe_run
+from rapidformer.training.trackers import Tracker
 
 
 class Template(ABC):
@@ -59,6 +60,8 @@ class Template(ABC):
     """Whether a checkpoint is kept after each epoch if no interval is given."""
     callbacks: Sequence[Callback] = ()
     """Called at the loop's hook points, after our own callbacks."""
+    trackers: Sequence[Tracker] = ()
+    """Get the numbers of the run on rank 0, as TensorBoard does."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: decided by its class."""
 
@@ -296,7 +299,11 @@ class Template(ABC):
             self.engine.abandon_later(Path(self.args.save), [LAST])
         step = self.engine.clock.updates
         reporter = Reporter(
-            self.args, total_steps=train_iters, resume_step=step, speaks=self.engine.is_main
+            self.args,
+            total_steps=train_iters,
+            resume_step=step,
+            speaks=self.engine.is_main,
+            trackers=self.trackers,
         )
         if self.engine.is_main:
             for line in describe_run(
