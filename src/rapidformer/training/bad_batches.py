@@ -85,6 +85,9 @@ class BadBatches:
             "bad_grad_norm": bad.norm,
             "samples": samples,
         }
+        sets = self._loader.list_sets(samples)
+        if len(sets) > 1:
+            line["sets"] = sets
         if args.on_bad_loss == "skip":
             self._warn(f"{what}: the batch was skipped.")
             return line
