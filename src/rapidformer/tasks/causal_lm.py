@@ -24,8 +24,33 @@ from rapidformer.tasks.chat.columns import (
     as_optional,
     find_chat_columns,
 )
+from rapidformer.tasks.evaluation.generating import (
+    Generation,
+    check_stop_strings,
+    decode_answers,
+    generate,
+)
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.text.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    drop_columns,
+    get_column,
+    get_column_names,
+    get_splits,
+)
+from rapidformer.tasks.text.blocks import (
+    TEXT,
+    LanguageModel,
+    describe_blocks,
+    encode_blocks,
+    score_blocks,
+)
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    get_context_length,
+    get_text_settings,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,20 +83,11 @@ class CausalLM(LanguageModel):
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
-        from rapidformer.tasks.rows.rows import get_column_names
-
         settings = ChatSettings.read(args)
         if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
         config, tokenizer, length = load_text_parts(args)
         settings = ChatSettings.read(args)
         tables = get_splits(args, splits)
@@ -101,8 +117,6 @@ class CausalLM(LanguageModel):
     def _encode_texts(
         self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Any
     ) -> dict[str, Any]:
-        from rapidformer.tasks.rows.rows import get_column_names
-        from rapidformer.tasks.text.blocks import encode_blocks
 
         settings = ChatSettings.read(args)
         if settings.chat_template is not None or settings.train_on_prompts:
@@ -143,13 +157,6 @@ class CausalLM(LanguageModel):
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
-        from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings
-        from rapidformer.tasks.rows.rows import as_rows
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_context_length,
-            load_text_parts,
-        )
 
         config, tokenizer, limit = load_text_parts(args)
         if args.seq_length is None:
@@ -210,7 +217,6 @@ class CausalLM(LanguageModel):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.evaluation.generating import generate
         from rapidformer.tasks.evaluation.scoring import shift_labels
         from rapidformer.tasks.text.packed_attention import get_inputs
 
@@ -228,8 +234,6 @@ class CausalLM(LanguageModel):
     ) -> list[dict[str, Any]]:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        from rapidformer.tasks.evaluation.generating import decode_answers
-
         extras = prepared.extras
         result = []
         for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
@@ -266,14 +270,10 @@ def _pack(rows: Any, split: str, length: int) -> Any:
 
 
 def _drop_lengths(rows: Any) -> Any:
-    from rapidformer.tasks.rows.rows import drop_columns
-
     return None if rows is None else drop_columns(rows, ["length"])
 
 
 def _get_lengths(rows: Any) -> list[int]:
-    from rapidformer.tasks.rows.rows import get_column, get_column_names
-
     if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
         return get_column(rows, "length")
     # In chunks: all tokens of a large table as Python integers would not fit into memory.

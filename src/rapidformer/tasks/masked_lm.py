@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.text.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits, map_rows
+from rapidformer.tasks.text.blocks import (
+    TEXT,
+    LanguageModel,
+    describe_blocks,
+    encode_blocks,
+    score_blocks,
+)
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    get_text_settings,
+    get_tokenizer_key,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +51,7 @@ class MaskedLM(LanguageModel):
     row_extras = ("texts",)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.blocks import encode_blocks
         from rapidformer.tasks.text.masking import MaskingCollator
-        from rapidformer.tasks.text.text import get_text_settings, load_text_parts
 
         config, tokenizer, length = load_text_parts(args)
         _check_mask(tokenizer, args)
@@ -62,8 +72,6 @@ class MaskedLM(LanguageModel):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, map_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         _, tokenizer, length = load_text_parts(args)
         _check_mask(tokenizer, args)
@@ -122,9 +130,7 @@ def _check_mask(tokenizer: Any, args: Any) -> None:
 
 def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
     """Evaluation rows with fixed masks, the same in every evaluation."""
-    from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.masking import mask_row
-    from rapidformer.tasks.text.text import get_tokenizer_key
 
     seed = args.seed % 2**63  # NumPy takes no negative seeds
 

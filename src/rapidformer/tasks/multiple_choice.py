@@ -13,8 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.labels.checks import is_unlabelled
 from rapidformer.tasks.labels.space import SINGLE
+from rapidformer.tasks.metrics.tally import ChoiceTally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.rows.rows import (
+    as_full_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+    map_rows,
+)
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    get_text_settings,
+    get_tokenizer_key,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -81,13 +96,6 @@ class MultipleChoice(Task):
         _find_columns(rows, args, with_label=has_answers)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         columns = _find_columns(next(iter(tables.values())), args, with_label=True)
@@ -119,8 +127,6 @@ class MultipleChoice(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_full_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         _, tokenizer, length = load_text_parts(args)
         table = as_full_rows(rows, "multiple_choice needs a context and choices")
@@ -143,14 +149,11 @@ class MultipleChoice(Task):
         return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.metrics.tally import ChoiceTally
-
         return ChoiceTally()
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column
         from rapidformer.tasks.sequence_classification import describe_record
 
         rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
@@ -173,8 +176,6 @@ class MultipleChoice(Task):
 
 
 def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     choices = _find_choices(available, args)
     label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
@@ -201,8 +202,6 @@ def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
 
 
 def _read_choices(rows: Any, split: str, columns: _Columns) -> list[list[str]]:
-    from rapidformer.tasks.rows.rows import get_column
-
     if len(columns.choices) > 1:
         texts = [check_row_texts(get_column(rows, c), c, split) for c in columns.choices]
         return [list(row) for row in zip(*texts, strict=True)]
@@ -233,9 +232,6 @@ def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | Non
 def _read_labels(
     rows: Any, split: str, columns: _Columns, choices: Sequence[Sequence[str]]
 ) -> list[int] | None:
-    from rapidformer.tasks.labels.checks import is_unlabelled
-    from rapidformer.tasks.rows.rows import get_column
-
     column = str(columns.label)
     values = get_column(rows, column)
     if split == "test" and is_unlabelled(values):
@@ -281,9 +277,6 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
     count = len(choices[0])
 
     def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:

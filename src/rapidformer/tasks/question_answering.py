@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.answers import (
+    AnswerTally,
     choose_answer,
     compute_window_losses,
     find_best_spans,
     join_windows,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
+from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    check_is_fast,
+    get_text_settings,
+    load_text_parts,
+)
 from rapidformer.tasks.text.windows import (
     encode_windows,
     has_answers,
@@ -82,9 +90,6 @@ class QuestionAnswering(Task):
     evaluation_keys = frozenset({"context_mask"})
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import build_text_collator, get_text_settings
-
         config, tokenizer, length = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -111,8 +116,6 @@ class QuestionAnswering(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_full_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator
 
         config, tokenizer, length = _load_parts(args)
         table = as_full_rows(rows, "question_answering needs a question and a context")
@@ -165,14 +168,11 @@ class QuestionAnswering(Task):
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.evaluation.answer_tally import AnswerTally
-
         return AnswerTally(prepared, split)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column, get_column_names
 
         extras = prepared.extras
         rows = extras["rows"][split]
@@ -199,8 +199,6 @@ def _get_example(window: Mapping[str, Any]) -> int:
 
 
 def _load_parts(args: Any) -> TextParts:
-    from rapidformer.tasks.text.text import check_is_fast, load_text_parts
-
     parts = load_text_parts(args)
     _, tokenizer, length = parts
     check_is_fast(tokenizer, "question_answering")

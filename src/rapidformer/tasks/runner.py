@@ -12,8 +12,7 @@ from rapidformer.log import warn, warn_once
 from rapidformer.objectives import Objective
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
-from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows.unused_flags import describe_unused_flags
+from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
 

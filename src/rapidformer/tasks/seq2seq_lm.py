@@ -17,7 +17,23 @@ from rapidformer.tasks.evaluation.generating import (
     decode_answers,
     generate,
 )
+from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+    map_rows,
+    take_rows,
+)
+from rapidformer.tasks.text.text import (
+    DEFAULT_TARGET_LENGTH,
+    build_text_collator,
+    get_text_settings,
+    get_tokenizer_key,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,13 +91,6 @@ class Seq2SeqLM(Task):
             _find_source(rows, args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
@@ -113,8 +122,6 @@ class Seq2SeqLM(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         _, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -150,9 +157,6 @@ class Seq2SeqLM(Task):
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.evaluation.translation_tally import TextTally
-        from rapidformer.tasks.rows.rows import take_rows
-
         extras = prepared.extras
         rows, target, languages = extras["rows"][split], extras["target"], extras["languages"]
 
@@ -184,8 +188,6 @@ Path = tuple[str, ...]
 
 
 def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     languages = _get_languages(rows)
     if languages:
@@ -205,8 +207,6 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
 
 
 def _find_source(rows: Any, args: Any) -> Path:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     languages = _get_languages(rows)
     if languages:
         return "translation", check_given(args.text_column or languages[0], SOURCE.flag, languages)
@@ -223,15 +223,11 @@ def _pick(values: Sequence[Any], path: Path) -> list[Any]:
 
 
 def _read_column(rows: Any, path: Path) -> list[Any]:
-    from rapidformer.tasks.rows.rows import get_column
-
     return _pick(get_column(rows, path[0]), path)
 
 
 def _has_targets(rows: Any, split: str, path: Path) -> bool:
     """Whether the split has targets (a test split may lack them); checks every one of them."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if path[0] not in get_column_names(rows):
         if split != "test":
             raise DataError(f"{split} has no column {path[0]}: all splits need the same columns.")
@@ -258,8 +254,6 @@ _LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
 
 def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | str:
     """The columns with the languages of a row, or the one language pair of all rows, or ``""``."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if len(source) == 2:
         return f"{source[1]}-{target[1]}"
     free = set(get_column_names(rows)) - {source[0], target[0]}
@@ -268,8 +262,6 @@ def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | 
 
 def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     """The language pair of each row, such as ``en-de``; empty strings if there is none."""
-    from rapidformer.tasks.rows.rows import get_column
-
     if isinstance(languages, str):
         return [languages] * len(rows)
     columns = [get_column(rows, name) for name in languages]
@@ -277,8 +269,6 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
 
 
 def _get_target_length(args: Any) -> int:
-    from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH
-
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
@@ -295,9 +285,6 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
     prefix = args.source_prefix or ""
     target_length = _get_target_length(args)
 

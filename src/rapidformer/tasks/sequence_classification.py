@@ -7,8 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.labels.space import MULTI, REGRESSION, SINGLE, get_output_names
+from rapidformer.tasks.labels.labels import read_labels
+from rapidformer.tasks.labels.space import (
+    MULTI,
+    REGRESSION,
+    SINGLE,
+    get_model_classes,
+    get_output_names,
+)
+from rapidformer.tasks.metrics import classification, regression
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits, map_rows
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    get_text_settings,
+    get_tokenizer_key,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -96,15 +111,6 @@ class SequenceClassification(Task):
             raise DataError(" ".join(problems))
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.labels.labels import read_labels
-        from rapidformer.tasks.labels.space import get_model_classes
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
         config, tokenizer, length = load_text_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -145,8 +151,6 @@ class SequenceClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
         config, tokenizer, length = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -192,7 +196,6 @@ class SequenceClassification(Task):
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column
 
         columns = [name for name in prepared.extras["texts"] if name]
         rows = prepared.extras["rows"][split]
@@ -256,8 +259,6 @@ def encode_texts(
     labels: tuple[str, LabelSpace] | None,
 ) -> Any:
     """The token ids of every row, and its label."""
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         given = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
@@ -274,8 +275,6 @@ def encode_texts(
 
 
 def _check_column(rows: Any, name: str | None, split: str) -> None:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     names = get_column_names(rows)
     if name is not None and name not in names:
         raise DataError(
@@ -293,8 +292,6 @@ def get_problem_type(config: Any) -> str:
 
 def build_classifier_tally(problem_type: str, names: Sequence[str], data_name: str = "") -> Tally:
     """The running metrics of a classifier, or of a model that predicts a number."""
-    from rapidformer.tasks.metrics import classification, regression
-
     if problem_type == REGRESSION:
         return regression.RegressionTally()
     if problem_type == MULTI:

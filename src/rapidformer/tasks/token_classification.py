@@ -13,7 +13,29 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.labels.checks import collect_labels
+from rapidformer.tasks.labels.labels import get_leading_split, read_classes
+from rapidformer.tasks.labels.space import get_model_classes, get_output_names
+from rapidformer.tasks.metrics import entities
+from rapidformer.tasks.metrics.entities import build_tag_tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.rows import (
+    RowList,
+    as_rows,
+    get_class_names,
+    get_column,
+    get_column_names,
+    get_feature,
+    get_splits,
+    map_rows,
+)
+from rapidformer.tasks.text.text import (
+    build_text_collator,
+    check_is_fast,
+    get_text_settings,
+    get_tokenizer_key,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +76,6 @@ class TokenClassification(Task):
     greater_is_better = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.labels.space import get_model_classes
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import build_text_collator, get_text_settings
-
         config, tokenizer, length = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -90,9 +108,6 @@ class TokenClassification(Task):
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.labels.space import get_output_names
-        from rapidformer.tasks.rows.rows import as_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator
 
         config, tokenizer, length = _load_parts(args)
         table = as_rows(rows, args.text_column or "text")
@@ -133,15 +148,11 @@ class TokenClassification(Task):
         ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.metrics.tags import build_tag_tally
-
         return build_tag_tally(prepared.extras["names"])
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.metrics import entities
-        from rapidformer.tasks.rows.rows import get_column
 
         names = prepared.extras["names"]
         column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
@@ -173,7 +184,6 @@ class TokenClassification(Task):
 
 def _load_parts(args: Any) -> TextParts:
     from rapidformer.models.configuration import load_config
-    from rapidformer.tasks.text.text import check_is_fast, load_text_parts
 
     keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
     parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
@@ -189,10 +199,6 @@ def _read_tags(
     tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
-    from rapidformer.tasks.labels.checks import collect_labels
-    from rapidformer.tasks.labels.labels import get_leading_split, read_classes
-    from rapidformer.tasks.rows.rows import get_class_names, get_column, get_feature
-
     values, labelled = collect_labels(tables, tags)
     for split, rows in values.items():
         _check_lengths(get_column(tables[split], words), rows, split, words, tags)
@@ -227,9 +233,6 @@ def _encode(
     max_length: int,
     args: Any,
 ) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
     every_piece = bool(args.label_all_tokens) and split == "train"
     inside = _get_inside_tags(labels[1].names) if labels else {}
 
@@ -281,8 +284,6 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
-    from rapidformer.tasks.rows.rows import RowList, get_column
-
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)

@@ -13,6 +13,7 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.rows.rows import get_column_names
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -123,8 +124,6 @@ def find_chat_columns(
     rows: Any, settings: ChatSettings, text: ColumnRole, *, has_answers: bool
 ) -> ChatColumns | None:
     """The columns of conversations; None if the data is plain text."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     _check_one_kind(settings)
     if settings.text_column is not None:

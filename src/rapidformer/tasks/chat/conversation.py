@@ -10,8 +10,7 @@ from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat.features import build_encoder, tokenize
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
-from rapidformer.tasks.evaluation.predicting import compose_task_model
-from rapidformer.tasks.evaluation.streaming import AnswerStreamer
+from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
 from rapidformer.tasks.registry import get_task
 
 _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]

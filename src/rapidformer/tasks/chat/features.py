@@ -39,6 +39,8 @@ from rapidformer.tasks.rows.rows import (
     get_column_names,
     map_rows,
 )
+from rapidformer.tasks.text.blocks import get_frame
+from rapidformer.tasks.text.text import get_tokenizer_key
 
 _NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
@@ -68,8 +70,6 @@ class ChatEncoder:
 
     def get_key(self) -> tuple[Any, ...]:
         """What the features depend on, in addition to the rows."""
-        from rapidformer.tasks.text.text import get_tokenizer_key
-
         text = None if self.template is None else self.template.text
         variables = None if self.template is None else json.dumps(self.template.variables)
         return (
@@ -316,8 +316,6 @@ def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     """Token ids, starting with the beginning-of-text token if the tokenizer adds one."""
-    from rapidformer.tasks.text.blocks import get_frame
-
     before, _ = get_frame(tokenizer)
     start = before if before == [tokenizer.bos_token_id] else []
     return [[*start, *ids] for ids in tokenize(prompts, tokenizer)]

@@ -29,7 +29,7 @@ from rapidformer.tasks.chat.turns import (
 )
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
-from rapidformer.tasks.text.language_model import TEXT
+from rapidformer.tasks.text.blocks import TEXT
 
 
 def name_column(

@@ -19,6 +19,8 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty
+from rapidformer.tasks.text.blocks import get_frame
+from rapidformer.tasks.text.text import check_is_fast
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
@@ -258,8 +260,6 @@ def choose_template(
 
     The choice is stored in the tokenizer, so that it is saved with it.
     """
-    from rapidformer.tasks.text.text import check_is_fast
-
     if given == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(
@@ -294,8 +294,6 @@ def _read_template(given: str) -> str:
 
 
 def _build_default(tokenizer: Any) -> str:
-    from rapidformer.tasks.text.blocks import get_frame
-
     vocabulary = tokenizer.get_vocab()
     if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary:
         turns = _CHATML

@@ -20,9 +20,8 @@ from rapidformer.engine.predicting import gather_rounds
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
-from rapidformer.tasks.evaluation.predicting import compose_task_model
-from rapidformer.tasks.evaluation.progress import show_progress
+from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
+from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows.rows import take_first

@@ -12,7 +12,7 @@ from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.objectives import Objective
-from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
+from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
     build_model,
     choose_objective,

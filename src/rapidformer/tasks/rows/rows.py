@@ -173,10 +173,15 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def list_own_code() -> list[Path]:
+    """The files of the tasks and of what they share."""
+    return sorted(Path(__file__).parents[1].rglob("*.py"))
+
+
 @cache
 def _hash_own_code() -> str:
-    """A hash of the code, so that features cached by older code are never reused."""
+    """A hash of all tasks' code, so that features cached by older code are never reused."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in list_own_code():
         digest.update(path.read_bytes())
     return digest.hexdigest()

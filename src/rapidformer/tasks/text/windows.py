@@ -11,6 +11,15 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
+from rapidformer.tasks.rows.rows import (
+    drop_columns,
+    get_column,
+    get_column_names,
+    keep_columns,
+    map_rows,
+    take_rows,
+)
+from rapidformer.tasks.text.text import get_tokenizer_key
 
 # An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
@@ -26,8 +35,6 @@ _STRIDE = 128
 
 def has_answers(rows: Any, split: str, column: str) -> bool:
     """Whether a split has the column of answers; only a test split may go without."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if column in get_column_names(rows):
         return True
     if split != "test":
@@ -37,8 +44,6 @@ def has_answers(rows: Any, split: str, column: str) -> bool:
 
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
     """Whether some question has no answer; reads a part of the rows at a time."""
-    from rapidformer.tasks.rows.rows import get_column, take_rows
-
     for start in range(0, len(rows), _PART):
         values = get_column(take_rows(rows, start, _PART), column)
         for number, value in enumerate(values, start=start + 1):
@@ -104,9 +109,6 @@ def encode_windows(
 
     ``names`` are the columns of the question, the context and, if there are any, the answers.
     """
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
     room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
     stride = min(_STRIDE, room // 2) if args.doc_stride is None else args.doc_stride
 
@@ -179,8 +181,6 @@ def _find_span(
 
 def separate(encoded: Any, split: str) -> tuple[Any, Any]:
     """Split the columns into the model's inputs and the record of where each window comes from."""
-    from rapidformer.tasks.rows.rows import drop_columns, keep_columns
-
     if split == "train":
         return encoded, None
     return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)
