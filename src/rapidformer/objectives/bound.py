@@ -123,10 +123,10 @@ class BoundObjective:
 
     def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
         """The update with what its micro-batches must know of each other in their batches."""
-        counts = [self._objective.count(each) for each in update]
+        counts = [self._objective.count(micro_batch) for micro_batch in update]
         if not (self._objective.has_first_pass or counts[0]):
             return update
-        if not all(isinstance(each.batch, Mapping) for each in update):
+        if not all(isinstance(micro_batch.batch, Mapping) for micro_batch in update):
             raise RapidformerError(
                 f"{type(self._objective).__name__} needs batches of named tensors, got "
                 f"{type(update[0].batch).__name__}: let the collate function return a dictionary."
@@ -141,8 +141,8 @@ class BoundObjective:
         return replace(
             update,
             micro_batches=tuple(
-                each._replace(batch={**each.batch, _UPDATE: facts})
-                for each, facts in zip(update, known, strict=True)
+                micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
+                for micro_batch, facts in zip(update, known, strict=True)
             ),
         )
 
@@ -156,8 +156,10 @@ class BoundObjective:
         """For each term, the rows of the update over its count in the update."""
         names = list(counts[0])
         table = [
-            [0.0] * (len(names) + 1) if each.is_filler else [each.info.rows, *own.values()]
-            for each, own in zip(update, counts, strict=True)
+            [0.0] * (len(names) + 1)
+            if micro_batch.is_filler
+            else [micro_batch.info.rows, *counted.values()]
+            for micro_batch, counted in zip(update, counts, strict=True)
         ]
         if any(isinstance(value, Tensor) for line in table for value in line):
             lines = [torch.stack([_to_double(value, device) for value in line]) for line in table]

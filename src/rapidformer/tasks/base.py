@@ -157,6 +157,11 @@ class Task(ABC):
         """The metric that decides the best model on this data, and whether more of it is better."""
         return self.best_metric, self.greater_is_better
 
+    @staticmethod
+    def drop_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch without its labels: their loss is computed row by row."""
+        return {key: value for key, value in batch.items() if key != "labels"}
+
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch without the columns that only evaluation uses."""
         return {key: value for key, value in batch.items() if key not in self.evaluation_keys}
@@ -174,9 +179,9 @@ def check_row_texts(values: Sequence[Any], column: str, split: str, first: int =
     texts: list[str] = []
     for number, value in enumerate(values, start=first + 1):
         if value is None or isinstance(value, (list, dict)):
-            found = "nothing" if value is None else f"a {type(value).__name__}"
+            actual = "nothing" if value is None else f"a {type(value).__name__}"
             raise DataError(
-                f"{split}, row {number}: the column {column} must hold text, not {found}."
+                f"{split}, row {number}: the column {column} must hold text, not {actual}."
             )
         texts.append(value if isinstance(value, str) else str(value))
     return texts

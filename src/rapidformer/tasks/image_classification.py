@@ -59,8 +59,8 @@ class ImageClassification(Task):
         config, processor = load_config(args), load_image_processor(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        found = find_columns((LABEL, IMAGE), available, args)
-        label, image = found["label"], found["image"]
+        columns = find_columns((LABEL, IMAGE), available, args)
+        label, image = columns["label"], columns["image"]
         space, labelled = read_labels(tables, label, args, get_model_classes(config))
         images = {
             split: ImageRows(

@@ -80,7 +80,7 @@ def describe_unused_flags(args: Settings, task: Task) -> str | None:
 def _is_read(setting: Setting, task: Task) -> bool:
     if setting.tasks:
         return task.name in setting.tasks
-    names_a_column = any(_looks_for(each, setting) for each in list_tasks())
+    names_a_column = any(_looks_for(other, setting) for other in list_tasks())
     return not names_a_column or _looks_for(task, setting)
 
 

@@ -24,14 +24,11 @@ from rapidformer.tasks.rows.rows import (
     get_column,
     get_column_names,
     get_splits,
-    map_rows,
     take_rows,
 )
 from rapidformer.tasks.text.text import (
     DEFAULT_TARGET_LENGTH,
-    build_text_collator,
-    get_text_settings,
-    get_tokenizer_key,
+    TextParts,
     load_text_parts,
 )
 
@@ -91,54 +88,38 @@ class Seq2SeqLM(Task):
             _find_source(rows, args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
         labelled = {split: _has_targets(rows, split, target) for split, rows in tables.items()}
         features = {
-            split: _encode(
-                rows, split, source, target if labelled[split] else None, tokenizer, length, args
-            )
+            split: _encode(rows, split, source, target if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={
-                "rows": tables,
-                "source": source,
-                "target": target,
-                "languages": _find_languages(next(iter(tables.values())), source, target),
-                "labelled": labelled,
-                # Metrics are those of the likeliest texts, so sampling is for predictions only.
-                "generation": Generation(
-                    num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
-                ),
-            },
-        )
+        extras = {
+            "rows": tables,
+            "source": source,
+            "target": target,
+            "languages": _find_languages(next(iter(tables.values())), source, target),
+            "labelled": labelled,
+            # Metrics are those of the likeliest texts, so sampling is for predictions only.
+            "generation": Generation(
+                num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
+            ),
+        }
+        return parts.prepare(features, extras)
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
-        _, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
         generation = Generation.read(args, max_new_tokens=_get_new_tokens(args))
-        check_stop_strings(generation, tokenizer)
-        return PreparedData(
-            test=_encode(table, "input", source, None, tokenizer, length, args),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={
-                "rows": {"test": table},
-                "source": source,
-                "labelled": {"test": False},
-                "generation": generation,
-            },
-        )
+        check_stop_strings(generation, parts.tokenizer)
+        extras = {"rows": {"test": table}, "source": source, "generation": generation}
+        return parts.prepare_input(_encode(table, "input", source, None, parts), extras)
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
@@ -202,8 +183,8 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
         for pair in PAIRS:
             if pair[0] in available and pair[1] in available:
                 return (pair[0],), (pair[1],)
-    found = find_columns((TARGET, SOURCE), available, args)
-    return (found["source"],), (found["target"],)
+    columns = find_columns((TARGET, SOURCE), available, args)
+    return (columns["source"],), (columns["target"],)
 
 
 def _find_source(rows: Any, args: Any) -> Path:
@@ -276,22 +257,14 @@ def _get_new_tokens(args: Any) -> int:
     return int(args.max_new_tokens or _get_target_length(args))
 
 
-def _encode(
-    rows: Any,
-    split: str,
-    source: Path,
-    target: Path | None,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
-) -> Any:
-    prefix = args.source_prefix or ""
-    target_length = _get_target_length(args)
+def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: TextParts) -> Any:
+    tokenizer, prefix = parts.tokenizer, parts.args.source_prefix or ""
+    target_length = _get_target_length(parts.args)
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        given = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
-        texts = [prefix + text for text in given]
-        result = dict(tokenizer(texts, truncation=True, max_length=max_length))
+        texts = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
+        texts = [prefix + text for text in texts]
+        result = dict(tokenizer(texts, truncation=True, max_length=parts.length))
         # The model takes no segment ids.
         result.pop("token_type_ids", None)
         if target is not None:
@@ -300,13 +273,7 @@ def _encode(
             result["labels"] = encoded["input_ids"]
         return result
 
-    key = ("pairs", source, target, prefix, max_length, target_length)
-    return map_rows(
-        rows,
-        encode,
-        workers=args.preprocessing_workers,
-        key=(*key, get_tokenizer_key(tokenizer)),
-    )
+    return parts.map_rows(rows, encode, "pairs", source, target, prefix, target_length)
 
 
 def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:

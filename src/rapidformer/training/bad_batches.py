@@ -59,10 +59,10 @@ class BadBatches:
         seen, self._seen = self._seen, []
         if self._engine.clock.guard is not None:
             return  # it has judged them
-        found = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
-        if found is None:
+        bad = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
+        if bad is None:
             return
-        offset, reason = found
+        offset, reason = bad
         samples = self._list_samples(seen[offset])
         what = describe_bad_batch(reason, step - len(measured.losses) + 1 + offset, samples)
         raise TrainingError(

@@ -11,7 +11,7 @@ from rapidformer.errors import DataError
 
 def check_first_labels(update: Update, results: Sequence[MicroBatchResult]) -> None:
     """Refuse a first update without a single label on any rank. Every rank must call this."""
-    rows = sum(each.info.rows for each in update)
+    rows = sum(micro_batch.info.rows for micro_batch in update)
     # What a loss is a mean over: the labels that count.
     labels = sum(float(result.weight) for result in results)
     counts = gather_from_all((rows, labels))

@@ -214,8 +214,8 @@ class TrainingLoop:
             results = self._run_passes(update)  # the first time, it was with other weights
         if self._attempts == 0:
             check_first_labels(update, results)
-        for each, result in zip(update, results, strict=True):
-            self.meter.add_micro_batch(result.means, each.info)
+        for micro_batch, result in zip(update, results, strict=True):
+            self.meter.add_micro_batch(result.means, micro_batch.info)
         self.lr = self.engine.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():

@@ -48,12 +48,12 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        (found,) = self._engine.predict(
+        (tokens,) = self._engine.predict(
             [row], self._generate, self._prepared.collate, batch_size=1, seed=seed
         )
         self._turns += 1
         generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor
-        answer = decode_answers(found, tokenizer, generation)[0].strip()
+        answer = decode_answers(tokens, tokenizer, generation)[0].strip()
         self._messages.append({"role": "assistant", "content": answer})
         return answer
 

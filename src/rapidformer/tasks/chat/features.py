@@ -152,19 +152,19 @@ def _encode_rows(
         return _encode_pairs(columns, indices, split, encoder)
     turns = read_turns(columns, indices, split, encoder.columns)
     tools = read_tools(columns, indices, split, encoder.columns)
-    found: list[tuple[str, list[Span]] | str] = []
-    for number, messages, own in zip(indices, turns, tools, strict=True):
-        template = encoder.template.with_tools(own)
+    rendered: list[tuple[str, list[Span]] | str] = []
+    for number, messages, row_tools in zip(indices, turns, tools, strict=True):
+        template = encoder.template.with_tools(row_tools)
         try:
-            found.append(_render(messages, template, encoder.trains_on_prompts))
+            rendered.append(_render(messages, template, encoder.trains_on_prompts))
         except BadRowError as reason:
-            found.append(f"it {reason}")
+            rendered.append(f"it {reason}")
         except ModelError as reason:
             raise ModelError(f"{split}, row {number + 1}: {reason}") from None
-    texts = [item[0] for item in found if not isinstance(item, str)]
+    texts = [item[0] for item in rendered if not isinstance(item, str)]
     encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
     result = []
-    for item in found:
+    for item in rendered:
         if isinstance(item, str):
             result.append(_Encoded([], [], left_out=item))
             continue

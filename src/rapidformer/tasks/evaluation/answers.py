@@ -68,18 +68,20 @@ def join_windows(
 ) -> list[tuple[list[Candidate], float]]:
     """Per question, its best spans over all windows (in characters), and the no-answer score."""
     longest = extras["max_answer_length"]
-    found: list[list[Candidate]] = [[] for _ in range(questions)]
+    candidates: list[list[Candidate]] = [[] for _ in range(questions)]
     null = [float("inf")] * questions
     for record, window in zip(records, windows, strict=True):
         owner = window["example"]
         null[owner] = min(null[owner], record["null"])
         scores = record["first_score"][:, None] + record["last_score"][None, :]
         lengths = record["last"][None, :] - record["first"][:, None] + 1
-        found[owner] += _valid_spans(record, scores, (lengths > 0) & (lengths <= longest), window)
+        candidates[owner] += _valid_spans(
+            record, scores, (lengths > 0) & (lengths <= longest), window
+        )
     count = extras["n_best"]
     return [
         (sorted(spans, key=lambda span: -span[0])[:count], none)
-        for spans, none in zip(found, null, strict=True)
+        for spans, none in zip(candidates, null, strict=True)
     ]
 
 
@@ -138,9 +140,9 @@ class AnswerTally(Tally):
         self._question: int | None = None
         self._examples: dict[int, tuple[str, Any]] = {}
         """Context and answers of the questions whose windows are arriving."""
-        self._open: list[tuple[Record, Mapping[str, Any]]] = []
+        self._open: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
             return
         windows = self._read_windows(len(records))
@@ -171,8 +173,8 @@ class AnswerTally(Tally):
         part = take_rows(self._rows, first, last - first + 1)
         names = (self._extras["columns"][1], self._extras["answers"])
         texts, answers = (get_column(part, name) for name in names)
-        found = zip(texts, answers, strict=True)
-        self._examples.update(zip(range(first, last + 1), found, strict=True))
+        pairs = zip(texts, answers, strict=True)
+        self._examples.update(zip(range(first, last + 1), pairs, strict=True))
 
     def _close(self) -> None:
         """Score the open question, whose windows are complete."""
@@ -182,9 +184,9 @@ class AnswerTally(Tally):
         records = [dict(record) for record, _ in self._open]
         (candidates,) = join_windows(records, windows, 1, self._extras)
         context, answers = self._examples.pop(self._question)
-        found = choose_answer(candidates, context, self._extras["can_abstain"])
+        chosen = choose_answer(candidates, context, self._extras["can_abstain"])
         place = f"{self._split}, row {self._question + 1}"
         wanted = read_texts(answers, place, self._extras["answers"])
-        self._scores.add(found["answer"], wanted)
+        self._scores.add(chosen["answer"], wanted)
         self.examples += 1
         self._question, self._open = None, []

@@ -110,7 +110,7 @@ def _measure(features: Any) -> list[int] | None:
 def _count_tokens(ids: Any) -> int:
     """A row of several texts (multiple choice) is as long as the longest of them."""
     if len(ids) and isinstance(ids[0], (list, tuple)):
-        return max(len(each) for each in ids)
+        return max(len(row) for row in ids)
     return len(ids)
 
 

@@ -80,9 +80,9 @@ def _build_hugging_face(objective: PretrainingObjective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
-        own = load_config(args).vocab_size
+        size = load_config(args).vocab_size
         is_from_sizes = get_model_location(args) is None
-        if own < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
+        if size < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
             settings["vocab_size"] = _pad_vocabulary(args, tokenizer)
         if is_from_sizes:
             settings |= objective.get_token_ids()
@@ -139,13 +139,15 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
             pretrained_model_name_or_path=args.tokenizer_name_or_path,
         )
     processor = load_tokenizer(args)
-    own = {token_id: token for token, token_id in tokenizer.vocab.items()}
+    tokens = {token_id: token for token, token_id in tokenizer.vocab.items()}
     added = [
-        own[token_id] for token_id in range(len(processor), tokenizer.vocab_size) if token_id in own
+        tokens[token_id]
+        for token_id in range(len(processor), tokenizer.vocab_size)
+        if token_id in tokens
     ]
     processor.add_tokens(added, special_tokens=True)
     for role in ("bos", "eos"):
         # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
-            setattr(processor, f"{role}_token", own[getattr(tokenizer, role)])
+            setattr(processor, f"{role}_token", tokens[getattr(tokenizer, role)])
     return processor

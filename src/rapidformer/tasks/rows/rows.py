@@ -40,13 +40,13 @@ def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     from rapidformer.data.sources import load_splits
     from rapidformer.data.splits import name_splits
 
-    found = load_splits(args) if splits is None else name_splits(splits, "the given data")
+    tables = load_splits(args) if splits is None else name_splits(splits, "the given data")
     limits = {
         "train": args.max_train_samples,
         "validation": args.max_eval_samples,
         "test": args.max_predict_samples,
     }
-    return {name: take_first(rows, limits[name]) for name, rows in found.items()}
+    return {name: take_first(rows, limits[name]) for name, rows in tables.items()}
 
 
 def take_first(rows: Any, limit: int | None) -> Any:

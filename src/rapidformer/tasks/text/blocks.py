@@ -14,8 +14,7 @@ from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
 from rapidformer.tasks.metrics.tally import TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import map_rows
-from rapidformer.tasks.text.text import get_tokenizer_key
+from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +26,16 @@ def encode_blocks(
     rows: Any,
     split: str,
     column: str,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
+    parts: TextParts,
     *,
     add_special: bool,
 ) -> Any:
     """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
     otherwise the end-of-text token, if there is one, follows each text.
     """
+    tokenizer, groups = parts.tokenizer, parts.args.group_texts
     before, after = get_frame(tokenizer) if add_special else ([], [])
-    room = max_length - len(before) - len(after)
+    room = parts.length - len(before) - len(after)
     end = [] if add_special or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -45,7 +43,7 @@ def encode_blocks(
             t for t in check_row_texts(columns[column], column, split, indices[0]) if t.strip()
         ]
         ids = _tokenize(texts, tokenizer) if texts else []
-        if args.group_texts:
+        if groups:
             joined = list(chain.from_iterable([*text, *end] for text in ids))
             pieces = [joined[start : start + room] for start in range(0, len(joined), room)]
         else:
@@ -53,13 +51,7 @@ def encode_blocks(
         framed = [[*before, *piece, *after] for piece in pieces if len(piece) > 1 or add_special]
         return {"input_ids": framed, "attention_mask": [[1] * len(row) for row in framed]}
 
-    key = ("blocks", column, max_length, args.group_texts, add_special)
-    result = map_rows(
-        rows,
-        encode,
-        workers=args.preprocessing_workers,
-        key=(*key, get_tokenizer_key(tokenizer)),
-    )
+    result = parts.map_rows(rows, encode, "blocks", column, groups, add_special)
     if len(result) == 0:
         raise DataError(f"{split}: the column {column} has no text to train on.")
     return result
