@@ -21,13 +21,12 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives import BoundObjective
 from rapidformer.overlay import find_fact
-from rapidformer.training.bad_batches import BadBatches
+from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
-from rapidformer.training.first_labels import check_first_labels
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.graph_report import GraphReport
 from rapidformer.training.log_lines import LogLines
