@@ -40,24 +40,12 @@ if TYPE_CHECKING:
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
-    ("article", "highlights"),
-    ("document", "summary"),
-    ("dialogue", "summary"),
-    ("article", "summary"),
-    ("text", "summary"),
-    ("source", "target"),
-    ("src", "tgt"),
-    ("input", "output"),
-    ("input", "target"),
-    ("inputs", "targets"),
-    ("input_text", "target_text"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("question", "answer"),
-    ("text", "target"),
-    ("text", "label"),
-)
+    ("article", "highlights"), ("document", "summary"), ("dialogue", "summary"),
+    ("article", "summary"), ("text", "summary"), ("source", "target"), ("src", "tgt"),
+    ("input", "output"), ("input", "target"), ("inputs", "targets"),
+    ("input_text", "target_text"), ("prompt", "completion"), ("prompt", "response"),
+    ("instruction", "output"), ("question", "answer"), ("text", "target"), ("text", "label"),
+)  # fmt: skip
 SOURCE = ColumnRole(
     name="source",
     candidates=(*dict.fromkeys(first for first, _ in PAIRS), "translation", "content"),

@@ -32,22 +32,12 @@ if TYPE_CHECKING:
 
 # Tried in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
-    ("sentence1", "sentence2"),
-    ("question1", "question2"),
-    ("premise", "hypothesis"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-    ("text", "text_pair"),
-    ("text", "hypothesis"),
-    ("sentence_a", "sentence_b"),
-    ("sentence_A", "sentence_B"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("question", "sentence"),
-    ("question", "passage"),
-    ("question", "answer"),
-    ("question", "context"),
-)
+    ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
+    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("text", "hypothesis"),
+    ("sentence_a", "sentence_b"), ("sentence_A", "sentence_B"), ("query", "document"),
+    ("query", "passage"), ("question", "sentence"), ("question", "passage"),
+    ("question", "answer"), ("question", "context"),
+)  # fmt: skip
 TEXT = ColumnRole(
     name="text",
     candidates=(
