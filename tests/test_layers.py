@@ -21,7 +21,7 @@ LAYERS = [
     {"dialects"},
     {"tasks"},
     {"training", "verification", "benchmarking"},
-    {"engine"},
+    {"engine", "objectives"},
     {"accel", "checkpoint"},
     {"optim"},
     {"models", "data"},

@@ -14,7 +14,7 @@ import pytest
 import rapidformer
 from rapidformer.cli.output import format_lines, write_predictions
 from rapidformer.errors import DataError
-from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
+from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tables import ScoreTable
 from tests.small import make_model_folder
 

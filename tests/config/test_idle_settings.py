@@ -10,8 +10,7 @@ from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.render import render_arguments
 from rapidformer.config.schema import get_settings
-from rapidformer.tasks.registry import PRETRAINING, get_task, list_tasks
-from rapidformer.tasks.rows.unused_flags import describe_unused_flags
+from rapidformer.tasks.registry import PRETRAINING, describe_unused_flags, get_task, list_tasks
 
 
 @pytest.mark.parametrize(

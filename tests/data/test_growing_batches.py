@@ -1,9 +1,8 @@
-"""Updates of a growing size, counts known ahead, and a loader that does not list its epoch."""
+"""Updates of a growing size, and a loader that does not list its epoch."""
 
 from __future__ import annotations
 
 import tracemalloc
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,12 +12,7 @@ from torch.utils.data import Dataset
 
 from rapidformer.config.batches import BatchSchedule
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.update import UPDATE_COUNTS
-from rapidformer.dist.collectives import sum_over_rows
-from rapidformer.dist.processes import start_processes
-from rapidformer.dist.topology import build_topology
 from rapidformer.errors import DataError
-from tests.processes import run_in_processes
 
 RAMP = BatchSchedule(final=8, start=2, increment=2, ramp_samples=24)
 
@@ -81,39 +75,6 @@ def test_second_epoch_does_not_start_small_again() -> None:
     first, second = take_updates(loader, 100), take_updates(loader, 2)
     assert [len(update) for update in first] == [2, 2, 2, 2, 4, 4, 6, 6]
     assert [len(update) for update in second] == [8, 8]
-
-
-def test_counts_of_an_update_are_known_from_its_first_round_on() -> None:
-    loader = build(13, micro_batch_size=2, rounds_per_update=2, sum_counts=lambda counts: counts)
-    seen = []
-    for update in loader.iterate_updates():
-        rows = sum(len(each.batch["rows"]) for each in update)
-        labels = sum(int((each.batch["labels"] != -100).sum()) for each in update)
-        seen += [each.batch[UPDATE_COUNTS].tolist() == [rows, labels] for each in update]
-    assert seen == [True] * 7
-
-
-def _count_ahead() -> list[tuple[int, int, int]]:
-    processes = start_processes(device="cpu")
-    topology = build_topology("cpu", data=2)
-    loader = build(
-        11,
-        num_replicas=2,
-        replica=processes.rank,
-        rounds_per_update=2,
-        sum_counts=partial(sum_over_rows, topology=topology),
-    )
-    totals = []
-    for each in loader.iterate_micro_batches():
-        totals.append((each.info.labels, *each.batch[UPDATE_COUNTS].tolist()))
-    return totals
-
-
-def test_counts_ahead_are_those_of_all_processes() -> None:
-    first, second = run_in_processes(_count_ahead, 2)
-    assert [total[1:] for total in first] == [total[1:] for total in second]
-    assert sum(labels for labels, _, _ in first + second) == sum(i % 3 + 1 for i in range(11))
-    assert {total[1:] for total in first} == {(4, 7), (4, 8), (3, 6)}
 
 
 def test_a_huge_epoch_is_never_listed() -> None:

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from rapidformer.checkpoint import first_rank, save, saving
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
-from rapidformer.engine.metrics_file import MetricsFile
 from rapidformer.errors import CheckpointError, ModelError
 from rapidformer.log import configure_logging
+from rapidformer.training.trackers import MetricsFile, TrackedRun
 from tests.training.test_templates import LineFinetuner, make_engine
 
 
@@ -103,13 +103,14 @@ def test_a_folder_that_cannot_exist(folder: str) -> None:
 def test_metrics_that_cannot_be_written_are_written_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = MetricsFile(tmp_path / "run")
+    file = MetricsFile()
+    file.start(TrackedRun(folder=tmp_path / "run"))
     shutil.rmtree(tmp_path / "run")
     configure_logging("warning")
-    file.write({"step": 1})
+    file.log({}, 1)
     assert "metrics.jsonl cannot be written: No such file" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    file.write({"step": 2})
+    file.log({}, 2)
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -117,16 +118,17 @@ def test_a_rollback_while_metrics_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines of the steps that are repeated go, from the file and from what waits for the disk."""
-    file = MetricsFile(tmp_path)
+    file = MetricsFile()
+    file.start(TrackedRun(folder=tmp_path))
     for step in (1, 2, 3):
-        file.write({"step": step})
+        file.log({}, step)
     with monkeypatch.context() as failing:
-        failing.setattr("rapidformer.engine.metrics_file._append", fail)
-        failing.setattr("rapidformer.engine.metrics_file.replace_text", fail)
-        file.write({"step": 4})
+        failing.setattr("rapidformer.training.trackers.metrics_file._append", fail)
+        failing.setattr("rapidformer.training.trackers.metrics_file.replace_text", fail)
+        file.log({}, 4)
         file.drop_after(2)
-        file.write({"step": 3, "loss": 0.5})
-    file.flush()
+        file.log({"loss": 0.5}, 3)
+    file.finish()
     assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
 
 

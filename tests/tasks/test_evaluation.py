@@ -13,7 +13,7 @@ from rapidformer import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.tasks.evaluation.evaluating import evaluate_task
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows import rows as row_tools
+from rapidformer.tasks.text import text as text_parts
 
 from .conftest import make_args, train_steps, write_jsonl
 
@@ -139,13 +139,13 @@ def test_other_splits_are_not_prepared(
     tuned: Path, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = row_tools.map_rows
+    original = text_parts.map_rows
 
     def count(rows: Any, *values: Any, **options: Any) -> Any:
         seen.append(len(rows))
         return original(rows, *values, **options)
 
-    monkeypatch.setattr(row_tools, "map_rows", count)
+    monkeypatch.setattr(text_parts, "map_rows", count)
     train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": "never learnt"}])
     test = write_jsonl(tmp_path / "test.jsonl", TEST)
     found = evaluate(TEST, data_path=[str(train), str(test)])

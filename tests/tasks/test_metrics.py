@@ -19,9 +19,9 @@ from rapidformer.tasks.metrics.entities import (
     has_entity_tags,
 )
 from rapidformer.tasks.metrics.generation import TextScores, compute_generation
-from rapidformer.tasks.metrics.perplexity import compute_perplexity
 from rapidformer.tasks.metrics.regression import RegressionTally, compute_regression
 from rapidformer.tasks.metrics.squad import compute_squad
+from rapidformer.tasks.metrics.tally import compute_perplexity
 
 from .squad_scripts import normalize, score_version_1, score_version_2
 

@@ -28,9 +28,8 @@ from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, ModelError
-from rapidformer.tasks.evaluation import progress
-from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task
-from rapidformer.tasks.evaluation.progress import show_progress
+from rapidformer.tasks.evaluation import predicting
+from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task, show_progress
 from tests.processes import PATIENCE, run_in_processes
 
 from .test_chat import CHATML, build_tokenizer
@@ -171,7 +170,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
 ) -> None:
     clock = iter([0.0, 5.0, 20.0, 25.0, 40.0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(predicting, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with show_progress(108, "predicting", wanted=None, done=100) as advance:
         for _ in range(4):
             advance(2)

@@ -7,6 +7,7 @@ import pytest
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.registry import get_task, list_tasks
+from rapidformer.tasks.rows.rows import list_own_code
 
 
 def test_names_and_aliases() -> None:
@@ -31,3 +32,9 @@ def test_the_list_needs_no_torch() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_prepared_rows_are_cached_by_the_code_of_all_tasks() -> None:
+    """Features that were cached before a change of any file here must not be used after it."""
+    names = {path.name for path in list_own_code()}
+    assert {"rows.py", "features.py", "windows.py", "causal_lm.py", "base.py"} <= names

@@ -13,11 +13,11 @@ import pytest
 from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation import evaluating
-from rapidformer.tasks.evaluation.answer_tally import AnswerTally
-from rapidformer.tasks.evaluation.translation_tally import TextTally
+from rapidformer.tasks.evaluation.answers import AnswerTally
 from rapidformer.tasks.metrics.classification import ClassTally, MultiLabelTally
+from rapidformer.tasks.metrics.entities import EntityTally, TagTally
+from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.metrics.regression import RegressionTally
-from rapidformer.tasks.metrics.tags import EntityTally, TagTally
 from rapidformer.tasks.metrics.tally import ChoiceTally, TokenTally
 
 ROWS = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rapidformer.training.live_loss import LiveLoss
+from rapidformer.training.meter import LiveLoss
 
 
 def add(losses: list[float]) -> LiveLoss:

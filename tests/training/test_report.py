@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rapidformer.config import parse_arguments
 from rapidformer.log import configure_logging
 from rapidformer.training.report import Reporter, format_training_line
+from rapidformer.training.trackers import TrackedRun
 
 LINE: dict[str, Any] = {
     "step": 20,
@@ -134,17 +136,39 @@ def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_board_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
-    pytest.importorskip("tensorboard")
+class OwnTracker:
+    """A user's, which fails at a step."""
 
-    class FullBoard:
-        def add_scalar(self, *args: Any) -> None:
+    def __init__(self, full_at: int | None = None) -> None:
+        self.calls: list[Any] = []
+        self._full_at = full_at
+
+    def start(self, run: TrackedRun) -> None:
+        self.calls.append((run.name, run.folder, run.settings["micro_batch_size"]))
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        if step == self._full_at:
             raise OSError(28, "No space left on device")
+        self.calls.append((step, values["loss"]))
 
-    reporter = make(tmp_path, "--no-progress")
-    reporter._board = FullBoard()
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def test_a_users_tracker_gets_the_run_and_its_numbers(tmp_path: Path) -> None:
+    tracker = OwnTracker()
+    reporter = make(tmp_path, "--no-progress", "--micro-batch-size", "3", trackers=[tracker])
+    reporter.log_training(LINE)
+    reporter.close()
+    assert tracker.calls == [(tmp_path.name, tmp_path, 3), (LINE["step"], LINE["loss"]), "finished"]
+
+
+def test_a_tracker_that_cannot_write_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    tracker = OwnTracker(full_at=LINE["step"])
+    reporter = make(tmp_path, "--no-progress", trackers=[tracker])
     reporter.log_training(LINE)
     reporter.log_training(LINE)
     reporter.close()
-    assert caplog.text.count("TensorBoard's file cannot be written any more") == 1
+    assert caplog.text.count("OwnTracker cannot be written any more") == 1
     assert "No space left" in caplog.text
+    assert len(tracker.calls) == 1

@@ -11,7 +11,6 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.checkpoint.finding import TRACKER
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.run_names import METRICS_FILE, RUN_FILE
-from rapidformer.engine.metrics_file import MetricsFile
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import (
     begin_run,
@@ -20,6 +19,7 @@ from rapidformer.training.run_folder import (
     recover,
     restore_replaced,
 )
+from rapidformer.training.trackers import MetricsFile, TrackedRun
 
 
 @pytest.fixture
@@ -189,10 +189,16 @@ def read_steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
+def open_file(folder: Path, resume_step: int = 0) -> MetricsFile:
+    file = MetricsFile()
+    file.start(TrackedRun(folder=folder, resume_step=resume_step))
+    return file
+
+
 def test_one_object_a_line(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "deep" / "run")
-    file.write({"step": 1, "loss": 0.5})
-    file.write({"step": 2, "eval_accuracy": 1.0, "note": "ü\n"})
+    file = open_file(tmp_path / "deep" / "run")
+    file.log({"loss": 0.5}, 1)
+    file.log({"eval_accuracy": 1.0, "note": "ü\n"}, 2)
     lines = (tmp_path / "deep" / "run" / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "loss": 0.5},
@@ -202,9 +208,9 @@ def test_one_object_a_line(tmp_path: Path) -> None:
 
 def test_resumed_run_takes_out_the_steps_that_it_will_do_again(tmp_path: Path) -> None:
     write_lines(tmp_path, [1, 2, 2, 3, 4])
-    file = MetricsFile(tmp_path, resume_step=2)
+    file = open_file(tmp_path, resume_step=2)
     assert read_steps(tmp_path) == [1, 2, 2]
-    file.write({"step": 3})
+    file.log({}, 3)
     assert read_steps(tmp_path) == [1, 2, 2, 3]
 
 
@@ -212,18 +218,18 @@ def test_line_cut_off_by_a_crash_goes_too(tmp_path: Path) -> None:
     write_lines(tmp_path, [1, 2])
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 3, "lo')
-    MetricsFile(tmp_path, resume_step=2).write({"step": 3})
+    open_file(tmp_path, resume_step=2).log({}, 3)
     assert read_steps(tmp_path) == [1, 2, 3]
 
 
 def test_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:
     write_lines(tmp_path, [1, 2])
-    MetricsFile(tmp_path).write({"step": 1})
+    open_file(tmp_path).log({}, 1)
     assert read_steps(tmp_path) == [1]
 
 
 def test_resuming_into_a_folder_without_a_file(tmp_path: Path) -> None:
-    MetricsFile(tmp_path, resume_step=5).write({"step": 6})
+    open_file(tmp_path, resume_step=5).log({}, 6)
     assert read_steps(tmp_path) == [6]
 
 
@@ -233,7 +239,7 @@ def test_nothing_but_json_is_written_even_for_numbers_that_are_none(tmp_path: Pa
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    MetricsFile(tmp_path).write({"step": 1, "eval_loss": float("nan"), "x": float("inf")})
+    open_file(tmp_path).log({"eval_loss": float("nan"), "x": float("inf")}, 1)
     (line,) = (tmp_path / METRICS_FILE).read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["step"] == 1
 

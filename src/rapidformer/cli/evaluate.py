@@ -19,7 +19,7 @@ from rapidformer.strict_json import format_json
 from rapidformer.tasks.registry import is_pretraining
 
 if TYPE_CHECKING:
-    from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
+    from rapidformer.tasks.evaluation.report import EvaluationReport
 
 
 def run(argv: list[str]) -> None:

@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from rapidformer.data.data_source import is_stream
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
 
@@ -34,15 +29,15 @@ def adopt_loader(
     batch_size: int | None = None,
 ) -> DistributedLoader:
     """The same data in the same batches (or in batches of another size), divided over the ranks."""
-    is_stream = isinstance(loader.dataset, IterableDataset)
+    streams = is_stream(loader.dataset)
     if loader.batch_size is None or (
-        not is_stream and type(loader.batch_sampler) is not BatchSampler
+        not streams and type(loader.batch_sampler) is not BatchSampler
     ):
         raise DataError(
             "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
             "spread over processes: give it batch_size= (and sampler=, if you have an order)."
         )
-    sampler = None if is_stream else loader.sampler
+    sampler = None if streams else loader.sampler
     if isinstance(sampler, DistributedSampler):
         raise DataError(
             "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "

@@ -56,10 +56,15 @@ def describe_batch(batch: Any) -> BatchInfo:
         rows = next((len(t) for t in iterate_tensors(batch) if t.dim()), 0)
         tokens = _count_ids(iterate_tensors(batch))
         return BatchInfo(rows=rows, labels=rows, shifted_labels=rows, tokens=tokens, slots=tokens)
-    rows = next((len(t) for t in batch.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
+    rows = count_rows(batch)
     labels, shifted = _count_labels(batch.get("labels"), rows)
     tokens, slots = _count_tokens(batch, rows)
     return BatchInfo(rows=rows, labels=labels, shifted_labels=shifted, tokens=tokens, slots=slots)
+
+
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """The rows of a batch of named tensors."""
+    return next((len(t) for t in batch.values() if isinstance(t, torch.Tensor) and t.dim()), 0)
 
 
 def may_be_averaged_over_tokens(batch: Any) -> bool:

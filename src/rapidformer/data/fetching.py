@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rapidformer.data.batch import describe_batch
+from rapidformer.data.data_source import DataSource
 from rapidformer.data.parcel import pack
 from rapidformer.data.random_numbers import random_numbers_from, sample_seeds
 from rapidformer.errors import RapidformerError
@@ -25,8 +26,8 @@ class Fetcher:
     reading ahead, or on where a run resumed.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: tuple[int, int, int]) -> None:
-        self._dataset = dataset
+    def __init__(self, source: DataSource, collate: Collate, seed: tuple[int, int, int]) -> None:
+        self._source = source
         self._collate = collate
         self._seed = seed
 
@@ -34,9 +35,7 @@ class Fetcher:
         number, indices, is_filler, is_last = key
         try:
             with random_numbers_from((*self._seed, number)):
-                fetch_many = getattr(self._dataset, "__getitems__", None)
-                rows = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
-                batch = self._collate_seeded(rows, indices)
+                batch = self._collate_seeded(self._source.get_rows(indices), indices)
         except RapidformerError as error:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
             return error, (), number, is_filler, is_last

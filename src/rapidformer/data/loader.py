@@ -13,21 +13,20 @@ lengths need. The position then moves on with each whole update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
+from rapidformer.data.data_source import open_source
 from rapidformer.data.fetching import Collate, Fetched, Fetcher
 from rapidformer.data.order import EpochOrder
 from rapidformer.data.parcel import Parcel
 from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import Rounds
-from rapidformer.data.streams import StreamReader
-from rapidformer.data.update import UPDATE_COUNTS, MicroBatch, Update
+from rapidformer.data.update import MicroBatch, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
 
@@ -56,27 +55,23 @@ class DistributedLoader:
         get_batch_size: Callable[[int], int] | None = None,
         token_budget: int | None = None,
         lengths: Sequence[int] | None = None,
-        sum_counts: Callable[[torch.Tensor], torch.Tensor] | None = None,
         gather_digests: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self.dataset = dataset
+        self.source = open_source(dataset, gather_digests)
         self.collate_fn = collate
         self.batch_size = micro_batch_size
         # NumPy takes no negative seeds; torch and Python do.
         self._seed = seed % 2**63
-        self._order = EpochOrder(dataset, self._seed, shuffle=shuffle, draw=order)
-        self._stream = StreamReader(dataset, self._seed, gather_digests)
+        size = self.source.size
+        self._order = EpochOrder(size or 0, self._seed, shuffle=shuffle, draw=order)
         self._num_workers = num_workers
         self._device = device or torch.device("cpu")
         self._lengths = lengths
         """Tokens of every sample; not known beforehand for a stream."""
-        self._sum_counts = sum_counts
-        """Adds counts over all replicas; given if updates are counted ahead."""
-        self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
-        self.num_samples = 0
+        self.is_stream = size is None
+        self.num_samples = 0 if size is None else size if num_samples is None else num_samples
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
-        if not self._is_stream:
-            self.num_samples = len(dataset) if num_samples is None else num_samples
         self._cut = Rounds(
             micro_batch_size=micro_batch_size,
             num_replicas=num_replicas,
@@ -97,12 +92,8 @@ class DistributedLoader:
         self._is_resuming = False
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
-        if not self._is_stream:
+        if not self.is_stream:
             self._cut.check_size()
-
-    @property
-    def is_stream(self) -> bool:
-        return self._is_stream
 
     @property
     def has_token_budget(self) -> bool:
@@ -141,7 +132,7 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
-        if self._is_stream:
+        if self.is_stream:
             raise TypeError(
                 "a stream of data has no length: say how long to train in --train-iters"
             )
@@ -163,12 +154,12 @@ class DistributedLoader:
         Not if the batch comes from a worker process or was pinned by torch's loader: both copy it.
         """
         if self._device.type == "cuda":
-            return self._is_stream
+            return self.is_stream
         # A step's micro-batches are collected before it runs.
         has_one = self._cut.per_update == 1 and not (
             self._cut.token_budget or self._cut.get_batch_size
         )
-        return not has_one and (self._is_stream or self._num_workers == 0)
+        return not has_one and (self.is_stream or self._num_workers == 0)
 
     def __iter__(self) -> Iterator[Any]:
         """The bare batches, for a loop of the user's own."""
@@ -199,9 +190,13 @@ class DistributedLoader:
 
         Those of a stream are counted from its start.
         """
-        if self._is_stream:
+        if self.is_stream:
             return list(positions)
         return self._order.list_numbers(epoch, positions)
+
+    def list_sets(self, numbers: Sequence[int]) -> list[str]:
+        """The data sets that these samples are from."""
+        return sorted({self.source.find_set(number) for number in numbers})
 
     def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
@@ -212,13 +207,11 @@ class DistributedLoader:
         if not self._is_resuming:
             self._rounds = 0
         self._is_resuming, first_round = False, self._rounds
-        rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
+        rounds = self._iterate_stream() if self.is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
             pins = self._device.type == "cuda"
             rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
         rounds = read_ahead(rounds, self._device, stays_on_host)
-        if self._sum_counts is not None:
-            rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left, starts_update = 0, True
         beat("data")
         for micro_batch in rounds:
@@ -231,7 +224,7 @@ class DistributedLoader:
             elif micro_batch.is_last:
                 self._consumed += self._cut.get_update_size(self.epoch, self._consumed)
             self._rounds += 1
-            if not self._is_stream:
+            if not self.is_stream:
                 self._consumed = min(self._consumed, self.num_samples)
             starts_update = micro_batch.is_last
             yield micro_batch
@@ -246,11 +239,7 @@ class DistributedLoader:
         self.epoch, self._consumed, self._is_resuming = 0, 0, False
 
     def state_dict(self) -> dict[str, int]:
-        """The global position, valid for any number of processes.
-
-        A stream is read again from its start and its rows are skipped, although its data set may
-        have a ``state_dict`` of its own: Hugging Face's leaves out the rows in its shuffle buffer.
-        """
+        """The global position, valid for any number of processes."""
         state = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
@@ -270,7 +259,7 @@ class DistributedLoader:
             state.get("samples_per_update", self.samples_per_update) == self.samples_per_update
         )
         self._rounds = self._consumed // self.samples_per_round if is_same else 0
-        if not self._is_stream and self._cut.count_after(self._consumed) == 0:
+        if not self.is_stream and self._cut.count_after(self._consumed) == 0:
             self.epoch, self._consumed, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
 
@@ -279,30 +268,6 @@ class DistributedLoader:
         if self._cut.get_batch_size is None:
             return self._cut.per_update - self._rounds % self._cut.per_update
         return self._cut.get_update_size(self.epoch, self._consumed) // self.samples_per_round
-
-    def _count_ahead(
-        self, rounds: Iterator[MicroBatch], sum_counts: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Iterator[MicroBatch]:
-        """Hold the rounds of each update until they are counted, on every process."""
-        while held := self._take_update(rounds):
-            pairs = [(each.info.rows, each.info.labels) for each in held]
-            counts = torch.tensor(pairs, device="cpu").sum(0)
-            total = sum_counts(counts)
-            if self._device.type == "cuda":
-                total = total.pin_memory()
-            total = total.to(self._device, non_blocking=True)
-            for each in held:
-                yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
-
-    def _take_update(self, rounds: Iterator[MicroBatch]) -> list[MicroBatch]:
-        if self._cut.token_budget is None:
-            return list(islice(rounds, self._count_rounds()))
-        held: list[MicroBatch] = []
-        for each in rounds:
-            held.append(each)
-            if each.is_last:
-                break
-        return held
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it is in its update.
@@ -313,7 +278,7 @@ class DistributedLoader:
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)
         dealt = self._cut.deal(order, self._lengths, self.epoch, self._consumed)
-        fetcher = Fetcher(self.dataset, self.collate_fn, (self._seed, self.epoch, 0))
+        fetcher = Fetcher(self.source, self.collate_fn, (self._seed, self.epoch, 0))
         loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
@@ -335,7 +300,7 @@ class DistributedLoader:
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
-        take = self._stream.start(self.epoch)
+        take = self.source.read(self._seed, self.epoch, self._consumed)
         dealt = self._cut.deal_stream(take, self.epoch, self._consumed)
         for number, mine, is_filler, is_last in dealt:
             with random_numbers_from((self._seed, self.epoch, 0, number)):

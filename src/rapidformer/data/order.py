@@ -17,10 +17,10 @@ class EpochOrder:
     """Which sample comes at which place; depends only on the seed and the epoch."""
 
     def __init__(
-        self, dataset: Any, seed: int, *, shuffle: bool, draw: Callable[[], Sequence[int]] | None
+        self, size: int, seed: int, *, shuffle: bool, draw: Callable[[], Sequence[int]] | None
     ) -> None:
         """``draw`` draws a custom order from torch's random numbers."""
-        self._dataset = dataset
+        self._size = size
         self._seed = seed
         self._draw = draw
         self._known: tuple[int, Numbers] | None = None
@@ -61,5 +61,5 @@ class EpochOrder:
             with random_numbers_from((self._seed, epoch)):
                 return self._draw()
         if not self.is_shuffled:
-            return range(len(self._dataset))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset))
+            return range(self._size)
+        return np.random.default_rng((self._seed, epoch)).permutation(self._size)

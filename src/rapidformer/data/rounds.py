@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer.data.data_source import Take
 from rapidformer.data.fetching import Dealt
 from rapidformer.data.lengths import measure_sample
 from rapidformer.data.order import Numbers
-from rapidformer.data.streams import Take
 from rapidformer.data.token_budget import split_by_tokens
 from rapidformer.errors import DataError
 
@@ -136,12 +136,6 @@ class Rounds:
 
         With a token budget, whole updates instead of rounds.
         """
-        left = consumed
-        while left > 0:
-            skipped = take(min(left, self.samples))
-            if not skipped:
-                return
-            left -= len(skipped)
         waiting: list[tuple[int, list[Any]]] = []
         has_budget = self.token_budget is not None
         start = consumed

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from rapidformer.data.batch import BatchInfo
+from rapidformer.dist.topology import Topology
 
 Mean = tuple[torch.Tensor, float | torch.Tensor]
 """A mean and the number of things it was taken over."""
-
-UPDATE_COUNTS = "update_counts"
-"""Key of a batch: rows and labels of its whole update, over all processes."""
 
 
 class MicroBatch(NamedTuple):
@@ -58,6 +56,15 @@ class Update:
 
     def __getitem__(self, index: int) -> MicroBatch:
         return self.micro_batches[index]
+
+
+@runtime_checkable
+class UpdatePreparation(Protocol):
+    """A forward step that must see a whole update before its first micro-batch runs."""
+
+    def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
+        """The update with what the step needs added to its batches."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ _EFFECTS = {
     "order": f"{_REPEATS}",
     "samples": "the position in the old data is used in the new",
     "data": "the position in the old data is used in the new",
+    "data content": "the position in the old data is used in the new",
     "split": "training takes other parts of the data",
     "sequence length": "samples are cut differently from here on",
     "attention heads": "the same weights compute something else",
@@ -44,6 +45,7 @@ def describe_facts(
     if loader is not None:
         facts["order"] = loader.describe_order()
         facts["global batch"] = loader.samples_per_update
+        facts["data content"] = loader.source.fingerprint
         if loader.is_shuffled:
             facts["data seed"] = loader.seed
         if not loader.is_stream:

@@ -9,7 +9,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from rapidformer.dist.collectives import (
     gather_objects,
     gather_rows,
     is_alone,
-    sum_over_rows,
     wait_for_all,
 )
 from rapidformer.dist.processes import start_processes
@@ -126,15 +124,12 @@ class Run:
         shuffle: bool | None = None,
         batch_size: int | None = None,
         is_training: bool | None = None,
-        counts_ahead: bool = False,
         order: Sequence[int] | None = None,
     ) -> DistributedLoader:
         """A loader for this rank's part of the data, with batches on the device.
 
         The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
-        ``counts_ahead`` adds ``update_counts`` to every batch: rows and labels of its whole update
-        over all processes, for a loss that is made of several means.
         ``order`` lists the samples to hand out, by their index.
         """
         if is_training is None:
@@ -162,7 +157,6 @@ class Run:
             token_budget=self.args.tokens_per_micro_batch if is_training else None,
             lengths=self._measure_for_budget(dataset) if is_training else None,
             gather_digests=None if is_alone() else gather_from_all,
-            sum_counts=partial(sum_over_rows, topology=self.topology) if counts_ahead else None,
             order=self._choose_order(dataset, order, groups=shuffle and is_training),
             num_samples=None if order is None else len(order),
         )

@@ -20,7 +20,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.prefetch import move_micro_batch
-from rapidformer.data.update import MicroBatchResult, Update
+from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.backward import BackwardRun, StartedMicroBatch
 from rapidformer.optim.gradients import scale_loss
@@ -59,14 +59,17 @@ class UpdatingRun(BackwardRun):
     ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; ``step`` comes next.
 
-        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``. Every loop of the library
-        trains this way, and it is the only way to train a model that is split into stages
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``, or is an objective bound to
+        its model (``rapidformer.objectives``). Every loop of the library trains this way, and it is
+        the only way to train a model that is split into stages
         (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
         the last; those of a pipeline or a CUDA graph are all under way at once, so there it is
         called after them all. ``steps_at_once`` says that nothing looks at the gradients before
         ``step``: a CUDA graph may then update the weights, too.
         """
         self._compile_update()
+        if isinstance(forward, UpdatePreparation):
+            update = forward.prepare(update, self.topology, self.device)
         pipeline = self.parallelized.pipeline
         if pipeline is None:
             results = self._run_graphed(forward, update, steps_at_once=steps_at_once)

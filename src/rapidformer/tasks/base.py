@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rapidformer.objectives import Objective
     from rapidformer.tasks.metrics.tally import Tally
 
 Record = dict[str, Any]
@@ -141,6 +142,12 @@ class Task(ABC):
             self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
         )
 
+    def build_objective(self) -> Objective:
+        """What is learnt: the mean of ``forward`` over the labels, unless overridden."""
+        from rapidformer.objectives.loss_function import LossFunction
+
+        return LossFunction(self.forward)
+
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""
         loss: torch.Tensor = model(**self.model_inputs(batch)).loss
@@ -149,6 +156,11 @@ class Task(ABC):
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
         """The metric that decides the best model on this data, and whether more of it is better."""
         return self.best_metric, self.greater_is_better
+
+    @staticmethod
+    def drop_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch without its labels: their loss is computed row by row."""
+        return {key: value for key, value in batch.items() if key != "labels"}
 
     def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The batch without the columns that only evaluation uses."""
@@ -167,9 +179,9 @@ def check_row_texts(values: Sequence[Any], column: str, split: str, first: int =
     texts: list[str] = []
     for number, value in enumerate(values, start=first + 1):
         if value is None or isinstance(value, (list, dict)):
-            found = "nothing" if value is None else f"a {type(value).__name__}"
+            actual = "nothing" if value is None else f"a {type(value).__name__}"
             raise DataError(
-                f"{split}, row {number}: the column {column} must hold text, not {found}."
+                f"{split}, row {number}: the column {column} must hold text, not {actual}."
             )
         texts.append(value if isinstance(value, str) else str(value))
     return texts

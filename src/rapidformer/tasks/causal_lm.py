@@ -24,8 +24,33 @@ from rapidformer.tasks.chat.columns import (
     as_optional,
     find_chat_columns,
 )
+from rapidformer.tasks.evaluation.generating import (
+    Generation,
+    check_stop_strings,
+    decode_answers,
+    generate,
+)
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.text.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    drop_columns,
+    get_column,
+    get_column_names,
+    get_splits,
+)
+from rapidformer.tasks.text.blocks import (
+    TEXT,
+    LanguageModel,
+    describe_blocks,
+    encode_blocks,
+    score_blocks,
+)
+from rapidformer.tasks.text.text import (
+    TextParts,
+    build_text_collator,
+    get_context_length,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,52 +83,35 @@ class CausalLM(LanguageModel):
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
-        from rapidformer.tasks.rows.rows import get_column_names
-
         settings = ChatSettings.read(args)
         if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
+        tokenizer, length = parts.tokenizer, parts.length
         settings = ChatSettings.read(args)
         tables = get_splits(args, splits)
         columns = find_chat_columns(next(iter(tables.values())), settings, TEXT, has_answers=True)
         pad = build_text_collator(tokenizer, side="right")
         features: dict[str, Any]
         if columns is None:
-            features = self._encode_texts(tables, tokenizer, length, args)
+            features = self._encode_texts(tables, parts)
             is_packed = settings.packing and not args.group_texts
             extras: dict[str, Any] = {"stop_id": None}
             collate: Any = pad if is_packed else LabelCollator(pad)
         else:
-            features, extras = self._encode_chats(tables, columns, tokenizer, length, args)
+            features, extras = self._encode_chats(tables, columns, parts)
             is_packed, collate = settings.packing, pad
             if not is_packed:
                 features = {split: _drop_lengths(rows) for split, rows in features.items()}
         if is_packed:
             features = {split: _pack(rows, split, length) for split, rows in features.items()}
-        return PreparedData(
-            **features,
-            collate=collate,
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={"mode": "evaluate", "packed_length": length if is_packed else None, **extras},
-        )
+        packed = {"mode": "evaluate", "packed_length": length if is_packed else None}
+        return parts.prepare(features, {**packed, **extras}, collate=collate)
 
-    def _encode_texts(
-        self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Any
-    ) -> dict[str, Any]:
-        from rapidformer.tasks.rows.rows import get_column_names
-        from rapidformer.tasks.text.blocks import encode_blocks
-
+    def _encode_texts(self, tables: Mapping[str, Any], parts: TextParts) -> dict[str, Any]:
+        args = parts.args
         settings = ChatSettings.read(args)
         if settings.chat_template is not None or settings.train_on_prompts:
             warn_once(
@@ -117,23 +125,19 @@ class CausalLM(LanguageModel):
             )
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
         return {
-            split: encode_blocks(rows, split, column, tokenizer, length, args, add_special=False)
+            split: encode_blocks(rows, split, column, parts, add_special=False)
             for split, rows in tables.items()
         }
 
     def _encode_chats(
-        self,
-        tables: Mapping[str, Any],
-        columns: ChatColumns,
-        tokenizer: Any,
-        length: int,
-        args: Any,
+        self, tables: Mapping[str, Any], columns: ChatColumns, parts: TextParts
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         from rapidformer.tasks.chat.features import build_encoder, encode_chats
 
-        encoder = build_encoder(tokenizer, columns, ChatSettings.read(args), length)
+        settings = ChatSettings.read(parts.args)
+        encoder = build_encoder(parts.tokenizer, columns, settings, parts.length)
         features = {
-            split: encode_chats(rows, split, encoder, args.preprocessing_workers)
+            split: encode_chats(rows, split, encoder, parts.args.preprocessing_workers)
             for split, rows in tables.items()
         }
         labelled = {split: rows is not None for split, rows in features.items()}
@@ -143,17 +147,11 @@ class CausalLM(LanguageModel):
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
-        from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings
-        from rapidformer.tasks.rows.rows import as_rows
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_context_length,
-            load_text_parts,
-        )
 
-        config, tokenizer, limit = load_text_parts(args)
+        parts = load_text_parts(args)
+        tokenizer, limit = parts.tokenizer, parts.length
         if args.seq_length is None:
-            limit = get_context_length(tokenizer, config)
+            limit = get_context_length(tokenizer, parts.config)
         settings = ChatSettings.read(args)
         table = as_rows(rows, name_column(rows, tokenizer, settings))
         columns = find_chat_columns(table, settings, TEXT, has_answers=False)
@@ -172,18 +170,12 @@ class CausalLM(LanguageModel):
             features, extras = encode_questions(
                 table, columns, tokenizer, limit - new_tokens, settings
             )
-        return PreparedData(
-            test=features,
-            collate=build_text_collator(tokenizer, side="left"),
-            processor=tokenizer,
-            extras={
-                "mode": "predict",
-                "labelled": {"test": False},
-                "generation": generation,
-                "prompt_length": limit - new_tokens,
-                **extras,
-            },
-        )
+        more = {
+            "mode": "predict",
+            "generation": generation,
+            "prompt_length": limit - new_tokens,
+        }
+        return parts.prepare_input(features, {**more, **extras}, side="left")
 
     def build_model(
         self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
@@ -210,7 +202,6 @@ class CausalLM(LanguageModel):
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
-        from rapidformer.tasks.evaluation.generating import generate
         from rapidformer.tasks.evaluation.scoring import shift_labels
         from rapidformer.tasks.text.packed_attention import get_inputs
 
@@ -220,7 +211,7 @@ class CausalLM(LanguageModel):
                 model, batch, prepared.processor, extras["generation"], extras.get("streamer")
             )
             return [{"generated": row} for row in answers]
-        inputs = get_inputs(model, {k: v for k, v in batch.items() if k != "labels"})
+        inputs = get_inputs(model, self.drop_labels(batch))
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
     def predictions(
@@ -228,8 +219,6 @@ class CausalLM(LanguageModel):
     ) -> list[dict[str, Any]]:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        from rapidformer.tasks.evaluation.generating import decode_answers
-
         extras = prepared.extras
         result = []
         for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
@@ -266,14 +255,10 @@ def _pack(rows: Any, split: str, length: int) -> Any:
 
 
 def _drop_lengths(rows: Any) -> Any:
-    from rapidformer.tasks.rows.rows import drop_columns
-
     return None if rows is None else drop_columns(rows, ["length"])
 
 
 def _get_lengths(rows: Any) -> list[int]:
-    from rapidformer.tasks.rows.rows import get_column, get_column_names
-
     if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
         return get_column(rows, "length")
     # In chunks: all tokens of a large table as Python integers would not fit into memory.

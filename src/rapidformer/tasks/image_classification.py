@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.labels.space import SINGLE, get_output_names
+from rapidformer.tasks.labels.labels import read_labels
+from rapidformer.tasks.labels.space import SINGLE, get_model_classes, get_output_names
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
 
 if TYPE_CHECKING:
     import torch
@@ -53,15 +55,12 @@ class ImageClassification(Task):
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor
         from rapidformer.models.configuration import load_config
-        from rapidformer.tasks.labels.labels import read_labels
-        from rapidformer.tasks.labels.space import get_model_classes
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
 
         config, processor = load_config(args), load_image_processor(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        found = find_columns((LABEL, IMAGE), available, args)
-        label, image = found["label"], found["image"]
+        columns = find_columns((LABEL, IMAGE), available, args)
+        label, image = columns["label"], columns["image"]
         space, labelled = read_labels(tables, label, args, get_model_classes(config))
         images = {
             split: ImageRows(
@@ -88,7 +87,6 @@ class ImageClassification(Task):
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor
         from rapidformer.models.configuration import load_config
-        from rapidformer.tasks.rows.rows import as_rows, get_column_names
         from rapidformer.tasks.sequence_classification import get_problem_type
 
         config, processor = load_config(args), load_image_processor(args)

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.text.language_model import TEXT, LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.text.blocks import (
+    TEXT,
+    LanguageModel,
+    describe_blocks,
+    encode_blocks,
+    score_blocks,
+)
+from rapidformer.tasks.text.text import (
+    TextParts,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,34 +49,25 @@ class MaskedLM(LanguageModel):
     row_extras = ("texts",)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.blocks import encode_blocks
         from rapidformer.tasks.text.masking import MaskingCollator
-        from rapidformer.tasks.text.text import get_text_settings, load_text_parts
 
-        config, tokenizer, length = load_text_parts(args)
-        _check_mask(tokenizer, args)
+        parts = load_text_parts(args)
+        _check_mask(parts.tokenizer, args)
         tables = get_splits(args, splits)
         column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
         features = {}
         for split, rows in tables.items():
-            blocks = encode_blocks(rows, split, column, tokenizer, length, args, add_special=True)
-            features[split] = blocks if split == "train" else _mask_once(blocks, tokenizer, args)
-        return PreparedData(
-            **features,
-            collate=MaskingCollator(tokenizer, args.mask_prob),
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={"mode": "evaluate"},
-        )
+            blocks = encode_blocks(rows, split, column, parts, add_special=True)
+            features[split] = blocks if split == "train" else _mask_once(blocks, parts)
+        collate = MaskingCollator(parts.tokenizer, args.mask_prob)
+        return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, map_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
-        _, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
+        tokenizer = parts.tokenizer
         _check_mask(tokenizer, args)
         table = as_rows(rows, args.text_column or "text")
         column = str(find_column(TEXT, get_column_names(table), args))
@@ -77,25 +79,17 @@ class MaskedLM(LanguageModel):
                 )
 
         def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
-            return dict(tokenizer(columns[column], truncation=True, max_length=length))
+            return dict(tokenizer(columns[column], truncation=True, max_length=parts.length))
 
-        return PreparedData(
-            test=map_rows(table, encode, workers=None, key=()),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={
-                "mode": "predict",
-                "texts": get_column(table, column),
-                "labelled": {"test": False},
-            },
-        )
+        extras = {"mode": "predict", "texts": get_column(table, column)}
+        return parts.prepare_input(parts.map_rows(table, encode), extras)
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
         if prepared.extras["mode"] == "predict":
             return _fill(model, batch, prepared.processor.mask_token_id)
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        logits = model(**self.drop_labels(batch)).logits
         return score_blocks(logits, batch["labels"])
 
     def predictions(
@@ -120,24 +114,21 @@ def _check_mask(tokenizer: Any, args: Any) -> None:
         raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
 
 
-def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
+def _mask_once(blocks: Any, parts: TextParts) -> Any:
     """Evaluation rows with fixed masks, the same in every evaluation."""
-    from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.masking import mask_row
-    from rapidformer.tasks.text.text import get_tokenizer_key
 
-    seed = args.seed % 2**63  # NumPy takes no negative seeds
+    args, seed = parts.args, parts.args.seed % 2**63  # NumPy takes no negative seeds
 
     def mask(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         masked = [
-            mask_row({"input_ids": ids}, (seed, index), tokenizer, args.mask_prob)
+            mask_row({"input_ids": ids}, (seed, index), parts.tokenizer, args.mask_prob)
             for ids, index in zip(columns["input_ids"], indices, strict=True)
         ]
         kept = {name: values for name, values in columns.items() if name != "input_ids"}
         return kept | {name: [row[name].tolist() for row in masked] for name in masked[0]}
 
-    key = ("mask", args.seed, args.mask_prob, get_tokenizer_key(tokenizer))
-    return map_rows(blocks, mask, workers=args.preprocessing_workers, key=key)
+    return parts.map_rows(blocks, mask, "mask", args.seed, args.mask_prob)
 
 
 def _fill(model: nn.Module, batch: dict[str, torch.Tensor], mask_id: int) -> list[Record]:

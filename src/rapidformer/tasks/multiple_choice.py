@@ -13,8 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.labels.checks import is_unlabelled
 from rapidformer.tasks.labels.space import SINGLE
+from rapidformer.tasks.metrics.tally import ChoiceTally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.rows.rows import (
+    as_full_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+)
+from rapidformer.tasks.text.text import (
+    TextParts,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -81,14 +93,7 @@ class MultipleChoice(Task):
         _find_columns(rows, args, with_label=has_answers)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         tables = get_splits(args, splits)
         columns = _find_columns(next(iter(tables.values())), args, with_label=True)
         labels: dict[str, list[int] | None] = {}
@@ -101,56 +106,36 @@ class MultipleChoice(Task):
             labels[split] = _read_labels(rows, split, columns, choices) if has_label else None
             if labels[split] is None and split != "test":
                 raise DataError(f"{split} has no labels in the column {columns.label}.")
-            features[split] = _encode(
-                rows, split, columns, choices, labels[split], tokenizer, length, args
-            )
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={
-                "rows": tables,
-                "columns": columns,
-                "labelled": {split: found is not None for split, found in labels.items()},
-            },
-        )
+            features[split] = _encode(rows, split, columns, choices, labels[split], parts)
+        labelled = {split: numbers is not None for split, numbers in labels.items()}
+        return parts.prepare(features, {"rows": tables, "columns": columns, "labelled": labelled})
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_full_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
-        _, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         table = as_full_rows(rows, "multiple_choice needs a context and choices")
         columns = _find_columns(table, args, with_label=False)
         choices = _read_choices(table, "input", columns)
         _check_counts(choices, "input", None)
-        return PreparedData(
-            test=_encode(table, "input", columns, choices, None, tokenizer, length, args),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={"rows": {"test": table}, "columns": columns, "labelled": {"test": False}},
-        )
+        features = _encode(table, "input", columns, choices, None, parts)
+        return parts.prepare_input(features, {"rows": {"test": table}, "columns": columns})
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import score_classes
 
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return score_classes(model(**inputs).logits, batch.get("labels"), SINGLE)
+        logits = model(**self.drop_labels(batch)).logits
+        return score_classes(logits, batch.get("labels"), SINGLE)
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.metrics.tally import ChoiceTally
-
         return ChoiceTally()
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column
         from rapidformer.tasks.sequence_classification import describe_record
 
         rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
@@ -173,8 +158,6 @@ class MultipleChoice(Task):
 
 
 def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     choices = _find_choices(available, args)
     label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
@@ -191,9 +174,9 @@ def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
         match = _NUMBERED.match(name)
         if match:
             groups.setdefault(match[1], []).append((int(match[2]), name))
-    for found in groups.values():
-        if len(found) > 1:
-            return tuple(name for _, name in sorted(found))
+    for numbered in groups.values():
+        if len(numbered) > 1:
+            return tuple(name for _, name in sorted(numbered))
     for name in _LISTS:
         if name in available:
             return (name,)
@@ -201,8 +184,6 @@ def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
 
 
 def _read_choices(rows: Any, split: str, columns: _Columns) -> list[list[str]]:
-    from rapidformer.tasks.rows.rows import get_column
-
     if len(columns.choices) > 1:
         texts = [check_row_texts(get_column(rows, c), c, split) for c in columns.choices]
         return [list(row) for row in zip(*texts, strict=True)]
@@ -233,9 +214,6 @@ def _check_counts(choices: Sequence[Sequence[str]], split: str, count: int | Non
 def _read_labels(
     rows: Any, split: str, columns: _Columns, choices: Sequence[Sequence[str]]
 ) -> list[int] | None:
-    from rapidformer.tasks.labels.checks import is_unlabelled
-    from rapidformer.tasks.rows.rows import get_column
-
     column = str(columns.label)
     values = get_column(rows, column)
     if split == "test" and is_unlabelled(values):
@@ -277,13 +255,8 @@ def _encode(
     columns: _Columns,
     choices: Sequence[Sequence[str]],
     labels: Sequence[int] | None,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
+    parts: TextParts,
 ) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
     count = len(choices[0])
 
     def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -297,7 +270,7 @@ def _encode(
             for row, index in enumerate(indices)
             for choice in choices[index]
         ]
-        encoded = tokenizer(first, second, truncation=True, max_length=max_length)
+        encoded = parts.tokenizer(first, second, truncation=True, max_length=parts.length)
         result = {
             name: [ids[start : start + count] for start in range(0, len(ids), count)]
             for name, ids in encoded.items()
@@ -306,5 +279,4 @@ def _encode(
             result["labels"] = [labels[index] for index in indices]
         return result
 
-    key = ("choices", columns, max_length, get_tokenizer_key(tokenizer), labels is None)
-    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)
+    return parts.map_rows(rows, encode, "choices", columns, labels is None)

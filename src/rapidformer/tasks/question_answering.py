@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.answers import (
+    AnswerTally,
     choose_answer,
     compute_window_losses,
     find_best_spans,
     join_windows,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
+from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.text.text import (
+    TextParts,
+    check_is_fast,
+    load_text_parts,
+)
 from rapidformer.tasks.text.windows import (
     encode_windows,
     has_answers,
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rapidformer.tasks.metrics.tally import Tally
-    from rapidformer.tasks.text.text import TextParts
 
 QUESTION = ColumnRole(
     name="question",
@@ -82,10 +88,7 @@ class QuestionAnswering(Task):
     evaluation_keys = frozenset({"context_mask"})
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import build_text_collator, get_text_settings
-
-        config, tokenizer, length = _load_parts(args)
+        parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         names = list(find_columns(self.columns, available, args).values())
@@ -93,41 +96,29 @@ class QuestionAnswering(Task):
         features, windows = {}, {}
         for split, rows in tables.items():
             used = names if labelled[split] else names[:2]
-            encoded = encode_windows(rows, split, used, tokenizer, length, args)
+            encoded = encode_windows(rows, split, used, parts)
             features[split], windows[split] = separate(encoded, split)
-        can_abstain = _can_abstain(
-            config, {split: rows for split, rows in tables.items() if labelled[split]}, names[2]
-        )
-        settings = {"rapidformer_can_abstain": can_abstain}
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer, side=_PADDING_SIDE),
-            processor=tokenizer,
-            model_settings=settings | get_text_settings(args, tokenizer, config),
-            extras=_extras(tables, names, windows, labelled, can_abstain, args)
-            | {"answers": names[2]},
+        with_answers = {split: rows for split, rows in tables.items() if labelled[split]}
+        can_abstain = _can_abstain(parts.config, with_answers, names[2])
+        extras = _get_extras(tables, names, windows, can_abstain, args)
+        return parts.prepare(
+            features,
+            {**extras, "labelled": labelled, "answers": names[2]},
+            settings={"rapidformer_can_abstain": can_abstain},
+            side=_PADDING_SIDE,
         )
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_full_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator
 
-        config, tokenizer, length = _load_parts(args)
+        parts = _load_parts(args)
         table = as_full_rows(rows, "question_answering needs a question and a context")
         names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
-        encoded = encode_windows(table, "test", names, tokenizer, length, args)
-        features, windows = separate(encoded, "test")
-        can_abstain = _can_abstain(config, {}, "")
-        return PreparedData(
-            test=features,
-            collate=build_text_collator(tokenizer, side=_PADDING_SIDE),
-            processor=tokenizer,
-            extras=_extras(
-                {"test": table}, names, {"test": windows}, {"test": False}, can_abstain, args
-            ),
-        )
+        features, windows = separate(encode_windows(table, "test", names, parts), "test")
+        can_abstain = _can_abstain(parts.config, {}, "")
+        extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, args)
+        return parts.prepare_input(features, extras, side=_PADDING_SIDE)
 
     def count_features(self, prepared: PreparedData) -> list[int]:
         counts = [0] * len(prepared.extras["rows"]["test"])
@@ -139,8 +130,8 @@ class QuestionAnswering(Task):
         taken = super().take_rows(prepared, start, stop)
         windows = prepared.extras["windows"]["test"]
         first, last = (bisect_left(windows, row, key=_get_example) for row in (start, stop))
-        own = [{**window, "example": window["example"] - start} for window in windows[first:last]]
-        return replace(taken, extras={**taken.extras, "windows": {"test": own}})
+        kept = [{**window, "example": window["example"] - start} for window in windows[first:last]]
+        return replace(taken, extras={**taken.extras, "windows": {"test": kept}})
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The mean loss over the windows, the same however they are divided into micro-batches."""
@@ -165,14 +156,11 @@ class QuestionAnswering(Task):
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.evaluation.answer_tally import AnswerTally
-
         return AnswerTally(prepared, split)
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column, get_column_names
 
         extras = prepared.extras
         rows = extras["rows"][split]
@@ -199,10 +187,8 @@ def _get_example(window: Mapping[str, Any]) -> int:
 
 
 def _load_parts(args: Any) -> TextParts:
-    from rapidformer.tasks.text.text import check_is_fast, load_text_parts
-
     parts = load_text_parts(args)
-    _, tokenizer, length = parts
+    tokenizer, length = parts.tokenizer, parts.length
     check_is_fast(tokenizer, "question_answering")
     room = length - tokenizer.num_special_tokens_to_add(pair=True)
     if args.doc_stride is not None and args.doc_stride >= room:
@@ -224,11 +210,10 @@ def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
     return any(lacks_an_answer(rows, split, column) for split, rows in tables.items())
 
 
-def _extras(
+def _get_extras(
     tables: Mapping[str, Any],
     names: Sequence[str],
     windows: Mapping[str, Any],
-    labelled: Mapping[str, bool],
     can_abstain: bool,
     args: Any,
 ) -> dict[str, Any]:
@@ -236,7 +221,6 @@ def _extras(
         "rows": tables,
         "columns": tuple(names[:2]),
         "windows": windows,
-        "labelled": labelled,
         "can_abstain": can_abstain,
         "n_best": args.n_best,
         "max_answer_length": args.max_answer_length,

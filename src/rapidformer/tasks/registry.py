@@ -1,9 +1,14 @@
-"""Look up tasks by name. This imports no torch, so that `rapidformer tasks` is instant."""
+"""Look up tasks by name, and the flags that a task does not read.
+
+This imports no torch, so that `rapidformer tasks` is instant.
+"""
 
 from __future__ import annotations
 
 import functools
 
+from rapidformer.config import Settings
+from rapidformer.config.schema import Setting, get_settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
 from rapidformer.tasks.base import Task
@@ -60,3 +65,24 @@ def get_task(name: str) -> Task:
     hint = f" Did you mean {near}?" if near else ""
     known = ", ".join([*(task.name for task in list_tasks()), PRETRAINING])
     raise ConfigurationError(f"--task {name} is not a task: use one of {known}.{hint}")
+
+
+def describe_unused_flags(args: Settings, task: Task) -> str | None:
+    """One sentence about every flag that the user gave and the task does not read."""
+    unused = [
+        setting.flag
+        for setting in get_settings().values()
+        if args.is_changed(setting.name) and not _is_read(setting, task)
+    ]
+    return f"no effect with --task {task.name}: {', '.join(unused)}." if unused else None
+
+
+def _is_read(setting: Setting, task: Task) -> bool:
+    if setting.tasks:
+        return task.name in setting.tasks
+    names_a_column = any(_looks_for(other, setting) for other in list_tasks())
+    return not names_a_column or _looks_for(task, setting)
+
+
+def _looks_for(task: Task, setting: Setting) -> bool:
+    return any(role.setting == setting.name for role in task.columns)

@@ -9,10 +9,10 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import warn, warn_once
+from rapidformer.objectives import Objective
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
-from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows.unused_flags import describe_unused_flags
+from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
 
@@ -51,8 +51,8 @@ class TaskFinetuner(Finetuner):
         assert self.prepared is not None
         return self.task.build_model(self.args, self.prepared), None, None
 
-    def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
-        return self.task.forward(model, batch_or_iterator)
+    def build_objective(self) -> Objective:
+        return self.task.build_objective()
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         return self._measure(model[0], eval_dataloader, "validation")

@@ -17,7 +17,20 @@ from rapidformer.tasks.evaluation.generating import (
     decode_answers,
     generate,
 )
+from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+    take_rows,
+)
+from rapidformer.tasks.text.text import (
+    DEFAULT_TARGET_LENGTH,
+    TextParts,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,24 +40,12 @@ if TYPE_CHECKING:
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
-    ("article", "highlights"),
-    ("document", "summary"),
-    ("dialogue", "summary"),
-    ("article", "summary"),
-    ("text", "summary"),
-    ("source", "target"),
-    ("src", "tgt"),
-    ("input", "output"),
-    ("input", "target"),
-    ("inputs", "targets"),
-    ("input_text", "target_text"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("instruction", "output"),
-    ("question", "answer"),
-    ("text", "target"),
-    ("text", "label"),
-)
+    ("article", "highlights"), ("document", "summary"), ("dialogue", "summary"),
+    ("article", "summary"), ("text", "summary"), ("source", "target"), ("src", "tgt"),
+    ("input", "output"), ("input", "target"), ("inputs", "targets"),
+    ("input_text", "target_text"), ("prompt", "completion"), ("prompt", "response"),
+    ("instruction", "output"), ("question", "answer"), ("text", "target"), ("text", "label"),
+)  # fmt: skip
 SOURCE = ColumnRole(
     name="source",
     candidates=(*dict.fromkeys(first for first, _ in PAIRS), "translation", "content"),
@@ -75,63 +76,38 @@ class Seq2SeqLM(Task):
             _find_source(rows, args)
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.rows.rows import get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
         labelled = {split: _has_targets(rows, split, target) for split, rows in tables.items()}
         features = {
-            split: _encode(
-                rows, split, source, target if labelled[split] else None, tokenizer, length, args
-            )
+            split: _encode(rows, split, source, target if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            model_settings=get_text_settings(args, tokenizer, config),
-            extras={
-                "rows": tables,
-                "source": source,
-                "target": target,
-                "languages": _find_languages(next(iter(tables.values())), source, target),
-                "labelled": labelled,
-                # Metrics are those of the likeliest texts, so sampling is for predictions only.
-                "generation": Generation(
-                    num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
-                ),
-            },
-        )
+        extras = {
+            "rows": tables,
+            "source": source,
+            "target": target,
+            "languages": _find_languages(next(iter(tables.values())), source, target),
+            "labelled": labelled,
+            # Metrics are those of the likeliest texts, so sampling is for predictions only.
+            "generation": Generation(
+                num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
+            ),
+        }
+        return parts.prepare(features, extras)
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
-        _, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
         generation = Generation.read(args, max_new_tokens=_get_new_tokens(args))
-        check_stop_strings(generation, tokenizer)
-        return PreparedData(
-            test=_encode(table, "input", source, None, tokenizer, length, args),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={
-                "rows": {"test": table},
-                "source": source,
-                "labelled": {"test": False},
-                "generation": generation,
-            },
-        )
+        check_stop_strings(generation, parts.tokenizer)
+        extras = {"rows": {"test": table}, "source": source, "generation": generation}
+        return parts.prepare_input(_encode(table, "input", source, None, parts), extras)
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
@@ -150,9 +126,6 @@ class Seq2SeqLM(Task):
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.evaluation.translation_tally import TextTally
-        from rapidformer.tasks.rows.rows import take_rows
-
         extras = prepared.extras
         rows, target, languages = extras["rows"][split], extras["target"], extras["languages"]
 
@@ -184,8 +157,6 @@ Path = tuple[str, ...]
 
 
 def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     languages = _get_languages(rows)
     if languages:
@@ -200,13 +171,11 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
         for pair in PAIRS:
             if pair[0] in available and pair[1] in available:
                 return (pair[0],), (pair[1],)
-    found = find_columns((TARGET, SOURCE), available, args)
-    return (found["source"],), (found["target"],)
+    columns = find_columns((TARGET, SOURCE), available, args)
+    return (columns["source"],), (columns["target"],)
 
 
 def _find_source(rows: Any, args: Any) -> Path:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     languages = _get_languages(rows)
     if languages:
         return "translation", check_given(args.text_column or languages[0], SOURCE.flag, languages)
@@ -223,15 +192,11 @@ def _pick(values: Sequence[Any], path: Path) -> list[Any]:
 
 
 def _read_column(rows: Any, path: Path) -> list[Any]:
-    from rapidformer.tasks.rows.rows import get_column
-
     return _pick(get_column(rows, path[0]), path)
 
 
 def _has_targets(rows: Any, split: str, path: Path) -> bool:
     """Whether the split has targets (a test split may lack them); checks every one of them."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if path[0] not in get_column_names(rows):
         if split != "test":
             raise DataError(f"{split} has no column {path[0]}: all splits need the same columns.")
@@ -258,8 +223,6 @@ _LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
 
 def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | str:
     """The columns with the languages of a row, or the one language pair of all rows, or ``""``."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if len(source) == 2:
         return f"{source[1]}-{target[1]}"
     free = set(get_column_names(rows)) - {source[0], target[0]}
@@ -268,8 +231,6 @@ def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | 
 
 def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     """The language pair of each row, such as ``en-de``; empty strings if there is none."""
-    from rapidformer.tasks.rows.rows import get_column
-
     if isinstance(languages, str):
         return [languages] * len(rows)
     columns = [get_column(rows, name) for name in languages]
@@ -277,8 +238,6 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
 
 
 def _get_target_length(args: Any) -> int:
-    from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH
-
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
@@ -286,25 +245,14 @@ def _get_new_tokens(args: Any) -> int:
     return int(args.max_new_tokens or _get_target_length(args))
 
 
-def _encode(
-    rows: Any,
-    split: str,
-    source: Path,
-    target: Path | None,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
-) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
-    prefix = args.source_prefix or ""
-    target_length = _get_target_length(args)
+def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: TextParts) -> Any:
+    tokenizer, prefix = parts.tokenizer, parts.args.source_prefix or ""
+    target_length = _get_target_length(parts.args)
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        given = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
-        texts = [prefix + text for text in given]
-        result = dict(tokenizer(texts, truncation=True, max_length=max_length))
+        texts = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])
+        texts = [prefix + text for text in texts]
+        result = dict(tokenizer(texts, truncation=True, max_length=parts.length))
         # The model takes no segment ids.
         result.pop("token_type_ids", None)
         if target is not None:
@@ -313,13 +261,7 @@ def _encode(
             result["labels"] = encoded["input_ids"]
         return result
 
-    key = ("pairs", source, target, prefix, max_length, target_length)
-    return map_rows(
-        rows,
-        encode,
-        workers=args.preprocessing_workers,
-        key=(*key, get_tokenizer_key(tokenizer)),
-    )
+    return parts.map_rows(rows, encode, "pairs", source, target, prefix, target_length)
 
 
 def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:

@@ -7,8 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.labels.space import MULTI, REGRESSION, SINGLE, get_output_names
+from rapidformer.tasks.labels.labels import read_labels
+from rapidformer.tasks.labels.space import (
+    MULTI,
+    REGRESSION,
+    SINGLE,
+    get_model_classes,
+    get_output_names,
+)
+from rapidformer.tasks.metrics import classification, regression
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.text.text import (
+    TextParts,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +32,12 @@ if TYPE_CHECKING:
 
 # Tried in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
-    ("sentence1", "sentence2"),
-    ("question1", "question2"),
-    ("premise", "hypothesis"),
-    ("text1", "text2"),
-    ("text_a", "text_b"),
-    ("text", "text_pair"),
-    ("text", "hypothesis"),
-    ("sentence_a", "sentence_b"),
-    ("sentence_A", "sentence_B"),
-    ("query", "document"),
-    ("query", "passage"),
-    ("question", "sentence"),
-    ("question", "passage"),
-    ("question", "answer"),
-    ("question", "context"),
-)
+    ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
+    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("text", "hypothesis"),
+    ("sentence_a", "sentence_b"), ("sentence_A", "sentence_B"), ("query", "document"),
+    ("query", "passage"), ("question", "sentence"), ("question", "passage"),
+    ("question", "answer"), ("question", "context"),
+)  # fmt: skip
 TEXT = ColumnRole(
     name="text",
     candidates=(
@@ -96,82 +99,51 @@ class SequenceClassification(Task):
             raise DataError(" ".join(problems))
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.labels.labels import read_labels
-        from rapidformer.tasks.labels.space import get_model_classes
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import (
-            build_text_collator,
-            get_text_settings,
-            load_text_parts,
-        )
-
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         label = _find_label(available, args)
         texts = find_texts(available, args, taken=label)
-        space, labelled = read_labels(tables, label, args, get_model_classes(config))
+        space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
         features = {
             split: encode_texts(
-                rows,
-                split,
-                texts,
-                tokenizer,
-                length,
-                args,
-                (label, space) if labelled[split] else None,
+                rows, split, texts, parts, (label, space) if labelled[split] else None
             )
             for split, rows in tables.items()
         }
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            model_settings={
-                **space.get_model_settings(),
-                **get_text_settings(args, tokenizer, config),
-                _TEXTS: [name for name in texts if name],
-            },
-            extras={
-                "rows": tables,
-                "texts": texts,
-                "names": space.names,
-                "problem_type": space.problem_type,
-                "labelled": labelled,
-                "data_name": (args.data_name or "").lower().replace("-", ""),
-            },
-        )
+        extras = {
+            "rows": tables,
+            "texts": texts,
+            "names": space.names,
+            "problem_type": space.problem_type,
+            "labelled": labelled,
+            "data_name": (args.data_name or "").lower().replace("-", ""),
+        }
+        settings = {**space.get_model_settings(), _TEXTS: [name for name in texts if name]}
+        return parts.prepare(features, extras, settings=settings)
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.rows.rows import as_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator, load_text_parts
 
-        config, tokenizer, length = load_text_parts(args)
+        parts = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         texts = find_texts(get_column_names(table), args)
-        _check_has_pairs(texts, config)
-        return PreparedData(
-            test=encode_texts(table, "input", texts, tokenizer, length, args, None),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={
-                "rows": {"test": table},
-                "texts": texts,
-                "names": get_output_names(config),
-                "problem_type": get_problem_type(config),
-                "labelled": {"test": False},
-            },
-        )
+        _check_has_pairs(texts, parts.config)
+        extras = {
+            "rows": {"test": table},
+            "texts": texts,
+            "names": get_output_names(parts.config),
+            "problem_type": get_problem_type(parts.config),
+        }
+        return parts.prepare_input(encode_texts(table, "input", texts, parts, None), extras)
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
     ) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import score_classes
 
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        logits = model(**inputs).logits
+        logits = model(**self.drop_labels(batch)).logits
         return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
@@ -192,7 +164,6 @@ class SequenceClassification(Task):
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.rows.rows import get_column
 
         columns = [name for name in prepared.extras["texts"] if name]
         rows = prepared.extras["rows"][split]
@@ -250,18 +221,14 @@ def encode_texts(
     rows: Any,
     split: str,
     texts: tuple[str, str | None],
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
+    parts: TextParts,
     labels: tuple[str, LabelSpace] | None,
 ) -> Any:
     """The token ids of every row, and its label."""
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        given = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
-        result = dict(tokenizer(*given, truncation=True, max_length=max_length))
+        values = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
+        result = dict(parts.tokenizer(*values, truncation=True, max_length=parts.length))
         if labels is not None:
             column, space = labels
             result["labels"] = [space.encode(value) for value in columns[column]]
@@ -269,13 +236,10 @@ def encode_texts(
 
     for name in texts:
         _check_column(rows, name, split)
-    key = ("texts", texts, max_length, get_tokenizer_key(tokenizer), labels)
-    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)
+    return parts.map_rows(rows, encode, "texts", texts, labels)
 
 
 def _check_column(rows: Any, name: str | None, split: str) -> None:
-    from rapidformer.tasks.rows.rows import get_column_names
-
     names = get_column_names(rows)
     if name is not None and name not in names:
         raise DataError(
@@ -293,8 +257,6 @@ def get_problem_type(config: Any) -> str:
 
 def build_classifier_tally(problem_type: str, names: Sequence[str], data_name: str = "") -> Tally:
     """The running metrics of a classifier, or of a model that predicts a number."""
-    from rapidformer.tasks.metrics import classification, regression
-
     if problem_type == REGRESSION:
         return regression.RegressionTally()
     if problem_type == MULTI:

@@ -13,7 +13,26 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.labels.checks import collect_labels
+from rapidformer.tasks.labels.labels import get_leading_split, read_classes
+from rapidformer.tasks.labels.space import get_model_classes, get_output_names
+from rapidformer.tasks.metrics import entities
+from rapidformer.tasks.metrics.entities import build_tag_tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.rows import (
+    RowList,
+    as_rows,
+    get_class_names,
+    get_column,
+    get_column_names,
+    get_feature,
+    get_splits,
+)
+from rapidformer.tasks.text.text import (
+    TextParts,
+    check_is_fast,
+    load_text_parts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +40,6 @@ if TYPE_CHECKING:
 
     from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
     from rapidformer.tasks.metrics.tally import Tally
-    from rapidformer.tasks.text.text import TextParts
 
 IGNORED_LABEL = -100
 # These keep the space before a word as part of it, so given words need one prepended.
@@ -54,60 +72,32 @@ class TokenClassification(Task):
     greater_is_better = True
 
     def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.labels.space import get_model_classes
-        from rapidformer.tasks.rows.rows import get_column_names, get_splits
-        from rapidformer.tasks.text.text import build_text_collator, get_text_settings
-
-        config, tokenizer, length = _load_parts(args)
+        parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
-        found = find_columns((TAGS, WORDS), available, args)
-        tags, words = found["tags"], found["words"]
-        space, labelled = _read_tags(tables, words, tags, args, get_model_classes(config))
+        columns = find_columns((TAGS, WORDS), available, args)
+        tags, words = columns["tags"], columns["words"]
+        space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
         features = {
-            split: _encode(
-                rows,
-                split,
-                words,
-                (tags, space) if labelled[split] else None,
-                tokenizer,
-                length,
-                args,
-            )
+            split: _encode(rows, split, words, (tags, space) if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
         if "train" in features:
             features["train"] = _drop_empty(features["train"])
         settings = {k: v for k, v in space.get_model_settings().items() if k != "problem_type"}
-        return PreparedData(
-            **features,
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            model_settings=settings | get_text_settings(args, tokenizer, config),
-            extras={"rows": tables, "words": words, "names": space.names, "labelled": labelled},
-        )
+        extras = {"rows": tables, "words": words, "names": space.names, "labelled": labelled}
+        return parts.prepare(features, extras, settings=settings)
 
     def prepare_for_prediction(
         self, args: Any, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
-        from rapidformer.tasks.labels.space import get_output_names
-        from rapidformer.tasks.rows.rows import as_rows, get_column_names
-        from rapidformer.tasks.text.text import build_text_collator
 
-        config, tokenizer, length = _load_parts(args)
+        parts = _load_parts(args)
         table = as_rows(rows, args.text_column or "text")
         words = str(find_column(WORDS, get_column_names(table), args))
-        return PreparedData(
-            test=_encode(table, "input", words, None, tokenizer, length, args),
-            collate=build_text_collator(tokenizer),
-            processor=tokenizer,
-            extras={
-                "rows": {"test": table},
-                "words": words,
-                "names": get_output_names(config),
-                "labelled": {"test": False},
-            },
-        )
+        names = get_output_names(parts.config)
+        extras = {"rows": {"test": table}, "words": words, "names": names}
+        return parts.prepare_input(_encode(table, "input", words, None, parts), extras)
 
     def evaluate_step(
         self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
@@ -115,7 +105,7 @@ class TokenClassification(Task):
         from rapidformer.tasks.evaluation.scoring import score_tokens
 
         labels = batch["labels"]
-        logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        logits = model(**self.drop_labels(batch)).logits
         losses, counts, _ = score_tokens(logits, labels)
         confidences, guesses = logits.float().softmax(dim=-1).max(dim=-1)
         guesses, confidences = guesses.cpu().numpy(), confidences.cpu().numpy()
@@ -133,15 +123,11 @@ class TokenClassification(Task):
         ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.metrics.tags import build_tag_tally
-
         return build_tag_tally(prepared.extras["names"])
 
     def predictions(
         self, records: list[Record], prepared: PreparedData, split: str
     ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.metrics import entities
-        from rapidformer.tasks.rows.rows import get_column
 
         names = prepared.extras["names"]
         column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
@@ -173,7 +159,6 @@ class TokenClassification(Task):
 
 def _load_parts(args: Any) -> TextParts:
     from rapidformer.models.configuration import load_config
-    from rapidformer.tasks.text.text import check_is_fast, load_text_parts
 
     keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
     parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
@@ -189,10 +174,6 @@ def _read_tags(
     tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
-    from rapidformer.tasks.labels.checks import collect_labels
-    from rapidformer.tasks.labels.labels import get_leading_split, read_classes
-    from rapidformer.tasks.rows.rows import get_class_names, get_column, get_feature
-
     values, labelled = collect_labels(tables, tags)
     for split, rows in values.items():
         _check_lengths(get_column(tables[split], words), rows, split, words, tags)
@@ -223,20 +204,15 @@ def _encode(
     split: str,
     words: str,
     labels: tuple[str, LabelSpace] | None,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
+    parts: TextParts,
 ) -> Any:
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
-    every_piece = bool(args.label_all_tokens) and split == "train"
+    every_piece = bool(parts.args.label_all_tokens) and split == "train"
     inside = _get_inside_tags(labels[1].names) if labels else {}
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         sentences = [_as_words(value) for value in columns[words]]
-        result = tokenizer(
-            sentences, is_split_into_words=True, truncation=True, max_length=max_length
+        result = parts.tokenizer(
+            sentences, is_split_into_words=True, truncation=True, max_length=parts.length
         )
         aligned = []
         for row, sentence in enumerate(sentences):
@@ -247,8 +223,7 @@ def _encode(
             aligned.append(_align(result.word_ids(row), ids, every_piece, inside))
         return {**result, "labels": aligned}
 
-    key = ("words", words, max_length, get_tokenizer_key(tokenizer), labels, every_piece)
-    return map_rows(rows, encode, workers=args.preprocessing_workers, key=key)
+    return parts.map_rows(rows, encode, "words", words, labels, every_piece)
 
 
 def _align(
@@ -281,8 +256,6 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
-    from rapidformer.tasks.rows.rows import RowList, get_column
-
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)

@@ -7,13 +7,15 @@ hear of each bad update from the engine's guard.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.update import Update
+from rapidformer.data.update import MicroBatchResult, Update
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.bad_batches import describe_bad_batch
-from rapidformer.errors import TrainingError
+from rapidformer.errors import DataError, TrainingError
 from rapidformer.log import get_logger
 from rapidformer.optim.guard import BadUpdate, RecentValues
 from rapidformer.training.meter import Measurement
@@ -59,10 +61,10 @@ class BadBatches:
         seen, self._seen = self._seen, []
         if self._engine.clock.guard is not None:
             return  # it has judged them
-        found = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
-        if found is None:
+        bad = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
+        if bad is None:
             return
-        offset, reason = found
+        offset, reason = bad
         samples = self._list_samples(seen[offset])
         what = describe_bad_batch(reason, step - len(measured.losses) + 1 + offset, samples)
         raise TrainingError(
@@ -85,6 +87,9 @@ class BadBatches:
             "bad_grad_norm": bad.norm,
             "samples": samples,
         }
+        sets = self._loader.list_sets(samples)
+        if len(sets) > 1:
+            line["sets"] = sets
         if args.on_bad_loss == "skip":
             self._warn(f"{what}: the batch was skipped.")
             return line
@@ -131,3 +136,17 @@ def find_first_bad(
         if math.isfinite(norm):
             recent.add(loss, norm)
     return None
+
+
+def check_first_labels(update: Update, results: Sequence[MicroBatchResult]) -> None:
+    """Refuse a first update without a single label on any rank. Every rank must call this."""
+    rows = sum(micro_batch.info.rows for micro_batch in update)
+    # What a loss is a mean over: the labels that count.
+    labels = sum(float(result.weight) for result in results)
+    counts = gather_from_all((rows, labels))
+    if any(rows for rows, _ in counts) and not any(labels for _, labels in counts):
+        raise DataError(
+            "all labels of the first batch are ignored (-100), so there is nothing to train on: "
+            "check how the data set makes its labels, such as the mask of the assistant's answers. "
+            "`rapidformer data show` shows the labels of a task's data."
+        )

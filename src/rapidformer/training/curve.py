@@ -90,14 +90,14 @@ def _is_number(value: object) -> bool:
 
 def _find_metric(lines: list[dict[str, Any]]) -> str | None:
     """The key of the evaluation metric to show."""
-    found = [
+    points = [
         key.removeprefix("eval_")
         for line in lines
         for key in line
         if key.startswith("eval_") and _is_number(line[key])
     ]
-    known = [name for name in METRICS if name in found]
-    others = [name for name in found if not any(word in name for word in NEVER_SHOWN)]
+    known = [name for name in METRICS if name in points]
+    others = [name for name in points if not any(word in name for word in NEVER_SHOWN)]
     return next((f"eval_{name}" for name in known + others), None)
 
 

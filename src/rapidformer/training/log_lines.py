@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.engine import RapidformerEngine
 from rapidformer.training.meter import Measurement
-from rapidformer.training.utilization import Utilization
 
 
 class LogLines:
@@ -55,3 +55,36 @@ class LogLines:
             line["loss_scale"] = engine.scaler.scale
             line["skipped_updates"] = engine.clock.skipped
         return line
+
+
+class Utilization:
+    """Computes the utilization of each log interval, on rank 0."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self._engine = engine
+        self._rate: float | None = None
+
+    def measure_device(self) -> None:
+        """Measure before the first step: at most tenths of a second."""
+        engine = self._engine
+        if engine.is_main and engine.work is not None:
+            self._rate = measure_rank_rate(
+                engine.device, engine.precision.dtype, engine.args.world_size
+            )
+
+    def compute(self, measured: Measurement) -> float | None:
+        """The utilization of all devices; None on other ranks, and if nothing was measured.
+
+        A model's arithmetic grows with its tokens, so these must be known.
+        """
+        if self._rate is None or not measured.slots:
+            return None
+        assert self._engine.work is not None
+        operations = self._engine.work.count(
+            tokens=measured.tokens,
+            targets=measured.labels,
+            rows=measured.samples,
+            is_packed=bool(self._engine.args.packing),
+        )
+        devices = self._engine.args.world_size
+        return operations / (measured.seconds * self._rate * devices)

@@ -19,15 +19,14 @@ from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.objectives import BoundObjective
 from rapidformer.overlay import find_fact
-from rapidformer.training.bad_batches import BadBatches
+from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
 from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
-from rapidformer.training.first_labels import check_first_labels
-from rapidformer.training.forward import ForwardResult
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.graph_report import GraphReport
 from rapidformer.training.log_lines import LogLines
@@ -47,7 +46,7 @@ class TrainingLoop:
         self,
         engine: RapidformerEngine,
         loader: DistributedLoader,
-        forward: Callable[[Any], ForwardResult],
+        forward: BoundObjective,
         *,
         train_iters: int,
         reporter: Reporter,
@@ -214,8 +213,8 @@ class TrainingLoop:
             results = self._run_passes(update)  # the first time, it was with other weights
         if self._attempts == 0:
             check_first_labels(update, results)
-        for each, result in zip(update, results, strict=True):
-            self.meter.add_micro_batch(result.means, each.info)
+        for micro_batch, result in zip(update, results, strict=True):
+            self.meter.add_micro_batch(result.means, micro_batch.info)
         self.lr = self.engine.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():

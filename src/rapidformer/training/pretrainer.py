@@ -24,8 +24,8 @@ import torch
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.objectives.loss_function import SingleBatch
 from rapidformer.training.evaluation import Evaluation, Metrics
-from rapidformer.training.forward import SingleBatch
 from rapidformer.training.meter import WeightedSums
 from rapidformer.training.template import Template, _missing_hook, accepts_arguments
 from rapidformer.training.timetable import count_updates
@@ -110,10 +110,6 @@ class PreTrainer(Template):
         loader = self.build_eval_loader(dataset, collate)
         return None if loader is None else lambda: self.measure_loss(model, loader)
 
-    def combine_means(self, means: Metrics) -> Metrics:
-        """Hook: adjust the means over all the data, if the ``loss`` depends on other means."""
-        return means
-
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches of the data.
 
@@ -125,7 +121,7 @@ class PreTrainer(Template):
         loader.rewind()
         for micro_batch in islice(loader.iterate_micro_batches(), rounds):
             sums.add(self.engine.run_forward(forward, micro_batch).means)
-        means = self.combine_means(sums.read_means(self.engine.topology))
+        means = forward.combine_means(sums.read_means(self.engine.topology))
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing about how well tokens are predicted.
         of_words = means.get("lm_loss", loss)

@@ -19,9 +19,9 @@ def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
     """Something with ``save_pretrained`` that belongs to the model; None if there is none."""
     for owner in (template, collate, getattr(collate, "__self__", None)):
         for name in _NAMES:
-            found = getattr(owner, name, None)
-            if hasattr(found, "save_pretrained"):
-                return found
+            processor = getattr(owner, name, None)
+            if hasattr(processor, "save_pretrained"):
+                return processor
     return _load_from_source(str(getattr(model, "name_or_path", "") or ""))
 
 

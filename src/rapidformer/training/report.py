@@ -1,4 +1,4 @@
-"""Report a run while it runs: a progress bar or log lines, metrics.jsonl, TensorBoard.
+"""Report a run while it runs: a progress bar or log lines, metrics.jsonl, other trackers.
 
 Only rank 0 reports; the other ranks have a silent reporter. ``metrics.jsonl`` is authoritative,
 everything else is a copy of it.
@@ -7,8 +7,7 @@ everything else is a copy of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,48 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.config.render import render_arguments
-from rapidformer.engine.metrics_file import MetricsFile, open_board
+from rapidformer.config.schema import get_settings
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
+from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun, Tracker, TrackerList
 
 
 class Reporter(Callback):
     """Reports the run to the terminal and to files."""
 
     def __init__(
-        self, args: Settings, *, total_steps: int, resume_step: int = 0, speaks: bool
+        self,
+        args: Settings,
+        *,
+        total_steps: int,
+        resume_step: int = 0,
+        speaks: bool,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._speaks = speaks
         self._total = total_steps
         self._file: MetricsFile | None = None
-        self._board: Any = None
+        self._copies: TrackerList | None = None
         self._bar: _ProgressBar | None = None
         if not speaks:
             return
-        board_folder = args.tensorboard_dir or (args.save and str(Path(args.save) / "tensorboard"))
-        with writing(Path(args.save or board_folder or ".")):
-            if args.save is not None:
-                self._file = MetricsFile(Path(args.save), resume_step=resume_step)
+        folder = None if args.save is None else Path(args.save)
+        run = TrackedRun(
+            name=folder.name if folder else "run",
+            folder=folder,
+            settings={name: getattr(args, name) for name in get_settings()},
+            resume_step=resume_step,
+        )
+        board_folder = args.tensorboard_dir or (folder and folder / "tensorboard")
+        with writing(folder or Path(board_folder or ".")):
+            if folder is not None:
+                self._file = MetricsFile()
+                self._file.start(run)
                 text = "".join(line + "\n" for line in render_arguments(args))
-                replace_text(Path(args.save) / ARGUMENTS_FILE, text)
-            if board_folder:
-                self._board = open_board(board_folder, resume_step)
+                replace_text(folder / ARGUMENTS_FILE, text)
+            board = [TensorBoard(board_folder)] if board_folder else []
+            self._copies = TrackerList([*board, *trackers], run)
         wants_bar = args.progress if args.progress is not None else sys.stderr.isatty()
         if wants_bar:
             self._bar = _ProgressBar(total_steps, resume_step)
@@ -114,34 +128,16 @@ class Reporter(Callback):
     def close(self) -> None:
         self.close_bar()
         if self._file is not None:
-            self._file.flush()
-        if self._board is not None:
-            with self._tolerating_board():
-                self._board.close()
-
-    @contextmanager
-    def _tolerating_board(self) -> Iterator[None]:
-        """TensorBoard's file is only a copy: losing it must not end a run, or hide why it ended."""
-        try:
-            yield
-        except OSError as reason:
-            get_logger().warning("TensorBoard's file cannot be written any more: %s", reason)
-            self._board = None
+            self._file.finish()
+        if self._copies is not None:
+            self._copies.finish()
 
     def _record(self, line: dict[str, Any]) -> None:
+        values = {name: value for name, value in line.items() if name != "step"}
         if self._file is not None:
-            self._file.write(line)
-        if self._board is not None:
-            with self._tolerating_board():
-                self._add_to_board(line)
-
-    def _add_to_board(self, line: dict[str, Any]) -> None:
-        for key, value in line.items():
-            if key != "step" and isinstance(value, (int, float)):
-                group, _, name = key.partition("_")
-                is_training = group not in ("eval", "test")
-                name = f"train/{key}" if is_training else f"{group}/{name}"
-                self._board.add_scalar(name, value, line["step"])
+            self._file.log(values, line["step"])
+        if self._copies is not None:
+            self._copies.log(values, line["step"])
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:

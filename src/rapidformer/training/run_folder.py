@@ -64,10 +64,10 @@ def check_run_folder(
         )
     if _has_results(folder) and not overwrite:
         has_model = bool(find_checkpoints(folder)) or (folder / LAST).is_dir()
-        found = "already holds a run" if has_model else "holds a run without a checkpoint"
+        state = "already holds a run" if has_model else "holds a run without a checkpoint"
         way_out = f"Resume it with --load {folder}, choose" if has_model else "Choose"
         raise CheckpointError(
-            f"--save {folder} {found}. {way_out} another folder, or replace it with --overwrite. "
+            f"--save {folder} {state}. {way_out} another folder, or replace it with --overwrite. "
             "--resume auto resumes or starts a run, whichever is possible."
         )
     _refuse_foreign(folder, _find_foreign(folder))
@@ -142,11 +142,11 @@ def _list_run(folder: Path) -> list[Path]:
     """What a run has written there; a loop of the user's own writes only checkpoints."""
     checkpoints = [path for path in find_checkpoints(folder) if (path / MANIFEST).exists()]
     names = [*_read_names(folder), RUN_FILE, *([TRACKER] if checkpoints else [])]
-    found = [*checkpoints, *(folder / name for name in dict.fromkeys(names))]
-    found = [path for path in found if path.exists()]
+    paths = [*checkpoints, *(folder / name for name in dict.fromkeys(names))]
+    paths = [path for path in paths if path.exists()]
     # The launcher's name alone says only that a run was about to begin.
-    owner = [folder / OWNER_FILE] if found and (folder / OWNER_FILE).exists() else []
-    return found + owner
+    owner = [folder / OWNER_FILE] if paths and (folder / OWNER_FILE).exists() else []
+    return paths + owner
 
 
 def _has_results(folder: Path) -> bool:
@@ -197,9 +197,9 @@ def _is_within(source: Path | None, folder: Path) -> bool:
 
 
 def _move_aside(folder: Path) -> None:
-    found = _list_run(folder)
+    paths = _list_run(folder)
     (folder / _MOVING).mkdir()
-    for path in found:
+    for path in paths:
         path.rename(folder / _MOVING / path.name)
     (folder / _MOVING).rename(folder / REPLACED)
     if (folder / REPLACED / BEST).is_dir() and not find_checkpoints(folder / REPLACED):
@@ -224,12 +224,12 @@ def _remove(path: Path) -> None:
 
 
 def _move_to_previous(folder: Path) -> None:
-    found = _list_run(folder)
+    paths = _list_run(folder)
     for link in folder.glob("checkpoint-*"):
         if link.is_symlink():
             link.unlink()
     shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
     (folder / PREVIOUS).mkdir()
-    for path in found:
+    for path in paths:
         path.rename(folder / PREVIOUS / path.name)
     get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")

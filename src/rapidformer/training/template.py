@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.checkpoint.first_rank import run_on_first
@@ -24,12 +26,13 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.location import is_model_folder
+from rapidformer.objectives import BoundObjective, Objective
+from rapidformer.objectives.loss_function import LossFunction
 from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.closing import describe_finished
 from rapidformer.training.default_folder import choose_folder, dropped_if_unused
 from rapidformer.training.evaluation import Evaluation, Metrics
-from rapidformer.training.forward import ForwardResult, ForwardStep, interpret_forward
 from rapidformer.training.loop import TrainingLoop
 from rapidformer.training.processor import find_processor
 from rapidformer.training.progress import Progress
@@ -43,6 +46,7 @@ from rapidformer.training.run_folder import (
     restore_replaced,
 )
 from rapidformer.training.summary import describe_run
+from rapidformer.training.trackers import Tracker
 
 
 class Template(ABC):
@@ -54,10 +58,10 @@ class Template(ABC):
     greater_is_better: bool = True
     saves_each_epoch = False
     """Whether a checkpoint is kept after each epoch if no interval is given."""
-    counts_ahead = False
-    """Whether each batch gets ``update_counts``: rows and labels of its whole update."""
     callbacks: Sequence[Callback] = ()
     """Called at the loop's hook points, after our own callbacks."""
+    trackers: Sequence[Tracker] = ()
+    """Get the numbers of the run on rank 0, as TensorBoard does."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: decided by its class."""
 
@@ -144,11 +148,7 @@ class Template(ABC):
         resume = self.find_resume_folder()
         train_data, valid_data, test_data, collate = self.get_datasets()
         loader = self.engine.build_data_loader(
-            train_data,
-            collate,
-            shuffle=self.is_shuffled,
-            is_training=True,
-            counts_ahead=self.counts_ahead,
+            train_data, collate, shuffle=self.is_shuffled, is_training=True
         )
         eval_loader = self.build_eval_loader(valid_data, collate)
         model = self.compose()
@@ -252,16 +252,24 @@ class Template(ABC):
         )
         return composed[0]
 
-    def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
-        """The user's forward step as a function of the batch only."""
+    def build_objective(self) -> Objective:
+        """What is learnt: the loss that ``run_forward_step`` returns, unless overridden."""
+        return LossFunction(
+            lambda model, batch: self.run_forward_step(self.wrap_batch(batch), model),
+            self.list_steps(),
+        )
+
+    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
+        """Hook: the models that ``Objective.frozen`` names, on the device; whole on each rank."""
+        return {}
+
+    def make_forward(self, model: Any) -> BoundObjective:
+        """The objective with this model: a function of the batch only."""
         if self.has_shifted_labels is not None:
             self.engine.shifts_labels = (
                 self.has_shifted_labels and not self.engine.has_learned_tokens
             )
-        return ForwardStep(
-            lambda batch: interpret_forward(self.run_forward_step(self.wrap_batch(batch), model)),
-            self.list_steps(),
-        )
+        return BoundObjective(self.build_objective(), model, self.provide_frozen_models())
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that runs in a forward step and may be the user's."""
@@ -291,7 +299,11 @@ class Template(ABC):
             self.engine.abandon_later(Path(self.args.save), [LAST])
         step = self.engine.clock.updates
         reporter = Reporter(
-            self.args, total_steps=train_iters, resume_step=step, speaks=self.engine.is_main
+            self.args,
+            total_steps=train_iters,
+            resume_step=step,
+            speaks=self.engine.is_main,
+            trackers=self.trackers,
         )
         if self.engine.is_main:
             for line in describe_run(

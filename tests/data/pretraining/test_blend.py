@@ -116,6 +116,7 @@ def test_samples_come_from_the_data_sets_in_the_order_of_the_blend() -> None:
     blended = make_blend("abcdefg", "123", weights=[0.75, 0.25], size=8)
     assert len(blended) == 8
     assert "".join(blended[i] for i in range(8)) == "a1bcd2ef"
+    assert [blended.find_set(i) for i in range(3)] == ["number 1", "number 2", "number 1"]
     assert blended[-1] == "f"
     with pytest.raises(IndexError, match="sample 8 of 8"):
         blended[8]

@@ -22,9 +22,12 @@ from transformers import (
     RwkvConfig,
 )
 
-from rapidformer.data.update import UPDATE_COUNTS
+from rapidformer.data.batch import describe_batch
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
+from rapidformer.objectives import BoundObjective, Context
 from rapidformer.optim.gradients import scale_loss
 from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
@@ -68,8 +71,8 @@ def make_objective(kind: str, **said: bool) -> NextToken:
 
 def compute(kind: str, model: Any, text: torch.Tensor, **said: bool) -> tuple[Any, Any]:
     batch = {"text": text}
-    returned = make_objective(kind, **said).compute_loss(model, batch)
-    return returned[0], returned[1]
+    term: Any = make_objective(kind, **said).compute(model, batch, Context())
+    return term.mean, term.count
 
 
 def get_logits(kind: str, model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,17 +147,26 @@ def test_terms_of_bert_are_means_over_the_whole_update() -> None:
         "next_sentence_label": torch.tensor([0, 1, 1, 0]),
     }
     objective = HiddenTokensAndOrder(make_args(), TOKENIZER)
-    whole, total, parts = objective.compute_loss(model, batch)
-    torch.testing.assert_close(whole, model(**batch).loss)
-    assert [weight for _, weight in parts.values()] == [8, 4]
-    torch.testing.assert_close(whole, sum(part for part, _ in parts.values()))
-    summed = torch.zeros(())
-    for rows in (slice(0, 1), slice(1, 4)):
-        piece = {name: value[rows] for name, value in batch.items()}
-        piece[UPDATE_COUNTS] = torch.tensor([4, 8])
-        loss, weight, _ = objective.compute_loss(model, piece)
-        summed = summed + loss * weight
-    torch.testing.assert_close(summed / total, whole)
+    forward = BoundObjective(objective, model)
+
+    def compute_parts(*slices: slice) -> list[Any]:
+        pieces = [{name: value[rows] for name, value in batch.items()} for rows in slices]
+        update = Update(
+            tuple(
+                MicroBatch(piece, describe_batch(piece), False, False, 0, number)
+                for number, piece in enumerate(pieces)
+            )
+        )
+        prepared = forward.prepare(update, Topology(), torch.device("cpu"))
+        return [forward(each.batch) for each in prepared]
+
+    (whole,) = compute_parts(slice(0, 4))
+    torch.testing.assert_close(whole.loss, model(**batch).loss)
+    assert [count for _, count in whole.parts.values()] == [8, 4]
+    torch.testing.assert_close(whole.loss, sum(part for part, _ in whole.parts.values()))
+    parts = compute_parts(slice(0, 1), slice(1, 4))
+    summed = sum(part.loss * part.weight for part in parts)
+    torch.testing.assert_close(summed / whole.weight, whole.loss)
 
 
 @pytest.mark.parametrize(

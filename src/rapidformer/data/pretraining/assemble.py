@@ -228,7 +228,7 @@ class _Builder:
         index = cache.load_or_build(
             "blend", description, lambda: build_blend_index(weights, num_samples)
         )
-        return BlendedDataset(datasets, index)
+        return BlendedDataset(datasets, index, [part.prefix for part, _ in used])
 
     def _find_range(self, prefix: str, name: str, splits_string: str | None) -> SplitRange:
         count = self._recipe.count_units(self._open(prefix))

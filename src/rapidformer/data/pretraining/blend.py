@@ -77,8 +77,14 @@ class BlendedDataset:
     23.06 use the requested number, as we do.
     """
 
-    def __init__(self, datasets: Sequence[Any], index: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        index: Mapping[str, np.ndarray],
+        names: Sequence[str] | None = None,
+    ) -> None:
         self.datasets = list(datasets)
+        self._names = names or [f"number {number + 1}" for number in range(len(self.datasets))]
         self._index = index
         needed = np.bincount(index["dataset"], minlength=len(self.datasets)).tolist()
         short = [
@@ -97,6 +103,10 @@ class BlendedDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         dataset = self.datasets[self._index["dataset"][index]]
         return dataset[int(self._index["sample"][index])]
+
+    def find_set(self, index: int) -> str:
+        """The data set that a sample is from."""
+        return str(self._names[self._index["dataset"][index]])
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.rows.rows import get_column_names
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -87,8 +88,8 @@ class ChatSettings:
 
     @classmethod
     def read(cls, args: Any) -> ChatSettings:
-        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
-        return cls(**given)
+        values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +124,13 @@ def find_chat_columns(
     rows: Any, settings: ChatSettings, text: ColumnRole, *, has_answers: bool
 ) -> ChatColumns | None:
     """The columns of conversations; None if the data is plain text."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     available = get_column_names(rows)
     _check_one_kind(settings)
     if settings.text_column is not None:
         return None
     if settings.messages_column is not None:
-        given = check_given(settings.messages_column, MESSAGES.flag, available)
-        return _name_conversations(given, available, settings)
+        column = check_given(settings.messages_column, MESSAGES.flag, available)
+        return _name_conversations(column, available, settings)
     if settings.prompt_column is not None or settings.response_column is not None:
         return _find_pair(available, settings, has_answers)
     by_lower = {name.lower(): name for name in available}
@@ -162,17 +161,17 @@ def _name_conversations(
 
 
 def _check_one_kind(settings: ChatSettings) -> None:
-    given = [
+    names = [
         f"{role.flag} {getattr(settings, role.setting)}"
         for role in (MESSAGES, PROMPT, RESPONSE)
         if getattr(settings, role.setting) is not None
     ]
     if settings.text_column is not None:
-        given.append(f"--text-column {settings.text_column}")
+        names.append(f"--text-column {settings.text_column}")
     is_pair_alone = settings.messages_column is None and settings.text_column is None
-    if len(given) > 1 and not is_pair_alone:
+    if len(names) > 1 and not is_pair_alone:
         raise ConfigurationError(
-            f"{' and '.join(given)} cannot be combined: give --messages-column (conversations), "
+            f"{' and '.join(names)} cannot be combined: give --messages-column (conversations), "
             "--prompt-column and --response-column, or --text-column."
         )
 
@@ -183,13 +182,13 @@ def _find_pair(
     if not has_answers:
         # Answers, if there are any, are shown next to the predicted ones.
         prompt = find_columns((PROMPT,), available, settings)["prompt"]
-        given = settings.response_column
-        response = given if given in available else None
-        if given is None:
+        column = settings.response_column
+        response = column if column in available else None
+        if column is None:
             response = find_column(as_optional(RESPONSE), available, settings, taken=[prompt])
         return _with_extras(prompt, response, available, settings)
-    found = find_columns((PROMPT, RESPONSE), available, settings)
-    return _with_extras(found["prompt"], found["response"], available, settings)
+    columns = find_columns((PROMPT, RESPONSE), available, settings)
+    return _with_extras(columns["prompt"], columns["response"], available, settings)
 
 
 def _find_known_pair(
@@ -200,9 +199,9 @@ def _find_known_pair(
         if prompt in by_lower and response in by_lower:
             return _with_extras(by_lower[prompt], by_lower[response], available, settings)
     if not has_answers:
-        found = find_column(as_optional(PROMPT), available, settings)
-        if found is not None:
-            return _with_extras(found, None, available, settings)
+        column = find_column(as_optional(PROMPT), available, settings)
+        if column is not None:
+            return _with_extras(column, None, available, settings)
     return None
 
 

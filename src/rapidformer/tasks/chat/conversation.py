@@ -10,8 +10,7 @@ from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat.features import build_encoder, tokenize
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
-from rapidformer.tasks.evaluation.predicting import compose_task_model
-from rapidformer.tasks.evaluation.streaming import AnswerStreamer
+from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
 from rapidformer.tasks.registry import get_task
 
 _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
@@ -49,12 +48,12 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        (found,) = self._engine.predict(
+        (tokens,) = self._engine.predict(
             [row], self._generate, self._prepared.collate, batch_size=1, seed=seed
         )
         self._turns += 1
         generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor
-        answer = decode_answers(found, tokenizer, generation)[0].strip()
+        answer = decode_answers(tokens, tokenizer, generation)[0].strip()
         self._messages.append({"role": "assistant", "content": answer})
         return answer
 

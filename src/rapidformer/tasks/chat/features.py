@@ -39,6 +39,8 @@ from rapidformer.tasks.rows.rows import (
     get_column_names,
     map_rows,
 )
+from rapidformer.tasks.text.blocks import get_frame
+from rapidformer.tasks.text.text import get_tokenizer_key
 
 _NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
@@ -68,8 +70,6 @@ class ChatEncoder:
 
     def get_key(self) -> tuple[Any, ...]:
         """What the features depend on, in addition to the rows."""
-        from rapidformer.tasks.text.text import get_tokenizer_key
-
         text = None if self.template is None else self.template.text
         variables = None if self.template is None else json.dumps(self.template.variables)
         return (
@@ -152,19 +152,19 @@ def _encode_rows(
         return _encode_pairs(columns, indices, split, encoder)
     turns = read_turns(columns, indices, split, encoder.columns)
     tools = read_tools(columns, indices, split, encoder.columns)
-    found: list[tuple[str, list[Span]] | str] = []
-    for number, messages, own in zip(indices, turns, tools, strict=True):
-        template = encoder.template.with_tools(own)
+    rendered: list[tuple[str, list[Span]] | str] = []
+    for number, messages, row_tools in zip(indices, turns, tools, strict=True):
+        template = encoder.template.with_tools(row_tools)
         try:
-            found.append(_render(messages, template, encoder.trains_on_prompts))
+            rendered.append(_render(messages, template, encoder.trains_on_prompts))
         except BadRowError as reason:
-            found.append(f"it {reason}")
+            rendered.append(f"it {reason}")
         except ModelError as reason:
             raise ModelError(f"{split}, row {number + 1}: {reason}") from None
-    texts = [item[0] for item in found if not isinstance(item, str)]
+    texts = [item[0] for item in rendered if not isinstance(item, str)]
     encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
     result = []
-    for item in found:
+    for item in rendered:
         if isinstance(item, str):
             result.append(_Encoded([], [], left_out=item))
             continue
@@ -316,8 +316,6 @@ def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     """Token ids, starting with the beginning-of-text token if the tokenizer adds one."""
-    from rapidformer.tasks.text.blocks import get_frame
-
     before, _ = get_frame(tokenizer)
     start = before if before == [tokenizer.bos_token_id] else []
     return [[*start, *ids] for ids in tokenize(prompts, tokenizer)]

@@ -29,16 +29,16 @@ from rapidformer.tasks.chat.turns import (
 )
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
-from rapidformer.tasks.text.language_model import TEXT
+from rapidformer.tasks.text.blocks import TEXT
 
 
 def name_column(
     rows: Sequence[dict[str, Any] | str], tokenizer: Any, settings: ChatSettings
 ) -> str:
     """The column that bare texts stand for: a prompt to answer, or a text to continue."""
-    given = settings.prompt_column or settings.text_column
-    if given is not None or not isinstance(rows[0] if rows else None, str):
-        return given or "text"
+    column = settings.prompt_column or settings.text_column
+    if column is not None or not isinstance(rows[0] if rows else None, str):
+        return column or "text"
     template = settings.chat_template or tokenizer.chat_template
     if template is None or template == "none":
         return "text"
@@ -104,10 +104,12 @@ def _encode_prompts(
         texts = []
         turns = read_turns(columns, indices, "input", encoder.columns)
         tools = read_tools(columns, indices, "input", encoder.columns)
-        for number, messages, own in zip(indices, turns, tools, strict=True):
+        for number, messages, row_tools in zip(indices, turns, tools, strict=True):
             try:
                 question = _split_answer(messages)[0]
-                texts.append(encoder.template.with_tools(own).render(question, lets_answer=True))
+                texts.append(
+                    encoder.template.with_tools(row_tools).render(question, lets_answer=True)
+                )
             except BadRowError as reason:
                 raise DataError(f"input, row {number + 1} {reason}.") from None
         ids = tokenize(texts, encoder.tokenizer)

@@ -19,6 +19,8 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty
+from rapidformer.tasks.text.blocks import get_frame
+from rapidformer.tasks.text.text import check_is_fast
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
@@ -220,8 +222,8 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template cannot be used: a test with a question and an answer {reason}."
             ) from None
-        _, found, rest = text.rpartition(_ANSWER)
-        if not found:
+        _, marker, rest = text.rpartition(_ANSWER)
+        if not marker:
             raise ModelError("the chat template omits the assistant's answers.")
         return rest
 
@@ -249,7 +251,7 @@ class ChatTemplate:
 
 def choose_template(
     tokenizer: Any,
-    given: str | None,
+    wanted: str | None,
     *,
     needs_one: bool,
     variables: Mapping[str, Any] | None = None,
@@ -258,17 +260,15 @@ def choose_template(
 
     The choice is stored in the tokenizer, so that it is saved with it.
     """
-    from rapidformer.tasks.text.text import check_is_fast
-
-    if given == NO_TEMPLATE:
+    if wanted == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(
                 f"--chat-template {NO_TEMPLATE} works only for prompts and answers: conversations "
                 "need a template."
             )
         return None
-    if given is not None:
-        tokenizer.chat_template = _read_template(given)
+    if wanted is not None:
+        tokenizer.chat_template = _read_template(wanted)
     elif tokenizer.chat_template is None:
         if not needs_one:
             return None
@@ -282,20 +282,18 @@ def choose_template(
     return ChatTemplate(tokenizer, variables)
 
 
-def _read_template(given: str) -> str:
-    path = Path(given).expanduser()
-    if "{" not in given:
+def _read_template(text_or_path: str) -> str:
+    path = Path(text_or_path).expanduser()
+    if "{" not in text_or_path:
         if not path.is_file():
             raise ConfigurationError(
-                f"--chat-template {given}: this is neither a file nor a Jinja template."
+                f"--chat-template {text_or_path}: this is neither a file nor a Jinja template."
             )
         return path.read_text(encoding="utf-8")
-    return given
+    return text_or_path
 
 
 def _build_default(tokenizer: Any) -> str:
-    from rapidformer.tasks.text.blocks import get_frame
-
     vocabulary = tokenizer.get_vocab()
     if "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary:
         turns = _CHATML

@@ -66,11 +66,11 @@ def read_tools(
     """The tools that each row's conversation may call; None for rows without any."""
     if names.tools is None:
         return [None] * len(indices)
-    found: list[list[Any] | None] = []
+    schemas: list[list[Any] | None] = []
     bad: list[int] = []
     for number, value in zip(indices, columns[names.tools], strict=True):
         try:
-            found.append(_read_schemas(value))
+            schemas.append(_read_schemas(value))
         except (ValueError, TypeError):
             bad.append(number + 1)
     if bad:
@@ -78,14 +78,14 @@ def read_tools(
             f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON "
             "schemas; rename it if it holds something else."
         )
-    return found
+    return schemas
 
 
 def _read_schemas(value: Any) -> list[Any] | None:
     """Some data sets store the list, or each schema in it, as JSON text."""
     listed = json.loads(value or "null") if isinstance(value, str) else value
-    schemas = [json.loads(each) if isinstance(each, str) else each for each in listed or ()]
-    if not all(isinstance(each, Mapping) for each in schemas):
+    schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in listed or ()]
+    if not all(isinstance(schema, Mapping) for schema in schemas):
         raise TypeError("a schema is an object")
     return _drop_absent(schemas) or None
 
@@ -93,8 +93,8 @@ def _read_schemas(value: Any) -> list[Any] | None:
 def _drop_absent(value: Any) -> Any:
     """Tables on disk give every schema the keys of all schemas, with None for the missing ones."""
     if isinstance(value, Mapping):
-        return {key: _drop_absent(each) for key, each in value.items() if each is not None}
-    return [_drop_absent(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_absent(item) for key, item in value.items() if item is not None}
+    return [_drop_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def read_prompts(
@@ -137,8 +137,8 @@ def read_messages(value: Any) -> list[Message]:
         except ValueError:
             raise BadRowError("must hold a list of messages, not a plain string") from None
     if not isinstance(value, Sequence) or isinstance(value, str):
-        found = "nothing" if value is None else f"a {type(value).__name__}"
-        raise BadRowError(f"must hold a list of messages, not {found}")
+        actual = "nothing" if value is None else f"a {type(value).__name__}"
+        raise BadRowError(f"must hold a list of messages, not {actual}")
     return [_read_message(item) for item in value]
 
 
@@ -168,12 +168,12 @@ def _read_message(item: Any) -> Message:
         raise BadRowError(f"has a {type(item).__name__} instead of a message (role, content)")
     # Tables on disk give every message the keys of all messages, with None for the missing ones.
     # An empty list of tool calls means the same; some templates look only whether there is a list.
-    given = {
+    values = {
         key: value
         for key, value in item.items()
         if value is not None and not (key == "tool_calls" and not value)
     }
-    role = given.pop("role", None) or given.pop("from", None)
+    role = values.pop("role", None) or values.pop("from", None)
     if role is None:
         raise BadRowError(f"has a message without a role (its keys: {', '.join(item)})")
     known = _ROLES.get(str(role).lower())
@@ -181,8 +181,8 @@ def _read_message(item: Any) -> Message:
         raise BadRowError(
             f"has a message with the unknown role {role!r} (known: {', '.join(_ROLES)})"
         )
-    content = next((given.pop(key) for key in ("content", "value") if key in given), "")
-    return {**given, "role": known, "content": _read_content(content)}
+    content = next((values.pop(key) for key in ("content", "value") if key in values), "")
+    return {**values, "role": known, "content": _read_content(content)}
 
 
 def _read_content(content: Any) -> str:

@@ -1,11 +1,16 @@
-"""Turn logits into answers: the best spans of every window, merged per question."""
+"""Turn logits into answers: the best spans of every window, merged per question, and scored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.tasks.base import Record
+from rapidformer.tasks.base import PreparedData, Record
+from rapidformer.tasks.metrics.squad import AnswerScores
+from rapidformer.tasks.metrics.tables import ReportTable
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.rows.rows import get_column, get_column_names, take_rows
+from rapidformer.tasks.text.windows import read_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,18 +68,20 @@ def join_windows(
 ) -> list[tuple[list[Candidate], float]]:
     """Per question, its best spans over all windows (in characters), and the no-answer score."""
     longest = extras["max_answer_length"]
-    found: list[list[Candidate]] = [[] for _ in range(questions)]
+    candidates: list[list[Candidate]] = [[] for _ in range(questions)]
     null = [float("inf")] * questions
     for record, window in zip(records, windows, strict=True):
         owner = window["example"]
         null[owner] = min(null[owner], record["null"])
         scores = record["first_score"][:, None] + record["last_score"][None, :]
         lengths = record["last"][None, :] - record["first"][:, None] + 1
-        found[owner] += _valid_spans(record, scores, (lengths > 0) & (lengths <= longest), window)
+        candidates[owner] += _valid_spans(
+            record, scores, (lengths > 0) & (lengths <= longest), window
+        )
     count = extras["n_best"]
     return [
         (sorted(spans, key=lambda span: -span[0])[:count], none)
-        for spans, none in zip(found, null, strict=True)
+        for spans, none in zip(candidates, null, strict=True)
     ]
 
 
@@ -115,3 +122,71 @@ def _valid_spans(
         )
         for i, j in zip(rows, columns, strict=True)
     ]
+
+
+class AnswerTally(Tally):
+    """Records of windows. The windows of a question follow each other, so only one question is
+    open at a time; it is scored when the next one begins.
+    """
+
+    def __init__(self, prepared: PreparedData, split: str) -> None:
+        super().__init__()
+        self._extras = prepared.extras
+        self._rows = prepared.extras["rows"][split]
+        self._windows = prepared.extras["windows"][split]
+        self._split = split
+        self._next_window = 0
+        self._scores = AnswerScores()
+        self._question: int | None = None
+        self._examples: dict[int, tuple[str, Any]] = {}
+        """Context and answers of the questions whose windows are arriving."""
+        self._open: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        if not records:
+            return
+        windows = self._read_windows(len(records))
+        self._read_examples(windows[0]["example"], windows[-1]["example"])
+        for record, window in zip(records, windows, strict=True):
+            if window["example"] != self._question:
+                self._close()
+                self._question = window["example"]
+            self._open.append((record, window))
+
+    def score(self) -> dict[str, float]:
+        self._close()
+        return self._scores.score()
+
+    def tables(self) -> list[ReportTable]:
+        return self._scores.tables()
+
+    # Many rows are read at once: one by one, reading them takes longer than the model.
+
+    def _read_windows(self, count: int) -> list[dict[str, Any]]:
+        part = take_rows(self._windows, self._next_window, count)
+        self._next_window += count
+        names = get_column_names(part)
+        columns = [get_column(part, name) for name in names]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def _read_examples(self, first: int, last: int) -> None:
+        part = take_rows(self._rows, first, last - first + 1)
+        names = (self._extras["columns"][1], self._extras["answers"])
+        texts, answers = (get_column(part, name) for name in names)
+        pairs = zip(texts, answers, strict=True)
+        self._examples.update(zip(range(first, last + 1), pairs, strict=True))
+
+    def _close(self) -> None:
+        """Score the open question, whose windows are complete."""
+        if self._question is None:
+            return
+        windows = [{**window, "example": 0} for _, window in self._open]
+        records = [dict(record) for record, _ in self._open]
+        (candidates,) = join_windows(records, windows, 1, self._extras)
+        context, answers = self._examples.pop(self._question)
+        chosen = choose_answer(candidates, context, self._extras["can_abstain"])
+        place = f"{self._split}, row {self._question + 1}"
+        wanted = read_texts(answers, place, self._extras["answers"])
+        self._scores.add(chosen["answer"], wanted)
+        self.examples += 1
+        self._question, self._open = None, []

@@ -20,9 +20,8 @@ from rapidformer.engine.predicting import gather_rounds
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
-from rapidformer.tasks.evaluation.predicting import compose_task_model
-from rapidformer.tasks.evaluation.progress import show_progress
+from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
+from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows.rows import take_first
@@ -47,8 +46,8 @@ def iterate_records(
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
     step = partial(task.evaluate_step, model, prepared=prepared)
-    for each, records in engine.run_batches(loader, step):
-        held.append(records[: each.info.rows])
+    for micro_batch, records in engine.run_batches(loader, step):
+        held.append(records[: micro_batch.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
             yield gather_rounds(held, engine.topology)
@@ -102,8 +101,8 @@ def evaluate_task(
     def run() -> dict[str, float]:
         wanted = args.progress if engine.is_main else False
         with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
-            found = measure(engine, task, model, loader, prepared, name, advance)
-        tallies.append(found)
+            tally = measure(engine, task, model, loader, prepared, name, advance)
+        tallies.append(tally)
         return dict(measure_more(model, loader)) if measure_more is not None else {}
 
     more = evaluate_model(engine, run)
@@ -128,12 +127,12 @@ def _find_single_file(args: Any) -> Path | None:
 
     Not the file of the run that is evaluated: that one was trained on.
     """
-    given = as_list(args.data_path)
+    paths = as_list(args.data_path)
     is_asked = args.sources.get("data_path") in ("command line", "code")
     others = ("eval_split", "validation_split", "train_data", "valid_data", "test_data")
-    if len(given) != 1 or not is_asked or any(args.is_given(name) for name in others):
+    if len(paths) != 1 or not is_asked or any(args.is_given(name) for name in others):
         return None
-    path = Path(given[0]).expanduser()
+    path = Path(paths[0]).expanduser()
     return path if path.is_file() else None
 
 

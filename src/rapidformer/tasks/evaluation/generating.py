@@ -32,18 +32,18 @@ class Generation:
     @classmethod
     def read(cls, args: Any, *, max_new_tokens: int) -> Generation:
         """From the settings; arguments of an older script may lack some of them."""
-        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
-        return cls(**{**given, "max_new_tokens": max_new_tokens})
+        values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        return cls(**{**values, "max_new_tokens": max_new_tokens})
 
     def build_config(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """transformers' configuration; it takes what is None from the model's."""
         from transformers import GenerationConfig
 
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        own = model.generation_config
-        if own.pad_token_id is None:
+        config = model.generation_config
+        if config.pad_token_id is None:
             values["pad_token_id"] = tokenizer.pad_token_id
-        if own.eos_token_id is None:
+        if config.eos_token_id is None:
             values["eos_token_id"] = tokenizer.eos_token_id
         return GenerationConfig(**{k: v for k, v in values.items() if v is not None})
 

@@ -1,23 +1,31 @@
-"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once."""
+"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once.
+
+Progress is a bar on a terminal, else a line now and then; answers may be printed as they come.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from transformers import TextStreamer
+
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.predicting import cut_into_groups
+from rapidformer.log import get_logger
 from rapidformer.models.location import (
     get_model_location,
     is_checkpoint_model,
     is_from_scratch,
 )
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluation.progress import show_progress
 from rapidformer.tasks.registry import get_task
 
 Row = dict[str, Any] | str
@@ -76,8 +84,6 @@ def get_batch_size(engine: RapidformerEngine) -> int:
 
 def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Any) -> PreparedData:
     """The same data, whose answers are printed while they are generated."""
-    from rapidformer.tasks.evaluation.streaming import AnswerStreamer
-
     titles = [row if isinstance(row, str) else str(row) for row in rows] if len(rows) > 1 else []
     streamer = AnswerStreamer(prepared.processor, args.stop_strings or (), titles)
     return replace(prepared, extras={**prepared.extras, "streamer": streamer})
@@ -104,7 +110,7 @@ def _measure(features: Any) -> list[int] | None:
 def _count_tokens(ids: Any) -> int:
     """A row of several texts (multiple choice) is as long as the longest of them."""
     if len(ids) and isinstance(ids[0], (list, tuple)):
-        return max(len(each) for each in ids)
+        return max(len(row) for row in ids)
     return len(ids)
 
 
@@ -133,3 +139,90 @@ def fits_json(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(fits_json(item) for item in value)
     return value is None or isinstance(value, (str, int, float, bool))
+
+
+_LINE_SECONDS = 10.0
+
+
+@contextmanager
+def show_progress(
+    total: int, what: str, *, wanted: bool | None, done: int = 0
+) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of further examples done."""
+    is_terminal = sys.stderr.isatty()
+    if not (is_terminal if wanted is None else wanted):
+        yield (lambda count: None) if is_terminal else _log_lines(total, what, done)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn(what), BarColumn(), MofNCompleteColumn(), Elapsed(), Remaining(),
+        TextColumn("left"),
+    )  # fmt: skip
+    # Not redirected: what is written to stdout meanwhile must go there, to a file perhaps.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, redirect_stdout=False) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done = min(
+                done + count, total
+            )  # the last round may be padded to the same size on all ranks
+            progress.update(task, completed=done)
+
+        yield advance
+
+
+def _log_lines(total: int, what: str, done: int) -> Callable[[int], None]:
+    """A function that logs a line at most every ten seconds; short work logs none."""
+    start = last = time.monotonic()
+    first = done
+
+    def advance(count: int) -> None:
+        nonlocal last, done
+        done = min(done + count, total)
+        now = time.monotonic()
+        if now - last >= _LINE_SECONDS and first < done < total:
+            last, rate = now, (done - first) / (now - start)
+            left = timedelta(seconds=round((total - done) / rate))
+            get_logger().info(f"{what} | {done:,} of {total:,} | {rate:,.1f}/s | {left} left")
+
+    return advance
+
+
+class AnswerStreamer(TextStreamer):  # type: ignore[misc]
+    """Prints answers word by word, each under its title, and without what stops it.
+
+    The end of the text is held back while it may be the beginning of a stop string.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop_strings: Sequence[str] = (), titles: Sequence[str] = ()
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stop_strings = tuple(stop_strings)
+        self._titles = iter(titles)
+        self._held = ""
+        self._is_stopped = False
+
+    def put(self, value: Any) -> None:
+        title = next(self._titles, None) if self.next_tokens_are_prompt else None
+        if title is not None:
+            print(f"> {title}", flush=True)
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        held = "" if self._is_stopped else self._held + text
+        ends = [held.find(stop) for stop in self._stop_strings if stop in held]
+        if ends:
+            held, self._is_stopped = held[: min(ends)], True
+        is_sure = stream_end or self._is_stopped
+        room = 0 if is_sure else max(map(len, self._stop_strings), default=1) - 1
+        ready, self._held = held[: len(held) - room], held[len(held) - room :]
+        print(ready, flush=True, end="\n" if stream_end else "")
+        if stream_end:
+            self._held, self._is_stopped = "", False

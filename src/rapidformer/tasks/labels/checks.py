@@ -30,10 +30,10 @@ def collect_labels(
                 f"{split} has no column {column}, only {', '.join(get_column_names(rows))}: "
                 "all splits need the same columns."
             )
-        found = get_column(rows, column) if has_column else []
-        labelled[split] = bool(found) and not (split == "test" and is_unlabelled(found))
+        cells = get_column(rows, column) if has_column else []
+        labelled[split] = bool(cells) and not (split == "test" and is_unlabelled(cells))
         if labelled[split]:
-            values[split] = _check_present(found, column, split)
+            values[split] = _check_present(cells, column, split)
     if not values:
         raise DataError(
             f"No split has labels in the column {column}, so there is nothing to train on or to "
@@ -131,11 +131,11 @@ def check_contradiction(args: Any, learned: ModelClasses) -> None:
         )
 
 
-def check_count(found: int, args: Any, split: str) -> None:
+def check_count(count: int, args: Any, split: str) -> None:
     """Check --num-labels against the number of classes in the data."""
-    if args.num_labels is not None and args.num_labels != found:
+    if args.num_labels is not None and args.num_labels != count:
         raise DataError(
-            f"--num-labels {args.num_labels}, but {split} has {found} different labels: omit the "
+            f"--num-labels {args.num_labels}, but {split} has {count} different labels: omit the "
             "flag, or check the data."
         )
 

@@ -74,8 +74,8 @@ def read_classes(
             "or integers from 0 up."
         )
     if isinstance(first, str):
-        found = _sort_names({str(item) for row in rows for item in row})
-        chosen = _choose_names(found, model, learned)
+        classes = _sort_names({str(item) for row in rows for item in row})
+        chosen = _choose_names(classes, model, learned)
         ids = _number(chosen)
     elif names is not None:
         chosen, ids = _place_declared(names, model, learned)
@@ -131,9 +131,9 @@ def _read_multi_label(
     ids: dict[Any, int] = {}
     is_multi_hot = names is None and _is_multi_hot(rows, learned.count)
     if isinstance(items[0], str):
-        found = _sort_names(set(items))
-        is_subset = set(found) <= set(model.names)
-        chosen = model.names if is_subset else _choose_names(found, model, learned)
+        classes = _sort_names(set(items))
+        is_subset = set(classes) <= set(model.names)
+        chosen = model.names if is_subset else _choose_names(classes, model, learned)
         ids = _number(chosen)
     elif names is not None:
         chosen, ids = _place_declared(names, model, learned)
@@ -163,12 +163,12 @@ def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learned: int) -> bool:
 
 
 def _choose_names(
-    found: Sequence[str], model: ModelClasses, learned: ModelClasses
+    names: Sequence[str], model: ModelClasses, learned: ModelClasses
 ) -> tuple[str, ...]:
     """The classes in the model's order, if they are its classes or have to be."""
-    if learned.count or set(found) == set(model.names):
+    if learned.count or set(names) == set(model.names):
         return model.outputs
-    return tuple(found)
+    return tuple(names)
 
 
 def _place_declared(

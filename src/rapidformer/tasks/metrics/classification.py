@@ -86,8 +86,8 @@ class ClassTally(Tally):
     def _score_classes(self) -> dict[str, dict[str, float]]:
         """Precision, recall, F1 and support of every class that was true or predicted."""
         counts = self._matrix.confmat
-        right, found, wanted = counts.diag(), counts.sum(dim=0), counts.sum(dim=1)
-        triples = zip(right.tolist(), found.tolist(), wanted.tolist(), strict=True)
+        right, guessed, wanted = counts.diag(), counts.sum(dim=0), counts.sum(dim=1)
+        triples = zip(right.tolist(), guessed.tolist(), wanted.tolist(), strict=True)
         return {
             name: score_counts(*triple)
             for name, triple in zip(self._names, triples, strict=False)
@@ -176,6 +176,6 @@ def compute_multi_label(
 def _correlate(counts: torch.Tensor) -> float:
     """Matthews correlation; 0 if all predictions or all labels are one class."""
     total, right = float(counts.sum()), float(counts.trace())
-    found, wanted = counts.sum(dim=0), counts.sum(dim=1)
-    spread = (total**2 - float(found @ found)) * (total**2 - float(wanted @ wanted))
-    return (right * total - float(found @ wanted)) / math.sqrt(spread) if spread > 0 else 0.0
+    guessed, wanted = counts.sum(dim=0), counts.sum(dim=1)
+    spread = (total**2 - float(guessed @ guessed)) * (total**2 - float(wanted @ wanted))
+    return (right * total - float(guessed @ wanted)) / math.sqrt(spread) if spread > 0 else 0.0

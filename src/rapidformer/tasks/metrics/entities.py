@@ -1,4 +1,6 @@
-"""Entity F1: an entity counts if both its boundaries and its type are right.
+"""Tags of words: entities by type, or every tag on its own.
+
+An entity counts if both its boundaries and its type are right.
 
 The rules are those of CoNLL's evaluation script, which seqeval's default mode follows: tags are
 accepted where a strict reading would forbid them (an I- after O begins an entity). IOB1, IOB2 and
@@ -11,12 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from rapidformer.tasks.metrics.classification import ClassTally
 from rapidformer.tasks.metrics.tables import (
     ReportTable,
     ScoreTable,
     average_scores,
     score_counts,
 )
+from rapidformer.tasks.metrics.tally import Record, Tally
 
 Entity = tuple[str, int, int]
 
@@ -102,3 +106,43 @@ def compute_entities(
     for predicted, expected in zip(predictions, labels, strict=True):
         scores.add(predicted, expected)
     return scores.score()
+
+
+def build_tag_tally(names: Sequence[str]) -> Tally:
+    """Entities if the tags mark their boundaries (B-PER, I-PER, O), else every tag on its own."""
+    return EntityTally(names) if has_entity_tags(names) else TagTally(names)
+
+
+class EntityTally(Tally):
+    """Records with ``guesses`` and ``labels``, the numbers of a sentence's tags."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = list(names)
+        self._scores = EntityScores()
+
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._scores.add(
+                [self._names[tag] for tag in record["guesses"]],
+                [self._names[tag] for tag in record["labels"]],
+            )
+        self.examples += len(records)
+
+    def score(self) -> dict[str, float]:
+        return self._scores.score()
+
+    def tables(self) -> list[ReportTable]:
+        return self._scores.tables()
+
+
+class TagTally(ClassTally):
+    """Each tag counts by itself; even of two tags, neither is "the" positive one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names, has_positive_class=False)
+
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.add_labels(record["guesses"], record["labels"])
+        self.examples += len(records)

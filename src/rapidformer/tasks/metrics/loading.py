@@ -144,8 +144,8 @@ def _score_entities(
 
 def _score_answers(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
     """Predictions ``{"id", "prediction_text"}``, references ``{"id", "answers": {"text"}}``."""
-    wanted = {str(each["id"]): each["answers"]["text"] for each in references}
-    answers = {str(each["id"]): each["prediction_text"] for each in predictions}
+    wanted = {str(row["id"]): row["answers"]["text"] for row in references}
+    answers = {str(row["id"]): row["prediction_text"] for row in predictions}
     missing = [name for name in wanted if name not in answers]
     if missing:
         raise DataError(f"squad: there is no prediction for the question {missing[0]!r}.")
@@ -155,7 +155,7 @@ def _score_answers(predictions: list[Any], references: list[Any], **settings: An
 def _score_answers_2(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
     """The same in the words of SQuAD 2's script, without its best thresholds."""
     scores = _score_answers(predictions, references)
-    counts = Counter("HasAns" if each["answers"]["text"] else "NoAns" for each in references)
+    counts = Counter("HasAns" if row["answers"]["text"] else "NoAns" for row in references)
     renamed: _Scores = {
         "exact": scores["exact_match"], "f1": scores["f1"], "total": len(references),
     }  # fmt: skip
@@ -176,8 +176,8 @@ def _score_rouge(
 
     stemmer = _build_stemmer() if use_stemmer else None
     keys = ("rouge1", "rouge2", "rougeL")
-    found = rouge_score(predictions, references, rouge_keys=keys, use_stemmer=use_stemmer)
-    scores = {key: float(found[f"{key}_fmeasure"]) for key in keys}
+    rouge = rouge_score(predictions, references, rouge_keys=keys, use_stemmer=use_stemmer)
+    scores = {key: float(rouge[f"{key}_fmeasure"]) for key in keys}
     pairs = zip(predictions, references, strict=True)
     total = sum(compute_rouge_lsum(text, wanted, stemmer) for text, wanted in pairs)
     return scores | {"rougeLsum": total / len(references)}
@@ -194,7 +194,10 @@ def _build_stemmer() -> Any:
 def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
     """sacreBLEU's score in percent; references are strings or lists of strings."""
     bleu = Bleu()
-    bleu.add(predictions, [each if isinstance(each, list) else [each] for each in references])
+    bleu.add(
+        predictions,
+        [reference if isinstance(reference, list) else [reference] for reference in references],
+    )
     return {"score": bleu.score()}
 
 

@@ -93,25 +93,25 @@ class ConfusionTable:
     def _draw_mistakes(self) -> Table:
         from rich.markup import escape
 
-        found = [
+        rows = [
             (count, true, guess)
             for true, row in enumerate(self.counts)
             for guess, count in enumerate(row)
             if true != guess and count
         ]
-        found.sort(key=lambda mistake: -mistake[0])
+        rows.sort(key=lambda mistake: -mistake[0])
         table = start_table(["predicted", "count"], first="true")
-        for count, true, guess in found[:_SHOWN_MISTAKES]:
+        for count, true, guess in rows[:_SHOWN_MISTAKES]:
             table.add_row(escape(self.names[true]), escape(self.names[guess]), f"{count:,}")
         return table
 
 
-def score_counts(right: float, found: float, wanted: float) -> dict[str, float]:
+def score_counts(right: float, guessed: float, wanted: float) -> dict[str, float]:
     """Precision, recall and F1 from counts; 0 where they are undefined, as in scikit-learn."""
     return {
-        "precision": right / found if found else 0.0,
+        "precision": right / guessed if guessed else 0.0,
         "recall": right / wanted if wanted else 0.0,
-        "f1": 2 * right / (found + wanted) if found + wanted else 0.0,
+        "f1": 2 * right / (guessed + wanted) if guessed + wanted else 0.0,
         "support": int(wanted),
     }
 

@@ -6,11 +6,11 @@ sums of them, never the records: its size does not grow with the split.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rapidformer.tasks.metrics.perplexity import compute_perplexity
 from rapidformer.tasks.metrics.tables import ReportTable
 
 Record = Mapping[str, Any]
@@ -84,3 +84,11 @@ class ChoiceTally(Tally):
 
     def score(self) -> dict[str, float]:
         return {"accuracy": self._hits / self.examples if self.examples else 0.0}
+
+
+def compute_perplexity(mean_loss: float) -> float:
+    """exp of the mean loss per token; infinity if that overflows."""
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf

@@ -17,7 +17,7 @@ from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
     NextToken,
     NextTokenInMegatronsForm,
-    Objective,
+    PretrainingObjective,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Nu
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 
 
-def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
+def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjective:
     """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
@@ -40,7 +40,7 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> Objective:
     return _choose_class(config)(args, tokenizer)
 
 
-def _choose_class(config: Any) -> type[Objective]:
+def _choose_class(config: Any) -> type[PretrainingObjective]:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -65,7 +65,7 @@ def _choose_class(config: Any) -> type[Objective]:
     )
 
 
-def build_model(objective: Objective) -> nn.Module:
+def build_model(objective: PretrainingObjective) -> nn.Module:
     """The model in fp32: pretrained, or new with a vocabulary that fits the tokenizer."""
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
@@ -76,20 +76,20 @@ def build_model(objective: Objective) -> nn.Module:
     return model
 
 
-def _build_hugging_face(objective: Objective) -> nn.Module:
+def _build_hugging_face(objective: PretrainingObjective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
-        own = load_config(args).vocab_size
+        size = load_config(args).vocab_size
         is_from_sizes = get_model_location(args) is None
-        if own < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
+        if size < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
             settings["vocab_size"] = _pad_vocabulary(args, tokenizer)
         if is_from_sizes:
             settings |= objective.get_token_ids()
     return build_pretrained(objective.auto_class, args, **settings)
 
 
-def count_usable_tokens(objective: Objective) -> int:
+def count_usable_tokens(objective: PretrainingObjective) -> int:
     """The number of tokens that both tokenizer and model have; objectives insert only these."""
     args, tokenizer = objective.args, objective.tokenizer
     if is_from_scratch(args):
@@ -139,13 +139,15 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
             pretrained_model_name_or_path=args.tokenizer_name_or_path,
         )
     processor = load_tokenizer(args)
-    own = {token_id: token for token, token_id in tokenizer.vocab.items()}
+    tokens = {token_id: token for token, token_id in tokenizer.vocab.items()}
     added = [
-        own[token_id] for token_id in range(len(processor), tokenizer.vocab_size) if token_id in own
+        tokens[token_id]
+        for token_id in range(len(processor), tokenizer.vocab_size)
+        if token_id in tokens
     ]
     processor.add_tokens(added, special_tokens=True)
     for role in ("bos", "eos"):
         # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
-            setattr(processor, f"{role}_token", own[getattr(tokenizer, role)])
+            setattr(processor, f"{role}_token", tokens[getattr(tokenizer, role)])
     return processor

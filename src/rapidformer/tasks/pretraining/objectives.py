@@ -7,7 +7,6 @@ not by the model, so that each term can be weighted and reported separately.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +15,16 @@ from torch.nn import functional
 
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.pretraining import get_ltor_masks_and_position_ids
-from rapidformer.data.update import UPDATE_COUNTS
+from rapidformer.data.update import MicroBatch
+from rapidformer.objectives import Context, Objective, Term, Terms
+from rapidformer.objectives.objective import Count
 
 if TYPE_CHECKING:
     from rapidformer.config import Settings
     from rapidformer.data.tokenizers import Tokenizer
 
-Part = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
-Loss = tuple[torch.Tensor, float | torch.Tensor | None, dict[str, Part]]
-"""A mean, what it was taken over (None: the labels), and its parts, each with its own count if it
-is a mean over something else.
-"""
 
-
-class Objective(ABC):
+class PretrainingObjective(Objective):
     """One way to learn from text."""
 
     name: str
@@ -38,20 +33,10 @@ class Objective(ABC):
     """Name of the Auto class in transformers that builds the model."""
     has_order_head = False
     """Whether the model also predicts if two segments were swapped."""
-    counts_ahead = False
-    """Whether ``compute_loss`` needs the counts of the whole update, as ``update_counts``."""
 
     def __init__(self, args: Settings, tokenizer: Tokenizer) -> None:
         self.args = args
         self.tokenizer = tokenizer
-
-    @abstractmethod
-    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
-        """The loss of a micro-batch."""
-
-    def combine_means(self, means: dict[str, float]) -> dict[str, float]:
-        """The loss and its parts for an evaluation, from the means over all the data."""
-        return means
 
     def count_added_tokens(self) -> int:
         """The objective inserts only ids below this; a pretrained model needs an embedding for
@@ -66,30 +51,26 @@ class Objective(ABC):
         return {key: getattr(self.tokenizer, name) for key, name in names.items() if has(name)}
 
 
-class NextToken(Objective):
+class NextToken(PretrainingObjective):
     """Predict each token from those before it."""
 
     name = "gpt"
     auto_class = "AutoModelForCausalLM"
 
-    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+    def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         text = batch["text"]
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         hidden, positions, counted = self.get_masks(tokens)
         losses, extra = self.get_token_losses(model, tokens, labels, hidden, positions)
         if counted is None:
-            # Every row has the same number of tokens.
-            weight: float | torch.Tensor = len(text)
-            mean = losses.mean()
+            words = Term(losses.mean(), len(text))  # every row has the same number of tokens
         else:
-            weight = counted.sum()
-            # A micro-batch of only end tokens has no weight; avoid dividing by zero.
-            mean = (losses * counted).sum() / weight.clamp(min=1)
+            # A micro-batch of only end tokens has no weight.
+            words = Term.from_sum((losses * counted).sum(), counted.sum())
         if not extra:
-            return mean, weight, {}
+            return words
         balance = torch.stack([part.float() for part in extra]).sum()
-        total = mean + model.moe_loss_coeff * balance
-        return total, weight, {"lm_loss": mean, "moe_loss": balance}
+        return {"lm_loss": words, "moe_loss": Term(balance, words.count, model.moe_loss_coeff)}
 
     def get_masks(
         self, tokens: torch.Tensor
@@ -145,7 +126,7 @@ class NextTokenInMegatronsForm(NextToken):
         return returned, []
 
 
-class HiddenTokens(Objective):
+class HiddenTokens(PretrainingObjective):
     """Predict the masked tokens."""
 
     name = "bert"
@@ -154,9 +135,9 @@ class HiddenTokens(Objective):
     def count_added_tokens(self) -> int:
         return self.tokenizer.own_vocab_size  # random words
 
-    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+    def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         logits, labels = model(**_get_inputs(batch)).logits, batch["labels"]
-        return _get_mean(logits, labels), None, {}
+        return Term(_get_mean(logits, labels))
 
 
 class HiddenTokensAndOrder(HiddenTokens):
@@ -164,38 +145,31 @@ class HiddenTokensAndOrder(HiddenTokens):
 
     auto_class = "AutoModelForPreTraining"
     has_order_head = True
-    counts_ahead = True
 
-    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+    def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         outputs = model(**_get_inputs(batch))
         order_logits = getattr(outputs, "seq_relationship_logits", None)
         if order_logits is None:
             order_logits = outputs.sop_logits
         words = _get_losses(outputs.prediction_logits, batch["labels"]).sum()
         order = functional.cross_entropy(order_logits.float(), batch["next_sentence_label"])
-        # The first loss is a mean over masked tokens, the second over rows, and rows differ in how
-        # many tokens are masked: some have none. Rescale the first to the weight of the second, so
-        # that both are means over the whole update, however it is cut into micro-batches.
-        rows, labels = len(order_logits), _count(batch["labels"])
-        all_rows, all_labels = batch.get(UPDATE_COUNTS, (rows, labels))
-        per_row = words / rows * (all_rows / all_labels.clamp(min=1))
-        parts: dict[str, Part] = {
-            "lm_loss": (words / labels.clamp(min=1), labels),
-            "sop_loss": (order, rows),
+        return {
+            "lm_loss": Term.from_sum(words, _count(batch["labels"])),
+            "sop_loss": Term(order, len(order_logits)),
         }
-        return per_row + order, rows, parts
 
-    def combine_means(self, means: dict[str, float]) -> dict[str, float]:
-        return means | {"loss": means["lm_loss"] + means["sop_loss"]}
+    def count(self, micro_batch: MicroBatch) -> dict[str, Count]:
+        # Rows differ in how many tokens are masked: some have none.
+        return {"lm_loss": micro_batch.info.labels, "sop_loss": micro_batch.info.rows}
 
 
-class HiddenSpans(Objective):
+class HiddenSpans(PretrainingObjective):
     """Predict the masked spans of text."""
 
     name = "t5"
     auto_class = "AutoModelForSeq2SeqLM"
 
-    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Loss:
+    def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         labels, inputs = batch["labels"], _get_inputs(batch)
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
@@ -204,7 +178,7 @@ class HiddenSpans(Objective):
             # The model shifts the labels only in its forward, where it also computes a loss nobody
             # needs.
             inputs["labels"] = labels
-        return _get_mean(model(**inputs, use_cache=False).logits, labels), None, {}
+        return Term(_get_mean(model(**inputs, use_cache=False).logits, labels))
 
     def count_added_tokens(self) -> int:
         return self.tokenizer.vocab_size  # the sentinels come last
@@ -215,7 +189,7 @@ class HiddenSpans(Objective):
 
 
 def _get_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    others = ("labels", "next_sentence_label", UPDATE_COUNTS)
+    others = ("labels", "next_sentence_label")
     return {key: value for key, value in batch.items() if key not in others}
 
 

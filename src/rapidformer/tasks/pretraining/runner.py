@@ -5,14 +5,14 @@ use.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rapidformer.context import get_tokenizer
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.evaluation.evaluation_report import EvaluationReport
+from rapidformer.objectives import Objective
+from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
     build_model,
     choose_objective,
@@ -20,7 +20,6 @@ from rapidformer.tasks.pretraining.models import (
     load_processor,
 )
 from rapidformer.training.evaluation import Metrics, evaluate_model
-from rapidformer.training.forward import ForwardResult, interpret_forward
 from rapidformer.training.pretrainer import PreTrainer
 
 _SPLITS = {"train": 0, "validation": 1, "valid": 1, "test": 2}
@@ -29,11 +28,12 @@ _SPLITS = {"train": 0, "validation": 1, "valid": 1, "test": 2}
 class TaskPreTrainer(PreTrainer):
     """A PreTrainer whose hooks come from an objective."""
 
+    has_shifted_labels = False  # objectives compare each position with its own label
+
     def __init__(self, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self.tokenizer = get_tokenizer()
         self.objective = choose_objective(self.args, self.tokenizer)
-        self.counts_ahead = self.objective.counts_ahead
         self.processor = load_processor(self.args, self.tokenizer)
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
@@ -52,12 +52,8 @@ class TaskPreTrainer(PreTrainer):
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         return build_model(self.objective), None, None
 
-    def make_forward(self, model: Any) -> Callable[[Any], ForwardResult]:
-        self.engine.shifts_labels = False  # objectives compare each position with its own label
-        return lambda batch: interpret_forward(self.objective.compute_loss(model, batch))
-
-    def combine_means(self, means: Metrics) -> Metrics:
-        return self.objective.combine_means(means)
+    def build_objective(self) -> Objective:
+        return self.objective
 
 
 def pretrain(engine: RapidformerEngine) -> Metrics:

@@ -38,17 +38,17 @@ def find_column(
 
     Columns in ``taken`` already have another role.
     """
-    given = getattr(args, role.setting)
-    if given is not None:
-        return check_given(given, role.flag, available)
+    column = getattr(args, role.setting)
+    if column is not None:
+        return check_given(column, role.flag, available)
     free = [name for name in available if name not in taken]
     by_lower = {name.lower(): name for name in free}
-    found = next((name for name in role.candidates if name in free), None)
-    if found is None:
-        found = next((by_lower[name] for name in role.candidates if name in by_lower), None)
-    if found is None and role.required:
+    match = next((name for name in role.candidates if name in free), None)
+    if match is None:
+        match = next((by_lower[name] for name in role.candidates if name in by_lower), None)
+    if match is None and role.required:
         raise DataError(describe_missing([role], available))
-    return found
+    return match
 
 
 def find_columns(
@@ -58,12 +58,14 @@ def find_columns(
 
     A column has only one role: the roles choose in the order given.
     """
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     missing: list[ColumnRole] = []
     problems: list[str] = []
     for role in roles:
         try:
-            found[role.name] = str(find_column(role, available, args, taken=list(found.values())))
+            columns[role.name] = str(
+                find_column(role, available, args, taken=list(columns.values()))
+            )
         except DataError as error:
             if getattr(args, role.setting) is None:
                 missing.append(role)
@@ -73,17 +75,17 @@ def find_columns(
         problems.append(describe_missing(missing, available))
     if problems:
         raise DataError(" ".join(problems))
-    return found
+    return columns
 
 
-def check_given(given: str, flag: str, available: Sequence[str]) -> str:
+def check_given(column: str, flag: str, available: Sequence[str]) -> str:
     """The column that the user named, if it exists."""
-    if given in available:
-        return given
-    near = find_nearest(given, available)
+    if column in available:
+        return column
+    near = find_nearest(column, available)
     hint = f" Did you mean {flag} {near}?" if near else ""
     raise DataError(
-        f"{flag} {given}: the data has no such column. It has {_listed(available)}.{hint}"
+        f"{flag} {column}: the data has no such column. It has {_listed(available)}.{hint}"
     )
 
 

@@ -121,13 +121,13 @@ def _can_write_to(folder: Path) -> bool:
 
 
 def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
-    given = args.metric_for_best_model
-    if given is None or given.removeprefix("eval_") in metrics:
+    metric = args.metric_for_best_model
+    if metric is None or metric.removeprefix("eval_") in metrics:
         return
-    near = find_nearest(given, metrics)
+    near = find_nearest(metric, metrics)
     hint = f" Did you mean {near}?" if near else ""
     yield (
-        f"--metric-for-best-model {given}: --task {args.task} has no such metric. It has "
+        f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
         f"{', '.join(metrics)}.{hint}"
     )
 
@@ -179,10 +179,10 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
     # A run's own --config file may name its training data.
     is_asked = args.sources.get("data_path") in ("command line", "code")
     has_data = args.data_path is not None and is_asked
-    given = [flag for flag, is_given in (("--input", texts), ("--data-path", has_data)) if is_given]
-    if args.chat and given:
-        yield f"--chat takes what you type: leave out {' and '.join(given)}."
-    elif len(given) > 1:
+    flags = [flag for flag, is_given in (("--input", texts), ("--data-path", has_data)) if is_given]
+    if args.chat and flags:
+        yield f"--chat takes what you type: leave out {' and '.join(flags)}."
+    elif len(flags) > 1:
         yield "--input and --data-path exclude each other: give only one of them."
     if STANDARD_INPUT in texts and len(texts) > 1:
         yield "--input - reads standard input, and cannot be combined with other texts."

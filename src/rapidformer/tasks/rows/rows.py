@@ -40,13 +40,13 @@ def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     from rapidformer.data.sources import load_splits
     from rapidformer.data.splits import name_splits
 
-    found = load_splits(args) if splits is None else name_splits(splits, "the given data")
+    tables = load_splits(args) if splits is None else name_splits(splits, "the given data")
     limits = {
         "train": args.max_train_samples,
         "validation": args.max_eval_samples,
         "test": args.max_predict_samples,
     }
-    return {name: take_first(rows, limits[name]) for name, rows in found.items()}
+    return {name: take_first(rows, limits[name]) for name, rows in tables.items()}
 
 
 def take_first(rows: Any, limit: int | None) -> Any:
@@ -173,10 +173,15 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def list_own_code() -> list[Path]:
+    """The files of the tasks and of what they share."""
+    return sorted(Path(__file__).parents[1].rglob("*.py"))
+
+
 @cache
 def _hash_own_code() -> str:
-    """A hash of the code, so that features cached by older code are never reused."""
+    """A hash of all tasks' code, so that features cached by older code are never reused."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in list_own_code():
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Turn plain text into rows of tokens for language models.
+"""Plain text for language models: rows of tokens, their records, loss and perplexity.
 
 With `group_texts`, texts are joined and cut into rows of exactly the sequence length, so that
 nothing is padded or truncated; what remains at the end of a batch of 1000 texts becomes a shorter
@@ -8,30 +8,34 @@ row instead of being dropped. Without it, each text is one row, truncated to the
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import check_row_texts
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
+from rapidformer.tasks.metrics.tally import TokenTally, compute_perplexity
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.text.text import TextParts
+
+if TYPE_CHECKING:
+    import torch
+
+    from rapidformer.tasks.metrics.tally import Tally
 
 
 def encode_blocks(
     rows: Any,
     split: str,
     column: str,
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
+    parts: TextParts,
     *,
     add_special: bool,
 ) -> Any:
     """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
     otherwise the end-of-text token, if there is one, follows each text.
     """
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
+    tokenizer, groups = parts.tokenizer, parts.args.group_texts
     before, after = get_frame(tokenizer) if add_special else ([], [])
-    room = max_length - len(before) - len(after)
+    room = parts.length - len(before) - len(after)
     end = [] if add_special or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -39,7 +43,7 @@ def encode_blocks(
             t for t in check_row_texts(columns[column], column, split, indices[0]) if t.strip()
         ]
         ids = _tokenize(texts, tokenizer) if texts else []
-        if args.group_texts:
+        if groups:
             joined = list(chain.from_iterable([*text, *end] for text in ids))
             pieces = [joined[start : start + room] for start in range(0, len(joined), room)]
         else:
@@ -47,13 +51,7 @@ def encode_blocks(
         framed = [[*before, *piece, *after] for piece in pieces if len(piece) > 1 or add_special]
         return {"input_ids": framed, "attention_mask": [[1] * len(row) for row in framed]}
 
-    key = ("blocks", column, max_length, args.group_texts, add_special)
-    result = map_rows(
-        rows,
-        encode,
-        workers=args.preprocessing_workers,
-        key=(*key, get_tokenizer_key(tokenizer)),
-    )
+    result = parts.map_rows(rows, encode, "blocks", column, groups, add_special)
     if len(result) == 0:
         raise DataError(f"{split}: the column {column} has no text to train on.")
     return result
@@ -73,3 +71,43 @@ def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
         if framed[start : start + len(probe)] == probe:
             return framed[:start], framed[start + len(probe) :]
     return [], []
+
+
+TEXT = ColumnRole(
+    name="text",
+    candidates=("text", "content", "sentence", "document", "article", "review", "code"),
+    holds="the text",
+    setting="text_column",
+)
+
+
+class LanguageModel(Task):
+    """A task whose rows are blocks of plain text, not examples of the user's."""
+
+    columns: tuple[ColumnRole, ...] = (TEXT,)
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        return TokenTally()
+
+
+def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
+    """One record per row: summed loss, labelled tokens, correct tokens."""
+    from rapidformer.tasks.evaluation.scoring import score_tokens
+
+    losses, counts, hits = score_tokens(logits, labels)
+    return [
+        {"loss": loss, "count": count, "hits": hit}
+        for loss, count, hit in zip(losses, counts, hits, strict=True)
+    ]
+
+
+def describe_blocks(records: list[Record]) -> list[dict[str, Any]]:
+    """The perplexity of each block, if there is nothing to generate or fill in."""
+    return [
+        {
+            "loss": get_mean_loss([record]),
+            "perplexity": compute_perplexity(get_mean_loss([record])),
+            "tokens": record["count"],
+        }
+        for record in records
+    ]

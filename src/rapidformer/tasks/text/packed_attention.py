@@ -147,17 +147,19 @@ class _Proof:
             )
         findings = []
         for way in _WAYS:
-            found = self._try_way(way, alone)
-            if found is not None and found.is_good:
+            measured = self._try_way(way, alone)
+            if measured is not None and measured.is_good:
                 get_logger().info(
                     "packing   %s keeps examples apart by %s, tested on this model: packed and "
                     "alone differ by %.0e; the effect of an example on the next is %.0e (%.0e if "
                     "they are not kept apart)",
-                    self.name, way, found.difference, found.effect, joined.effect,
+                    self.name, way, measured.difference, measured.effect, joined.effect,
                 )  # fmt: skip
                 return way
             result = (
-                "not possible" if found is None else f"{found.difference:.0e}, {found.effect:.0e}"
+                "not possible"
+                if measured is None
+                else f"{measured.difference:.0e}, {measured.effect:.0e}"
             )
             findings.append(f"by {way}: {result}")
         raise ModelError(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.tasks.base import PreparedData
+from rapidformer.tasks.rows.rows import RowFunction, map_rows
 
 if TYPE_CHECKING:
     from rapidformer.data.collate import PadCollator
@@ -22,6 +25,44 @@ class TextParts(NamedTuple):
     tokenizer: Any
     length: int
     """Tokens per row."""
+    args: Any
+
+    def map_rows(self, rows: Any, encode: RowFunction, *key: Any) -> Any:
+        """Features of rows; ``key`` is what they depend on besides the tokenizer and the length."""
+        whole = (*key, self.length, get_tokenizer_key(self.tokenizer))
+        return map_rows(rows, encode, workers=self.args.preprocessing_workers, key=whole)
+
+    def prepare(
+        self,
+        features: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        side: str | None = None,
+        collate: Any = None,
+    ) -> PreparedData:
+        """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
+        return PreparedData(
+            **features,
+            collate=collate or build_text_collator(self.tokenizer, side),
+            processor=self.tokenizer,
+            model_settings={
+                **(settings or {}),
+                **get_text_settings(self.args, self.tokenizer, self.config),
+            },
+            extras=extras,
+        )
+
+    def prepare_input(
+        self, features: Any, extras: Mapping[str, Any], side: str | None = None
+    ) -> PreparedData:
+        """Rows to predict on, without labels."""
+        return PreparedData(
+            test=features,
+            collate=build_text_collator(self.tokenizer, side),
+            processor=self.tokenizer,
+            extras={"labelled": {"test": False}, **extras},
+        )
 
 
 def load_text_parts(args: Any, **options: Any) -> TextParts:
@@ -30,7 +71,7 @@ def load_text_parts(args: Any, **options: Any) -> TextParts:
     from rapidformer.models.configuration import load_config
 
     config, tokenizer = load_config(args), load_tokenizer(args, **options)
-    return TextParts(config, tokenizer, get_max_length(args, tokenizer, config))
+    return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
 def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:

@@ -11,6 +11,14 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
+from rapidformer.tasks.rows.rows import (
+    drop_columns,
+    get_column,
+    get_column_names,
+    keep_columns,
+    take_rows,
+)
+from rapidformer.tasks.text.text import TextParts
 
 # An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
@@ -26,8 +34,6 @@ _STRIDE = 128
 
 def has_answers(rows: Any, split: str, column: str) -> bool:
     """Whether a split has the column of answers; only a test split may go without."""
-    from rapidformer.tasks.rows.rows import get_column_names
-
     if column in get_column_names(rows):
         return True
     if split != "test":
@@ -37,8 +43,6 @@ def has_answers(rows: Any, split: str, column: str) -> bool:
 
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
     """Whether some question has no answer; reads a part of the rows at a time."""
-    from rapidformer.tasks.rows.rows import get_column, take_rows
-
     for start in range(0, len(rows), _PART):
         values = get_column(take_rows(rows, start, _PART), column)
         for number, value in enumerate(values, start=start + 1):
@@ -58,13 +62,13 @@ def _place_answers(value: Any, context: str, place: str, column: str) -> list[An
         if not text:
             continue
         if start is None or context[start : start + len(text)] != text:
-            found = context.find(text)
-            if found < 0:
+            first = context.find(text)
+            if first < 0:
                 raise DataError(
                     f"{place}: the answer {text[:60]!r} is not in its context; an answer must be "
                     "an exact copy of a part of it."
                 )
-            start = found
+            start = first
         answers.append((text, start))
     return answers
 
@@ -92,23 +96,14 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
 # --- windows -------------------------------------------------------------------------------------
 
 
-def encode_windows(
-    rows: Any,
-    split: str,
-    names: Sequence[str],
-    tokenizer: Any,
-    max_length: int,
-    args: Any,
-) -> Any:
+def encode_windows(rows: Any, split: str, names: Sequence[str], parts: TextParts) -> Any:
     """Cut the rows of a split into windows, with the first and last token of the answer.
 
     ``names`` are the columns of the question, the context and, if there are any, the answers.
     """
-    from rapidformer.tasks.rows.rows import map_rows
-    from rapidformer.tasks.text.text import get_tokenizer_key
-
-    room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
-    stride = min(_STRIDE, room // 2) if args.doc_stride is None else args.doc_stride
+    tokenizer, stride = parts.tokenizer, parts.args.doc_stride
+    room = parts.length - tokenizer.num_special_tokens_to_add(pair=True)
+    stride = min(_STRIDE, room // 2) if stride is None else stride
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         questions = check_row_texts(columns[names[0]], names[0], split, indices[0])
@@ -118,7 +113,7 @@ def encode_windows(
             questions,
             contexts,
             truncation="only_second",
-            max_length=max_length,
+            max_length=parts.length,
             stride=stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
@@ -144,9 +139,7 @@ def encode_windows(
             result["ends"] = [[last for _, last in offset] for offset in offsets]
         return result
 
-    key = ("windows", tuple(names), max_length, stride, get_tokenizer_key(tokenizer), split)
-    workers = args.preprocessing_workers
-    return map_rows(rows, encode, workers=workers, key=key)
+    return parts.map_rows(rows, encode, "windows", tuple(names), stride, split)
 
 
 def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
@@ -179,8 +172,6 @@ def _find_span(
 
 def separate(encoded: Any, split: str) -> tuple[Any, Any]:
     """Split the columns into the model's inputs and the record of where each window comes from."""
-    from rapidformer.tasks.rows.rows import drop_columns, keep_columns
-
     if split == "train":
         return encoded, None
     return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)

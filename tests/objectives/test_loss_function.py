@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rapidformer.errors import RapidformerError
-from rapidformer.training.forward import SingleBatch, interpret_forward
+from rapidformer.objectives import Term
+from rapidformer.objectives.loss_function import SingleBatch, read_terms
 
 LOSS = torch.tensor(1.5)
 
@@ -26,21 +27,21 @@ LOSS = torch.tensor(1.5)
     ids=["loss", "loss and count", "loss and tensor", "dict", "Megatron", "Megatron, loss alone"],
 )
 def test_forms(returned: Any, loss: float, weight: float | None) -> None:
-    result = interpret_forward(returned)
-    assert result.loss.item() == loss
-    assert result.weight == weight
+    term = read_terms(returned)["loss"]
+    assert term.mean.item() == loss
+    assert term.count == weight
 
 
 def test_hugging_faces_output_is_a_dict_with_a_loss() -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
-    result = interpret_forward(CausalLMOutput(loss=LOSS, logits=torch.zeros(1)))
-    assert result.loss is LOSS
+    terms = read_terms(CausalLMOutput(loss=LOSS, logits=torch.zeros(1)))
+    assert terms["loss"].mean is LOSS
 
 
 def test_gradient_flows_through() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
-    interpret_forward({"loss": weight * 3}).loss.backward()
+    read_terms({"loss": weight * 3})["loss"].mean.backward()
     assert weight.grad == 3
 
 
@@ -58,7 +59,7 @@ def test_gradient_flows_through() -> None:
 )
 def test_other_forms_are_explained(returned: Any, text: str) -> None:
     with pytest.raises(RapidformerError, match=f"run_forward_step {text}"):
-        interpret_forward(returned)
+        read_terms(returned)
 
 
 def test_iterator_of_a_step_has_one_batch() -> None:
@@ -74,8 +75,7 @@ def test_parts_of_a_loss_are_kept_by_name() -> None:
     parts = {"lm loss": LOSS * 2, "text": "no number", "many": torch.zeros(3), "sop": (LOSS, 2)}
     forms = (((LOSS, 4, parts), 4), ((LOSS, lambda output: (output, parts)), None))
     for returned, weight in forms:
-        result = interpret_forward(returned)
-        assert result.loss is LOSS
-        assert result.weight == weight
-        assert result.parts == {"lm_loss": (LOSS * 2, weight), "sop": (LOSS, 2)}
-    assert interpret_forward(LOSS).parts == {}
+        terms = dict(read_terms(returned))
+        assert terms.pop("loss") == Term(LOSS, weight)
+        assert terms == {"lm_loss": Term(LOSS * 2, weight, 0.0), "sop": Term(LOSS, 2, 0.0)}
+    assert list(read_terms(LOSS)) == ["loss"]

@@ -1,16 +1,14 @@
-"""Where the numbers of a run go: ``metrics.jsonl``, and TensorBoard.
+"""``metrics.jsonl``: one JSON object per line.
 
-``metrics.jsonl`` has one JSON object per line. A resumed run continues the same file, after
-removing the lines of steps that it will repeat.
+A resumed run continues the same file, after removing the lines of steps that it will repeat.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
-import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rapidformer.checkpoint.writing import writing
 from rapidformer.errors import WriteError
 from rapidformer.log import warn_once
 from rapidformer.strict_json import format_json
+from rapidformer.training.trackers.tracker import TrackedRun
 
 
 class MetricsFile:
@@ -28,22 +27,27 @@ class MetricsFile:
     A disk that cannot be written to does not end the run: its lines are kept for the next call.
     """
 
-    def __init__(self, folder: Path, *, resume_step: float = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / METRICS_FILE
+    def __init__(self) -> None:
+        self.path = Path(METRICS_FILE)
         self._pending: list[str] = []
         self._last_kept: float | None = None
         """The step after which the lines in the file are still to be removed."""
-        if resume_step:
-            _cut(self.path, resume_step)
+
+    def start(self, run: TrackedRun) -> None:
+        folder = run.folder or Path()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS_FILE
+        if run.resume_step:
+            _cut(self.path, run.resume_step)
         else:
             self.path.unlink(missing_ok=True)
 
-    def write(self, line: dict[str, Any]) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        line = dict(values) if step is None else {"step": step, **values}
         self._pending.append(format_json(line) + "\n")
-        self.flush()
+        self.finish()
 
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Do to the file what the disk has not allowed so far."""
         if not self._pending and self._last_kept is None:
             return
@@ -66,7 +70,7 @@ class MetricsFile:
         """Remove the lines of later steps."""
         self._pending = [line for line in self._pending if _get_step(line) <= step]
         self._last_kept = step if self._last_kept is None else min(step, self._last_kept)
-        self.flush()
+        self.finish()
 
 
 def _cut(path: Path, step: float) -> None:
@@ -95,30 +99,3 @@ def _get_step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def open_board(folder: str | Path, resume_step: int = 0) -> Any:
-    """TensorBoard's writer; None, with a warning, where TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        warn_once(
-            "no TensorBoard logs: run pip install tensorboard. metrics.jsonl has all the numbers."
-        )
-        return None
-    purge_step = resume_step + 1 if resume_step else None
-    _quiet_board_threads()
-    return SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _quiet_board_threads() -> None:
-    """TensorBoard's thread hands its error to our next call, which warns: no traceback as well."""
-    before = threading.excepthook
-
-    def report(failure: threading.ExceptHookArgs) -> None:
-        is_board = type(failure.thread).__module__.startswith("tensorboard.")
-        if not (is_board and isinstance(failure.exc_value, OSError)):
-            before(failure)
-
-    threading.excepthook = report

@@ -1,0 +1,144 @@
+"""What the loader needs of data: rows by their number, or a stream of rows with a position.
+
+A row has one global number, the same on every rank and after every resume, and what a source gives
+depends on that number alone. So a mixture of data sets is a source as well: it finds the set and
+the row in it from the number. Of a stream, every rank reads all rows and keeps its slice of each
+round: all ranks must draw the same random numbers for it and get the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import IterableDataset
+
+from rapidformer.data.digest import compute_digest
+from rapidformer.data.random_numbers import random_numbers_from
+from rapidformer.errors import DataError
+
+Take = Callable[[int], list[Any]]
+"""Reads the next samples, up to this many."""
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """Data as the loader sees it; a user's data set may be one itself."""
+
+    name: str
+    fingerprint: str | None
+    """Another one for other rows; None if that is not known. Compared when a run is resumed."""
+
+    @property
+    def size(self) -> int | None:
+        """The number of rows; None for a stream."""
+
+    def get_rows(self, numbers: Sequence[int]) -> list[Any]:
+        """The rows with these numbers; not for a stream."""
+
+    def read(self, seed: int, epoch: int, position: int) -> Take:
+        """Read a pass over a stream, from after this many rows on."""
+
+    def find_set(self, number: int) -> str:
+        """The name of the data set that a row is from."""
+
+
+class Rows:
+    """A data set with a length, whose rows can be had in any order."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.name = type(dataset).__name__
+        self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
+
+    @property
+    def size(self) -> int | None:
+        return len(self._dataset)
+
+    def get_rows(self, numbers: Sequence[int]) -> list[Any]:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        if fetch_many is not None:
+            rows: list[Any] = fetch_many(numbers)
+            return rows
+        return [self._dataset[number] for number in numbers]
+
+    def read(self, seed: int, epoch: int, position: int) -> Take:
+        raise TypeError(f"{self.name} is not a stream")
+
+    def find_set(self, number: int) -> str:
+        find: Callable[[int], str] | None = getattr(self._dataset, "find_set", None)
+        return self.name if find is None else find(number)
+
+
+class Stream:
+    """A data set that can only be read from its start to its end.
+
+    The rows before a position are read again and dropped, although the data set may have a
+    ``state_dict`` of its own: Hugging Face's leaves out the rows in its shuffle buffer.
+    """
+
+    size: int | None = None
+    fingerprint: str | None = None
+
+    def __init__(
+        self, dataset: Any, gather_digests: Callable[[str], Sequence[str]] | None = None
+    ) -> None:
+        self._dataset = dataset
+        self.name = type(dataset).__name__
+        self._gather_digests = gather_digests
+        """How the ranks compare what they have read; None once they have."""
+
+    def get_rows(self, numbers: Sequence[int]) -> list[Any]:
+        raise TypeError(f"{self.name} is a stream")
+
+    def find_set(self, number: int) -> str:
+        return self.name
+
+    def read(self, seed: int, epoch: int, position: int) -> Take:
+        # Not the process's own numbers: all ranks must read the same samples. And one sequence of
+        # numbers for the whole pass: where rounds begin must not change what is read.
+        numbers = random_numbers_from((seed, epoch), is_continued=True)
+        with numbers:
+            rows = iter(self._dataset)
+
+        def take(count: int) -> list[Any]:
+            with numbers:
+                samples = list(islice(rows, count))
+            self._check_equal(samples)
+            return samples
+
+        with numbers:
+            for _ in islice(rows, position):
+                pass
+        return take
+
+    def _check_equal(self, samples: list[Any]) -> None:
+        """Refuse a stream if the ranks read different rows of it; compares one round only."""
+        if self._gather_digests is None:
+            return
+        digests = self._gather_digests(compute_digest(samples))
+        self._gather_digests = None
+        if len(set(digests)) > 1:
+            raise DataError(
+                f"the processes read different rows from {self.name}: it shards "
+                "itself by rank (datasets.distributed.split_dataset_by_node, RANK, ...), or it "
+                "shuffles without a seed. Every process must read the same, whole stream: the "
+                "loader deals out the rows itself. Remove the sharding, or give the shuffle a seed."
+            )
+
+
+def open_source(
+    dataset: Any, gather_digests: Callable[[str], Sequence[str]] | None = None
+) -> DataSource:
+    """Whatever the user has as a source."""
+    if isinstance(dataset, DataSource):
+        return dataset
+    if is_stream(dataset):
+        return Stream(dataset, gather_digests)
+    return Rows(dataset)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the data has no length, or must be read in order."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")

@@ -1,0 +1,195 @@
+"""An objective with its model: the forward step that ``engine.run_update`` takes.
+
+What a micro-batch must know of its whole update travels in its batch, under one key, so that a CUDA
+graph and a pipeline see it like any other input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.data.batch import count_rows
+from rapidformer.data.update import Update
+from rapidformer.dist.collectives import sum_over_rows
+from rapidformer.dist.topology import Topology
+from rapidformer.errors import RapidformerError
+from rapidformer.objectives.first_pass import look, survey
+from rapidformer.objectives.objective import Context, Count, Objective, Term, Terms
+
+_UPDATE = "rapidformer_update"
+"""Key of a batch: what is known of its whole update."""
+
+
+class ForwardResult(NamedTuple):
+    """What a forward step returns to the engine, which counts a weight of None."""
+
+    loss: Tensor
+    weight: Count | None
+    parts: Mapping[str, tuple[Tensor, Count | None]]
+    """Means by name with what they were taken over; only shown."""
+
+
+class BoundObjective:
+    """Computes the loss of micro-batches with one model."""
+
+    def __init__(
+        self, objective: Objective, model: Any, frozen: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        self._objective = objective
+        self._model = model
+        self._frozen = {name: (frozen or {}).get(name) for name in objective.frozen}
+        missing = [name for name, module in self._frozen.items() if module is None]
+        if missing:
+            raise RapidformerError(
+                f"{type(objective).__name__} needs a frozen model as {missing[0]!r}: return it "
+                f"from provide_frozen_models() as {{{missing[0]!r}: model}}."
+            )
+        for module in self._frozen.values():
+            assert module is not None
+            module.requires_grad_(False).eval()
+        self._context = Context(frozen=self._frozen)  # type: ignore[arg-type]
+        self._weights: dict[str, float] = {}
+        """The weights of the terms, if there are several."""
+
+    @property
+    def steps(self) -> Sequence[Callable[..., Any]]:
+        """The code in it that may be the user's."""
+        return self._objective.list_steps()
+
+    def __call__(self, batch: Any) -> ForwardResult:
+        known: Mapping[str, Any] = {}
+        if isinstance(batch, Mapping) and _UPDATE in batch:
+            known = batch[_UPDATE]
+            batch = {name: value for name, value in batch.items() if name != _UPDATE}
+        terms = self._objective.compute(self._model, batch, self._get_context(known, batch))
+        terms = {"loss": terms} if isinstance(terms, Term) else terms
+        return self._combine(terms, known.get("factors"), batch)
+
+    def _get_context(self, known: Mapping[str, Any], batch: Any) -> Context:
+        if not self._objective.has_first_pass:
+            return self._context
+        if not known:  # outside of an update, a batch is one by itself
+            rows = look(self._objective, self._model, batch)
+            places = torch.arange(count_rows(rows), device=next(iter(rows.values())).device)
+            return replace(self._context, rows=self._objective.summarize(rows), places=places)
+        known["random"].restore()
+        return replace(self._context, rows=known["rows"], places=known["places"])
+
+    def _combine(
+        self, terms: Terms, factors: Mapping[str, Tensor] | None, batch: Any
+    ) -> ForwardResult:
+        """One mean with its weight: what the engine back-propagates and divides by."""
+        learnt = {name: term for name, term in terms.items() if term.weight}
+        parts = {
+            name: (term.mean.detach(), term.count)
+            for name, term in terms.items()
+            if len(learnt) > 1 or name not in learnt
+        }
+        first, *others = learnt.values()
+        self._weights = {name: term.weight for name, term in learnt.items()} if others else {}
+        if factors is None:
+            loss = sum((_weigh(term) for term in others), start=_weigh(first))
+            is_one_mean = all(_is_same(first.count, term.count) for term in others)
+            if not is_one_mean and torch.is_grad_enabled():
+                raise RapidformerError(
+                    f"the terms {', '.join(learnt)} of {type(self._objective).__name__} are means "
+                    "over different things: its method count(micro_batch) must return what each "
+                    "of them is a mean over."
+                )
+            # In an evaluation, the means are reported one by one and joined at the end.
+            return ForwardResult(loss, first.count if is_one_mean else count_rows(batch), parts)
+        # Each term is a mean over other things. Rows carry them all: each micro-batch's share of a
+        # sum is rescaled, so that dividing by the rows of the update divides it by its own count.
+        rows = count_rows(batch)
+        shares = [
+            _weigh(term) * (factors[name] * _get_count(name, term) / rows).to(term.mean.dtype)
+            for name, term in learnt.items()
+        ]
+        return ForwardResult(sum(shares[1:], start=shares[0]), rows, parts)
+
+    def combine_means(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The loss of an evaluation, from the means of its terms over all the data."""
+        if not self._weights:
+            return dict(means)
+        total = sum(weight * means[name] for name, weight in self._weights.items())
+        return {**means, "loss": total}
+
+    # ---- the whole update ------------------------------------------------------------------------
+
+    def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
+        """The update with what its micro-batches must know of each other in their batches."""
+        counts = [self._objective.count(micro_batch) for micro_batch in update]
+        if not (self._objective.has_first_pass or counts[0]):
+            return update
+        if not all(isinstance(micro_batch.batch, Mapping) for micro_batch in update):
+            raise RapidformerError(
+                f"{type(self._objective).__name__} needs batches of named tensors, got "
+                f"{type(update[0].batch).__name__}: let the collate function return a dictionary."
+            )
+        known: list[dict[str, Any]] = [{} for _ in update]
+        if counts[0]:
+            factors = self._sum_counts(update, counts, topology, device)
+            known = [{"factors": factors} for _ in update]
+        if self._objective.has_first_pass:
+            surveyed = survey(self._objective, self._model, update, topology, device)
+            known = [a | b for a, b in zip(known, surveyed, strict=True)]
+        return replace(
+            update,
+            micro_batches=tuple(
+                micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
+                for micro_batch, facts in zip(update, known, strict=True)
+            ),
+        )
+
+    def _sum_counts(
+        self,
+        update: Update,
+        counts: Sequence[Mapping[str, Count]],
+        topology: Topology,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """For each term, the rows of the update over its count in the update."""
+        names = list(counts[0])
+        table = [
+            [0.0] * (len(names) + 1)
+            if micro_batch.is_filler
+            else [micro_batch.info.rows, *counted.values()]
+            for micro_batch, counted in zip(update, counts, strict=True)
+        ]
+        if any(isinstance(value, Tensor) for line in table for value in line):
+            lines = [torch.stack([_to_double(value, device) for value in line]) for line in table]
+            totals = torch.stack(lines).sum(0)
+        else:
+            totals = torch.tensor(table, dtype=torch.float64, device="cpu").sum(0)
+            if device.type == "cuda":
+                totals = totals.pin_memory().to(device, non_blocking=True)
+        totals = sum_over_rows(totals, topology)
+        factors = totals[0] / totals[1:].clamp(min=1)
+        return dict(zip(names, factors.unbind(), strict=True))
+
+
+def _weigh(term: Term) -> Tensor:
+    return term.mean if term.weight == 1.0 else term.mean * term.weight
+
+
+def _is_same(count: Count | None, other: Count | None) -> bool:
+    """Whether two counts are one, without asking the device."""
+    return count is other or (not isinstance(count, Tensor) and count == other)
+
+
+def _get_count(name: str, term: Term) -> Count:
+    if term.count is None:
+        raise RapidformerError(
+            f"the term {name!r} of a loss with several counts must say its own: "
+            "Term(mean, count), or Term.from_sum(total, count)."
+        )
+    return term.count
+
+
+def _to_double(value: Count, device: torch.device) -> Tensor:
+    return torch.as_tensor(value).to(device, torch.float64)

@@ -1,0 +1,99 @@
+"""The interface of an objective: the loss of a micro-batch, as sums with their counts.
+
+A loss has one or several terms, and each is a mean over its own things: labels, rows, pairs. The
+gradient of an update is that of the sum of ``weight * (sum / count)`` over the terms, where sums
+and counts are those of the *whole* update on all processes. A term holds its mean and its count,
+because that is what models return; ``Term.from_sum`` takes a sum.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from rapidformer.data.update import MicroBatch
+
+Count = float | Tensor
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss."""
+
+    mean: Tensor
+    """Of this micro-batch; anything finite where the count is 0."""
+    count: Count | None = None
+    """What the mean was taken over. None: the labels of the batch, which the engine counts."""
+    weight: float = 1.0
+    """Its factor in the loss. A term of weight 0 is only shown."""
+
+    @classmethod
+    def from_sum(cls, total: Tensor, count: Count, weight: float = 1.0) -> Term:
+        """The term of a sum over ``count`` things, which may be none."""
+        least = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return cls(total / least, count, weight)
+
+
+Terms = Mapping[str, Term]
+"""The terms of a loss by name; names that end in ``_loss`` are printed in the log lines."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an objective is given besides the model and the batch."""
+
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """What ``first_pass`` returned, for all rows of the update, in the order of the samples."""
+    places: Tensor | None = None
+    """Which of ``rows`` are those of this micro-batch."""
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)
+    """The frozen models by the names in ``Objective.frozen``."""
+
+
+class Objective(ABC):
+    """What is learnt."""
+
+    frozen: tuple[str, ...] = ()
+    """The frozen models that it needs besides the one that learns: ``reference``, ``teacher``."""
+    has_first_pass = False
+    """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
+
+    @abstractmethod
+    def compute(self, model: Any, batch: Any, context: Context) -> Term | Terms:
+        """The terms of a micro-batch."""
+
+    def count(self, micro_batch: MicroBatch) -> Mapping[str, Count]:
+        """What each term is a mean over in this micro-batch, if the terms' counts differ.
+
+        Their totals are needed before the first backward pass. Empty if all terms have one count.
+        """
+        return {}
+
+    def first_pass(self, model: Any, batch: Any) -> Mapping[str, Tensor]:
+        """Values of each row (dimension 0) that other rows' losses depend on; has no gradient.
+
+        The loss pass draws the same random numbers again. Its gradient is exact if the loss is
+        computed with this micro-batch's rows alive among those of the update (``take_value``).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.first_pass")
+
+    def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What to pass on of the first pass, from all rows of the update: a baseline, say."""
+        return rows
+
+    def list_steps(self) -> list[Callable[..., Any]]:
+        """The code that computes the loss and may be the user's: ``--cuda-graph`` examines it."""
+        return [self.compute]
+
+
+def take_value(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """The value of one tensor with the gradient of another.
+
+    A row's loss may depend on the rows of other micro-batches. Each micro-batch then
+    back-propagates the sum of all losses into its own rows, and counts its own losses only.
+    """
+    return value.detach() + (gradient_of - gradient_of.detach())
