@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.side_effects import Examination
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
