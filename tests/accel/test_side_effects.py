@@ -219,9 +219,11 @@ def test_values_outside_the_code_are_known() -> None:
     steps = Steps()
     examination = examine(steps.plain)
     before = examination.read_values()
-    assert before == ((SCALE, 0.5), ())
+    assert before == (SCALE, 0.5)
     steps.factor = 0.25
-    assert examination.read_values() == ((SCALE, 0.25), ())
+    now = examination.read_values()
+    assert now == (SCALE, 0.25)
+    assert examination.find_changing(before, now) == "self.factor"
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,15 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
-from rapidformer.accel.cuda_graph.host_numbers import HostNumbers, count_unused_numbers, draw_unused
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome
-from rapidformer.accel.cuda_graph.recorder import Recorder, Snapshot
+from rapidformer.accel.cuda_graph.recorder import Recorder
+from rapidformer.accel.cuda_graph.snapshot import (
+    HostNumbers,
+    Snapshot,
+    count_unused_numbers,
+    draw_unused,
+)
 from rapidformer.accel.precision import processor
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.errors import ConfigurationError
@@ -59,6 +64,9 @@ class Again:
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         return function()
+
+    def close(self) -> None:
+        """There is no memory to give back."""
 
     def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         before = torch.get_rng_state()

@@ -68,8 +68,8 @@ class Examination:
 
     def __init__(self, steps: Iterable[Callable[..., Any]], model: nn.Module) -> None:
         self._seen: set[Any] = set()
-        self._values: list[Callable[[], Any]] = []
-        self._attributes: list[Callable[[], Any]] = []
+        self._values: list[tuple[str, Callable[[], Any]]] = []
+        self._attributes: list[tuple[str, Callable[[], Any]]] = []
         self._instances: dict[type, list[nn.Module]] = defaultdict(list)
         self._own_parameters = {id(parameter) for parameter in model.parameters()}
         self.modules: dict[nn.Module, None] = {}
@@ -85,21 +85,28 @@ class Examination:
 
     def read_values(self) -> Hashable:
         """The current values of what the code reads from outside: a graph is valid for these."""
-        values = tuple(
-            (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else value
-            for value in (read() for read in self._values)
+        values = (read() for _, read in self._values)
+        return (
+            *((v.data_ptr(), v.shape) if isinstance(v, torch.Tensor) else v for v in values),
+            *(read() for _, read in self._attributes),
         )
-        return values, tuple(read() for read in self._attributes)
+
+    def find_changing(self, before: Hashable, now: Hashable) -> str:
+        """The name of what differs between two results of ``read_values``."""
+        assert isinstance(before, tuple) and isinstance(now, tuple)
+        names = (name for name, _ in (*self._values, *self._attributes))
+        changes = (a != b for a, b in zip(before, now, strict=True))
+        return next((n for n, has_changed in zip(names, changes, strict=True) if has_changed), "")
 
     @property
     def reads_tensors(self) -> bool:
         """Whether the code reads tensors that are neither in its batch nor weights of the model."""
-        return any(_is_state(read()) for read in self._values)
+        return any(_is_state(read()) for _, read in self._values)
 
     def list_tensors(self) -> list[torch.Tensor]:
         """Tensors that the code may change in place: buffers, and those it reads from outside."""
         buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
-        outside = (value for value in (read() for read in self._values) if _is_state(value))
+        outside = (value for value in (read() for _, read in self._values) if _is_state(value))
         return list({id(tensor): tensor for tensor in (*buffers, *outside)}.values())
 
     def _add(self, root: nn.Module) -> None:
@@ -112,7 +119,7 @@ class Examination:
         for module in new:
             self._instances[get_own_class(module)].append(module)
             names = _list_attributes(module)
-            self._attributes += [functools.partial(vars(module).get, name) for name in names]
+            self._attributes += [(n, functools.partial(vars(module).get, n)) for n in names]
         for function in _list_own_code(new):
             self.check_function(function)
 
@@ -178,7 +185,7 @@ class Examination:
             if id(value) not in self._own_parameters:
                 raise SideEffectError(f"uses {name}, a trainable weight outside the model", _JOIN)
         elif isinstance(value, (*_CONSTANTS, torch.Tensor)) or _is_plain_tuple(value):
-            self._values.append(read)
+            self._values.append((name, read))
         elif isinstance(value, (FunctionType, MethodType, functools.partial, BuiltinFunctionType)):
             self.check_function(value, name)
         elif not isinstance(value, Settings) and not (isinstance(value, type) and is_pure(value)):

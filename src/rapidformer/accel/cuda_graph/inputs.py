@@ -7,24 +7,29 @@ of a few widths, and so is one for an encoder-decoder model.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
 from rapidformer.accel.unpad.batches import read_fixed_rows, removes_padding
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
-from rapidformer.data.nested import join, map_tensors
+from rapidformer.data.nested import iterate_tensors, join, map_tensors
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import find_fact
 
+Array = NDArray[Any]
+_ALIGNMENT = 256
+"""In bytes: kernels are compiled for aligned inputs."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -92,6 +97,8 @@ def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns:
     filling = find_fact(model, Filling)
     if filling is None or not filling.is_exact:
         return {}
+    if any(value.is_floating_point() for value in iterate_tensors(batch)):
+        return {}  # a weight that is 0 today may hide what the loss reads tomorrow
     if is_encoder_decoder(model):
         return choose_sides(model, batch, factor=factor)
     return choose_columns(model, batch, batch["attention_mask"], factor=factor)
@@ -141,6 +148,35 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
     return arrays, others
 
 
+class PackedTensors:
+    """Tensors next to each other in device memory, so that one copy from the host fills them all.
+
+    A small model's step has a handful of small inputs, and launching a copy for each takes longer
+    than copying.
+    """
+
+    def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._memory = torch.empty(self._starts[-1], dtype=torch.uint8, device=device)
+        self.tensors = [
+            _view(self._memory[start : start + array.nbytes], array)
+            for start, array in zip(self._starts, arrays, strict=False)
+        ]
+        self.fill(arrays)
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Copy in arrays with the same shapes and types; does not wait for the device."""
+        is_pinned = self._memory.device.type == "cuda"
+        host = torch.empty_like(self._memory, device="cpu", pin_memory=is_pinned)
+        memory = host.numpy()
+        for start, array in zip(self._starts, arrays, strict=False):
+            place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            place[...] = array
+        # torch does not reuse this pinned memory until the copy is done.
+        self._memory.copy_(host, non_blocking=True)
+
+
 class StaticInputs:
     """A batch whose tensors keep their addresses."""
 
@@ -182,3 +218,10 @@ def _describe(batch: Any, path: str, columns: Columns) -> Hashable:
     if isinstance(batch, _PLAIN):
         return batch
     raise NotRepeatableError(f"its batches hold {type(batch).__name__} objects")
+
+
+def _view(memory: Tensor, array: Array) -> Tensor:
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    # ``.data``: views share a version counter, so that changing one would invalidate the others,
+    # which autograd may have saved.
+    return memory.view(dtype).view(array.shape).data

@@ -51,11 +51,20 @@ class ReplayedCode:
         if has_gradient_hooks(parameters):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
 
-    def describe(self) -> Hashable:
+    def describe(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on, apart from its batch and the weights."""
         training = tuple(module.training for module in self._examination.modules)
         dropouts = tuple(module.p for module in self._dropouts)
         return training, dropouts, self._examination.read_values()
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether it reads tensors that are neither in its batch nor weights of the model."""
+        return self._examination.reads_tensors
+
+    def find_changing(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> str:
+        """The name of what differs between two results of ``describe``."""
+        return self._examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"
 
     def list_tensors(self) -> Sequence[Tensor]:
         """The tensors that it may change."""
