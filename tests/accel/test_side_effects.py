@@ -273,7 +273,8 @@ def test_the_log_says_which_line_and_what_to_do() -> None:
     line = find_line("return model(**batch).loss * time.time()")
     with pytest.raises(NotRepeatableError) as error:
         ReplayedCode([step], nn.Linear(1, 1)).check_effects()
-    assert f"test_side_effects.py:{line} calls time.time(): move it into a callback" in str(error)
+    text = f"test_side_effects.py:{line} calls time.time() (a replay does not run Python code): "
+    assert text + "move it into a callback (on_step_end)" in str(error)
     waits = examine(Steps().waits).effect
     assert "return the tensor as a part, (loss, n, {name: tensor})" in str(waits)
 

@@ -57,7 +57,7 @@ class SideEffectError(Exception):
 
     def __str__(self) -> str:
         place = "" if self.place is None else f"{self.place} "
-        return f"{place}{self.what}: {self.advice}"
+        return f"{place}{self.what} (a replay does not run Python code): {self.advice}"
 
 
 class Examination:

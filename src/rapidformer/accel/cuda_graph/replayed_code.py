@@ -36,7 +36,7 @@ class ReplayedCode:
         """Refuse code that does something that a replay would not do."""
         effect = self._examination.effect
         if effect is not None:
-            raise NotRepeatableError(f"{effect} (a replay does not run Python code)")
+            raise NotRepeatableError(str(effect))
 
     def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse hooks, which may be registered at any time."""

@@ -46,13 +46,16 @@ from rapidformer.overlay import list_layers, remove
 
 _FACTOR = 2
 """How many times as wide the compared batch is, unless that is too long for the model."""
-_LEAST_FACTOR = 1.02
-"""A batch that cannot become this much wider keeps its width: its loss would show too little."""
+_LEAST_CHANGE, _MARGIN = 0.02, 4
+"""A batch keeps its width if it cannot become wider by that part, or by so many times what may
+differ: its loss would show too little.
+"""
 _COMPARED = 2
 """On how many batches a loss is compared."""
 _LIMIT = 2.0**-11
 """How far fp32 gradients may differ if the run rounds to 16 bits: an eighth of bf16's rounding."""
-
+_LIMIT_16_BIT = 2.0**-5
+"""The same for weights that are in 16 bits, which fp32 cannot compare: eight times its rounding."""
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
 
@@ -71,7 +74,9 @@ class Widths:
         self._model = model
         self._parameters = parameters
         self._device = device
-        self._limit = _LIMIT if is_16_bit else 0.0
+        are_fp32 = all(p.dtype == torch.float32 for p in parameters if p.is_floating_point())
+        self._runs_in_fp32 = is_16_bit and are_fp32
+        self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
         self._left: dict[int, int] = {}
         """By the hash of what a loss depends on: how many batches are still to be compared."""
         self._is_exact = True
@@ -94,7 +99,8 @@ class Widths:
         compared = [(each, find_columns(self._model, each.batch, factor=_FACTOR)) for each in grown]
         if not grown:
             return True
-        if min(_get_factor(each, columns) for each, columns in compared) < _LEAST_FACTOR:
+        factor = min(_get_factor(each, columns) for each, columns in compared)
+        if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
             return False
         left = self._left.setdefault(hash(code), _COMPARED)
         if self._is_exact and left:
@@ -128,7 +134,7 @@ class Widths:
             return [float(mean) for mean in means], take_gradients(self._parameters)
 
         state = "in evaluation mode"
-        with _evaluating(self._model, before):
+        with _evaluating(self._model, before, in_fp32=self._runs_in_fp32):
             try:
                 expected, gradients = run({})
                 state = "if its batch has more columns"
@@ -235,10 +241,10 @@ class _NotForPadding(ExitStack):
 
 
 @contextmanager
-def _evaluating(model: nn.Module, before: Snapshot) -> Iterator[None]:
-    """Without dropout, compilation and rounding to 16 bits."""
+def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterator[None]:
+    """Without dropout, compilation and, if asked for, rounding to 16 bits."""
     cls = model.__class__
-    if "autocast" in list_layers(model):
+    if in_fp32 and "autocast" in list_layers(model):
         remove(model, "autocast")
     try:
         with evaluation_mode(model), uncompiled(model.modules()):
