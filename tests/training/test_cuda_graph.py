@@ -399,6 +399,8 @@ def make_pairs(count: int) -> Rows:
 
 
 class Mixed(Run):
+    """A run in mixed precision, as far as CUDA graphs know."""
+
     is_16_bit = True
 
 
@@ -511,6 +513,19 @@ def test_a_loss_that_changes_with_the_width_of_its_batch(
         runs.append(run.values.lines)
     assert runs[0] == runs[1]
     assert message in caplog.text
+
+
+def test_a_classifier_with_as_many_classes_as_columns(caplog: pytest.LogCaptureFixture) -> None:
+    """Its logits are not taken for columns of the batch, which the loss would read."""
+    warn_once.cache_clear()
+    torch.manual_seed(0)
+    config = make_bert(0.0).config
+    config.num_labels = 128
+    capture = Again()
+    run = Mixed(BertForSequenceClassification(config), make_rows(24, longest=50), capture)
+    run.train()
+    assert capture.recorded
+    assert "so batches keep their widths" not in caplog.text
 
 
 class LaterNumber(Mixed):

@@ -16,8 +16,8 @@ so with one the batches keep their widths.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,11 +122,11 @@ class Widths:
     ) -> str | None:
         """What differs between the passes over a batch with and without these columns."""
 
-        every_column = columns
+        hidden = _NotForPadding(micro_batch.batch, columns)
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
-            with _FactorsForDropout(), _NotForPadding(micro_batch.batch, batch, every_column):
+            with _FactorsForDropout(), hidden.act(is_wide=bool(columns)):
                 result = run_forward(micro_batch._replace(batch=batch))
                 result.loss.backward()  # type: ignore[no-untyped-call]
             weights = [result.weight] if result.is_weight_given else []
@@ -194,21 +194,38 @@ class _FactorsForDropout(TorchFunctionMode):
         return result * (1 + 0.5 * math.sin(self._calls))
 
 
-class _NotForPadding(ExitStack):
-    """Inside, what a module returns for added columns to other code than modules is NaN."""
+class _NotForPadding:
+    """Replaces by NaN what modules return to other code for added columns.
 
-    def __init__(self, batch: Any, widened: Any, names: Iterable[str]) -> None:
-        super().__init__()
-        self._rows = 0
+    A tensor has such columns if its shape differs from that in the same call without them: a
+    classifier may have as many classes as a batch has columns.
+    """
+
+    def __init__(self, batch: Any, columns: Columns) -> None:
         self._added: dict[int, int] = {}
         """By the width of a tensor: the first column that was added."""
-        for name in names:
-            self._rows, width = batch[name].shape
-            wide = widened[name].shape[1]
-            self._added[wide] = max(width, self._added.get(wide, 0))
+        for name, column in columns.items():
+            width = batch[name].shape[1]
+            self._added[column.width] = max(width, self._added.get(column.width, 0))
+        self._is_wide = False
+        self._shapes: list[torch.Size] = []
+        """Of all tensors that were returned, in order, without added columns."""
+        self._narrow = iter(self._shapes)
         self._depth = 0
-        self.callback(register_module_forward_pre_hook(self._enter_module).remove)
-        self.callback(register_module_forward_hook(self._leave_module).remove)
+
+    @contextmanager
+    def act(self, *, is_wide: bool) -> Iterator[None]:
+        """Inside, look at what modules return; call it without added columns first."""
+        self._is_wide, self._narrow, self._depth = is_wide, iter(self._shapes), 0
+        handles = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -226,17 +243,16 @@ class _NotForPadding(ExitStack):
 
     def _hide_columns(self, tensor: Tensor) -> Tensor:
         # Tensors without values for padding look after themselves.
-        is_plain = tensor.is_floating_point() and not type(tensor).__module__.startswith(
-            "rapidformer.accel.unpad"
-        )
-        if not is_plain or tensor.dim() < 2 or tensor.shape[0] != self._rows:
+        is_lazy = type(tensor).__module__.startswith("rapidformer.accel.unpad")
+        if is_lazy or not tensor.is_floating_point() or tensor.dim() < 2:
             return tensor
-        if tensor.dim() > 3:  # attention's weights, which have a column in two dimensions
-            return tensor * float("nan")
-        first = self._added.get(tensor.shape[1])
-        if first is None:
-            return tensor
-        is_added = torch.arange(tensor.shape[1], device=tensor.device) >= first
+        shape, first = tensor.shape, tensor.shape[1]
+        if not self._is_wide:
+            self._shapes.append(shape)  # and fill in nothing, with the operations of the other call
+        elif shape != next(self._narrow, None):
+            # Attention's weights have columns in two dimensions.
+            first = self._added.get(shape[1], shape[1]) if tensor.dim() <= 3 else 0
+        is_added = torch.arange(shape[1], device=tensor.device) >= first
         return tensor.masked_fill(is_added.view(1, -1, *[1] * (tensor.dim() - 2)), float("nan"))
 
 
