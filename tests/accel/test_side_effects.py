@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from transformers import (
@@ -27,6 +28,7 @@ from rapidformer import Trainer
 from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.dialects.flagai.trainer import FlagAITrainer
 
 SEEN: list[float] = []
 SCALE = 2.0
@@ -446,3 +448,27 @@ def test_losses_of_a_trainer() -> None:
     assert found.place is not None
     line = find_line('self.log({"raw": loss})')
     assert found.place.endswith(f"test_side_effects.py:{line}")
+
+
+class Forward(FlagAITrainer):
+    def forward_step(self, data: Any, model: Any, mems: Any = None) -> Any:
+        return {"loss": model(**data).loss}
+
+
+class Printing(FlagAITrainer):
+    def forward_step(self, data: Any, model: Any, mems: Any = None) -> Any:
+        print("a step of FlagAI")
+        return {"loss": model(**data).loss}
+
+
+def test_a_step_that_our_own_code_calls() -> None:
+    assert examine(Forward.__new__(Forward).run_training_step).effect is None
+    line = find_line('print("a step of FlagAI")')
+    found = examine(Printing.__new__(Printing).run_training_step).effect
+    assert found is not None
+    assert str(found.place).endswith(f":{line}")
+
+
+def test_adapters() -> None:
+    model = get_peft_model(make_gpt2(), LoraConfig(target_modules=["c_attn"]))
+    assert Examination([Steps().plain], model).effect is None

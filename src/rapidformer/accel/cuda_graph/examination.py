@@ -188,7 +188,7 @@ class Examination:
             self._values.append((name, read))
         elif isinstance(value, (FunctionType, MethodType, functools.partial, BuiltinFunctionType)):
             self.check_function(value, name)
-        elif not isinstance(value, Settings) and not (isinstance(value, type) and is_pure(value)):
+        elif not isinstance(value, Settings) and not _is_pure_class(value):
             raise SideEffectError(f"uses {name}")
 
 
@@ -345,6 +345,10 @@ def _is_configuration(value: Any) -> bool:
     return any(cls.__module__ == "transformers.configuration_utils" for cls in type(value).__mro__)
 
 
+def _is_pure_class(value: Any) -> bool:
+    return isinstance(value, type) and (is_pure(value) or issubclass(value, BaseException))
+
+
 def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
@@ -358,7 +362,8 @@ def _return(value: Any) -> Any:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, _CONSTANTS) for item in value)
+    kinds = (tuple, frozenset)
+    return isinstance(value, kinds) and all(isinstance(item, _CONSTANTS) for item in value)
 
 
 def _is_name(node: ast.AST, name: str | None) -> bool:

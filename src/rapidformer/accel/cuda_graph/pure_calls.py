@@ -28,6 +28,7 @@ PURE = {
     "rapidformer.accel", "rapidformer.context.get_args", "rapidformer.context.get_tokenizer",
     "rapidformer.data.pretraining", "rapidformer.dialects.huggingface.loss",
     "rapidformer.dialects.huggingface.trainer.Trainer.compute_loss",
+    "rapidformer.dialects.huggingface.trainer.Trainer.run_training_step",
     "rapidformer.dialects.huggingface.trainer.Trainer.training_step",
     "rapidformer.dist.mpu", "rapidformer.dist.token_losses", "rapidformer.models",
     "rapidformer.objectives", "rapidformer.tasks",
