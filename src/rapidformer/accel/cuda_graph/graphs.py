@@ -274,6 +274,7 @@ class GraphedPasses:
         left = (graph.outcome.gradients for graph in self._graphs.values())
         gradients = next((each for each in left if each is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
+        graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
         self._graphs[key] = graph
         return graph.outcome.copy(weights)
 

@@ -76,10 +76,9 @@ def read_inputs(
 ) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
-    That is the case until the loss has been seen on a padded batch (``padding_observer.py``), and
-    if the model removes padding that a graph would keep: with dropout, that changes the results.
-    ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
-    its width.
+    That is the case until the loss has been seen on a padded batch, and if the model removes
+    padding that a graph would keep: with dropout, that changes the results. ``sizes_up`` rounds the
+    number of tokens up to a later size. Without ``widens``, the batch keeps its width.
     """
     padding = _read_padding(model, batch, sizes_up, widens=widens)
     if padding is None:
@@ -185,6 +184,10 @@ class StaticInputs:
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
         self._batch = map_tensors(inputs.batch, lambda name, tensor: tensors[name])
+        self.values = [t for name, t in tensors.items() if name != "attention_mask" and t.dim()][:1]
+        """A tensor that any values of its own kind may stand in: the tokens, as a rule."""
+        if "input_ids" in tensors:
+            self.values = [tensors["input_ids"]]
         rows = inputs.rows
         self._rows = rows.fix(*self._packed.tensors[-3:]) if rows is not None else None
         if inputs.fixed is not None:

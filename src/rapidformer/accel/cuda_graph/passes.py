@@ -125,6 +125,18 @@ class Passes:
         """Micro-batches of the update."""
         return len(self._inputs)
 
+    @contextmanager
+    def shifted(self) -> Iterator[None]:
+        """Inside, the inputs are another batch: each row has the tokens of the one before it."""
+        values = [(tensor, tensor.clone()) for static in self._inputs for tensor in static.values]
+        for tensor, value in values:
+            tensor.copy_(value.roll(1, 0) if len(value) > 1 else value.flip(-1))
+        try:
+            yield
+        finally:
+            for tensor, value in values:
+                tensor.copy_(value)
+
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
         """Copy in another update with the same keys."""
         for static, each in zip(self._inputs, inputs, strict=True):

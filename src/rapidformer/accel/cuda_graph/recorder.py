@@ -18,8 +18,6 @@ from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes
 from rapidformer.accel.cuda_graph.snapshot import Snapshot, draw_unused
 
-_COMPARED = 2
-"""On how many batches a graph is compared with the passes themselves."""
 _ROUNDING, _ROUNDING_16_BIT = 2.0**-17, 2.0**-9
 """What a sum in another order may change, relative, unless kernels are deterministic."""
 _MARGIN = 4
@@ -38,12 +36,8 @@ class RecordedPasses:
     replay: Callable[[], None]
     limit: float
     """How far a replay may differ from the passes, relative; 0.0: the same bits."""
-    compared: int = 0
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether replays of different batches have given the right results."""
-        return self.compared >= _COMPARED
+    is_proven: bool = False
+    """Whether it may be replayed without being compared."""
 
 
 class Recorder:
@@ -86,10 +80,10 @@ class Recorder:
         *,
         is_used: bool = True,
     ) -> RecordedPasses:
-        """Record passes, and check a replay of them.
+        """Record passes, and check replays of them on two batches of these sizes.
 
         If ``gradients`` are given, the passes leave theirs in the same memory. With ``is_used``,
-        the replay is this update; otherwise it does not update the weights.
+        a replay is this update; otherwise nothing updates the weights.
         """
         # Compiling a block for another size waits for the device as well.
         expected = self._capture.warm_up(passes.rehearse, forbids_reads=not self._compiles)
@@ -107,16 +101,31 @@ class Recorder:
             draw_unused(drawn)
 
         graph = RecordedPasses(passes, outcome, replay, limit)
-        self._replay(graph, expected, before, is_used=is_used)
+        _check_replay(graph, expected)
+        # The next batch of this size may be far away, and would then wait for a comparison.
+        with passes.shifted():
+            before.restore()
+            expected = self._capture.warm_up(passes.run_passes, forbids_reads=False)
+            before.restore()
+            _check_replay(graph, expected)
         # With the update in the graph, they are in memory that the next recording shares.
         passes.used = None
+        if is_used:
+            before.restore()
+            passes.prepare()
+            graph.replay()  # this time, it may update the weights
         return graph
 
     def compare(self, graph: RecordedPasses, before: Snapshot) -> None:
-        """Run the passes of a graph, and replay it for this update."""
+        """Run the passes of a graph on the update that was copied in, and replay it for that."""
         expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False)
         before.restore()
-        self._replay(graph, expected, before)
+        _check_replay(graph, expected)
+        graph.is_proven = True
+        if graph.passes.updated:
+            before.restore()
+            graph.passes.prepare()
+            graph.replay()
 
     def _count_drawn(self, passes: Passes, before: Snapshot) -> int:
         """How many numbers the passes have just drawn on the host; raises if they had an effect."""
@@ -129,22 +138,12 @@ class Recorder:
         is_exact = spread == 0.0 and torch.are_deterministic_algorithms_enabled()
         return 0.0 if is_exact else _MARGIN * max(spread, self._rounding)
 
-    def _replay(
-        self,
-        graph: RecordedPasses,
-        expected: Outcome,
-        before: Snapshot,
-        *,
-        is_used: bool = True,
-    ) -> None:
-        with graph.passes.without_effect():
-            graph.replay()
-            _check_results(graph, expected)
-        graph.compared += 1
-        if graph.passes.updated and is_used:
-            before.restore()
-            graph.passes.prepare()
-            graph.replay()  # this time, it updates the weights
+
+def _check_replay(graph: RecordedPasses, expected: Outcome) -> None:
+    """Replay a graph, without updating weights, and compare its results."""
+    with graph.passes.without_effect():
+        graph.replay()
+        _check_results(graph, expected)
 
 
 def _check_results(graph: RecordedPasses, expected: Outcome) -> None:
