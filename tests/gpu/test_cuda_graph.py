@@ -5,15 +5,18 @@ With deterministic kernels: otherwise two runs without a graph already differ in
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from rapidformer.accel.cuda_graph import graphs
 from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.log import warn_once
 from rapidformer.optim import optimizers
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from tests.training import test_cuda_graph as stand_in
@@ -159,10 +162,83 @@ class WaitsUnnoticed(Run):
         return loss
 
 
-@pytest.mark.parametrize("kind", [Waits, WaitsUnnoticed])
-def test_a_step_that_cannot_be_captured(kind: type[Run]) -> None:
+class Branches(Run):
+    """Calls nothing that waits, but asks for a value."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        return loss if loss > 0 else -loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (Waits, "calls .item(), which waits for the GPU"),
+        (WaitsUnnoticed, "calls torch.cuda.synchronize()"),
+        (Branches, "a step waits for the GPU, as .item() does"),
+    ],
+)
+def test_a_step_that_cannot_be_captured(kind: type[Run], problem: str) -> None:
     off = kind(make_gpt2(), make_texts(32), cuda_graph="off").run_and_list()
     run = kind(make_gpt2(), make_texts(32))
     assert run.run_and_list() == off
     assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is not None
+    assert problem in str(run.engine.graphs.problem)
+
+
+class MeanOverAll(Run):
+    """Its loss is a mean over all positions, padded ones included."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        labels = batch.pop("labels")
+        logits = model(**batch, labels=labels).logits
+        return functional.cross_entropy(logits.mT, labels, reduction="none").mean()
+
+
+class Later(Run):
+    """A term over all positions that has no weight yet."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        return outputs.loss + 0.0 * outputs.encoder_last_hidden_state.pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", [MeanOverAll, Later])
+def test_a_loss_that_must_not_get_wider_batches(
+    kind: type[Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    off = kind(make_t5(0.1), make_pairs(48), cuda_graph="off").run_and_list()
+    assert kind(make_t5(0.1), make_pairs(48)).run_and_list() == off
+    assert "so batches keep their widths" in caplog.text
+
+
+def test_fp32_batches_are_widened_only_if_the_bits_agree() -> None:
+    more: dict[str, Any] = {"mixed_precision": None}
+    off = Run(make_t5(0.0), make_pairs(48), **more, cuda_graph="off").run_and_list()
+    on = Run(make_t5(0.0), make_pairs(48), **more).run_and_list()
+    mine = [line["loss"] for line in on]
+    assert mine == pytest.approx([line["loss"] for line in off], rel=1e-6)
+
+
+def test_without_deterministic_kernels_a_graph_is_used_all_the_same() -> None:
+    """Their results differ from run to run, and a replay's by no more than that."""
+    torch.use_deterministic_algorithms(False)
+    for make, rows in ((make_bert, make_rows(96)), (make_t5, make_pairs(96))):
+        run = Run(make(0.1), rows)
+        run.run_and_list()
+        assert count(run) > 1
+
+
+def test_closing_gives_the_memory_of_graphs_back() -> None:
+    run = Run(make_gpt2(), make_texts(48))
+    run.run_and_list()
+    graphs = run.engine.graphs
+    assert graphs is not None
+    assert graphs.count == 1
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphs.close()
+    assert graphs.count == 0
+    assert torch.cuda.memory_reserved() < before

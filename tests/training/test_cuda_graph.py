@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,10 +32,15 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
-from rapidformer.accel.cuda_graph.host_numbers import HostNumbers, count_unused_numbers, draw_unused
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome
-from rapidformer.accel.cuda_graph.recorder import Recorder, Snapshot
+from rapidformer.accel.cuda_graph.recorder import Recorder
+from rapidformer.accel.cuda_graph.snapshot import (
+    HostNumbers,
+    Snapshot,
+    count_unused_numbers,
+    draw_unused,
+)
 from rapidformer.accel.precision import processor
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.errors import ConfigurationError
@@ -59,6 +65,9 @@ class Again:
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         return function()
+
+    def close(self) -> None:
+        """There is no memory to give back."""
 
     def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
         before = torch.get_rng_state()
@@ -148,6 +157,8 @@ class Launch:
 
 class Run(Finetuner):
     optimizer: torch.optim.Optimizer | None = None
+    is_16_bit = False
+    """Whether to treat the run as one in mixed precision, although it is not."""
 
     def __init__(self, model: Any, rows: Rows, capture: Any, **settings: Any) -> None:
         base: dict[str, Any] = {
@@ -179,7 +190,7 @@ class Run(Finetuner):
             prove_filling(model, engine.parallelized.plan, None)
             engine.graphs = GraphedPasses(
                 model, engine.parameters, engine.device, self._capture, engine.count_labels,
-                is_asked=False, is_16_bit=False, compiles=False, work=engine.work,
+                is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.work,
             )  # fmt: skip
         return model
 
@@ -272,8 +283,9 @@ def test_each_recording_counts_the_numbers_that_its_own_passes_draw() -> None:
     def make_passes(count: int) -> Any:
         run = functools.partial(draw, count)
         return SimpleNamespace(
-            run=run, run_passes=run, rehearse=run, count=1, updated=(), without_effect=nullcontext
-        )
+            run=run, run_passes=run, rehearse=run, count=1, updated=(), used=None,
+            without_effect=nullcontext, shifted=nullcontext, prepare=lambda: True,
+        )  # fmt: skip
 
     def take_snapshot() -> Snapshot:
         snapshot = Snapshot([], torch.device("cpu"))
@@ -386,13 +398,19 @@ def make_pairs(count: int) -> Rows:
     return [{"input_ids": source, "labels": target} for source, target in ids]
 
 
+class Mixed(Run):
+    """A run in mixed precision, as far as CUDA graphs know."""
+
+    is_16_bit = True
+
+
 @pytest.mark.parametrize("make", [make_t5, make_bart])
 def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float], Any]) -> None:
     """A few graphs for all lengths of both sides, and the results of a run without."""
     plain = Run(make(0.0), make_pairs(48), None, dynamic_shape="off")
     plain.train()
     capture = Again()
-    graphed = Run(make(0.0), make_pairs(48), capture, dynamic_shape="off")
+    graphed = Mixed(make(0.0), make_pairs(48), capture, dynamic_shape="off")
     graphed.train()
     assert graphed.engine.graphs is not None
     assert graphed.engine.graphs.problem is None
@@ -401,7 +419,18 @@ def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
 
 
-class MeanOverAll(Run):
+def test_in_fp32_a_wider_batch_must_have_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """T5's position bias is summed over other widths, in another order."""
+    warn_once.cache_clear()
+    plain = Run(make_t5(0.0), make_pairs(24), None, dynamic_shape="off")
+    plain.train()
+    graphed = Run(make_t5(0.0), make_pairs(24), Again(), dynamic_shape="off")
+    graphed.train()
+    assert "in fp32, a batch with more columns has other last bits" in caplog.text
+    assert graphed.values.lines == plain.values.lines
+
+
+class MeanOverAll(Mixed):
     """Its loss is a mean over all positions, padded ones included."""
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
@@ -411,7 +440,7 @@ class MeanOverAll(Run):
         return each.mean()
 
 
-class TwoPasses(Run):
+class TwoPasses(Mixed):
     """Its loss includes how far dropout moves the outputs, those for padding as well."""
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
@@ -419,17 +448,119 @@ class TwoPasses(Run):
         return first.loss + (first.logits - second.logits).pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [MeanOverAll, TwoPasses])
+class Later(Mixed):
+    """A term over all positions that has no weight yet."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        return outputs.loss + 0.0 * outputs.encoder_last_hidden_state.pow(2).mean()
+
+
+class Statistic(Mixed):
+    """Reads what its model returns for padding without a gradient."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        return outputs.loss * (1 + 1e-9 * outputs.logits.detach().mean())
+
+
+class Learned(Mixed):
+    """A mean over all positions, with a weight of the model's own that is still 0."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        losses = functional.cross_entropy(outputs.logits.mT, batch["labels"], reduction="none")
+        return outputs.loss + model.extra * losses.mean()
+
+
+class Outside(Mixed):
+    """The same with a tensor that a callback may change at any time."""
+
+    extra = torch.zeros(())
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        losses = functional.cross_entropy(outputs.logits.mT, batch["labels"], reduction="none")
+        return outputs.loss + self.extra * losses.mean()
+
+
+_DEPENDS = "the loss depends on the number of columns of a batch ("
+_READS = "the loss reads what the model returns for padding (leave it out: "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (MeanOverAll, _DEPENDS),
+        (TwoPasses, _READS),
+        (Later, _READS),
+        (Statistic, _READS),
+        (Learned, "gradients change if a batch has more columns (by "),
+        (Outside, ""),
+    ],
+)
 def test_a_loss_that_changes_with_the_width_of_its_batch(
-    kind: type[Run], caplog: pytest.LogCaptureFixture
+    kind: type[Run], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()
-    plain = kind(make_t5(0.1), make_pairs(24), None, dynamic_shape="off")
-    plain.train()
-    graphed = kind(make_t5(0.1), make_pairs(24), Again(), dynamic_shape="off")
-    graphed.train()
-    assert graphed.values.lines == plain.values.lines
-    assert "the loss depends on the number of columns of a batch (" in caplog.text
+    runs = []
+    for capture in (None, Again()):
+        model = make_t5(0.1)
+        if kind is Learned:
+            model.extra = torch.nn.Parameter(torch.zeros(()))
+        run = kind(model, make_pairs(24), capture, dynamic_shape="off")
+        run.train()
+        runs.append(run.values.lines)
+    assert runs[0] == runs[1]
+    assert message in caplog.text
+
+
+def test_a_classifier_with_as_many_classes_as_columns(caplog: pytest.LogCaptureFixture) -> None:
+    """Its logits are not taken for columns of the batch, which the loss would read."""
+    warn_once.cache_clear()
+    torch.manual_seed(0)
+    config = make_bert(0.0).config
+    config.num_labels = 128
+    capture = Again()
+    run = Mixed(BertForSequenceClassification(config), make_rows(24, longest=50), capture)
+    run.train()
+    assert capture.recorded
+    assert "so batches keep their widths" not in caplog.text
+
+
+class LaterNumber(Mixed):
+    """A mean over all positions, with a number as its weight that leaves 0 in the run."""
+
+    extra = 0.0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        outputs = model(**batch)
+        losses = functional.cross_entropy(outputs.logits.mT, batch["labels"], reduction="none")
+        return outputs.loss + self.extra * losses.mean()
+
+
+class WarmUp(Callback):
+    def __init__(self, run: LaterNumber) -> None:
+        self._run = run
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        self._run.extra = 0.0 if loop.step < 6 else 0.5
+
+
+def test_a_term_that_is_warmed_up_is_compared_when_it_appears(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    losses = []
+    for capture in (None, Again()):
+        run = LaterNumber(make_t5(0.0), make_pairs(48), capture, dynamic_shape="off")
+        run.callbacks = [run.values, WarmUp(run)]
+        run.train()
+        losses.append([line["loss"] for line in run.values.lines])
+    assert capture is not None
+    assert capture.recorded, "while it has no weight, batches are wider"
+    assert _DEPENDS in caplog.text
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 class Weighted(Run):
@@ -490,7 +621,7 @@ def collate_encodings(rows: Rows) -> BatchEncoding:
     return BatchEncoding(batch)
 
 
-class Attributes(Run):
+class Attributes(Mixed):
     """Uses what a dictionary does not have."""
 
     def train_valid_test_datasets_provider(self) -> Any:
@@ -542,6 +673,104 @@ def test_numbers_drawn_before_giving_up_are_drawn_again() -> None:
     assert run.engine.graphs is not None
     assert "draws random numbers on the host" in str(run.engine.graphs.problem)
     assert lines[0] == lines[1]
+
+
+class OneGradient(Again):
+    """A replay that leaves the gradient of the last weight as it was: loss and norm are right."""
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        first, replay = super().record(function)
+        *_, last = (gradient for gradient in first.gradients or () if gradient is not None)
+        last.mul_(-1)
+
+        def replay_others() -> None:
+            replay()
+            last.mul_(-1)
+
+        return first, replay_others
+
+
+def test_every_gradient_of_a_replay_is_compared() -> None:
+    off = Run(make_gpt2(), make_texts(24), None)
+    off.train()
+    run = Run(make_gpt2(), make_texts(24), OneGradient())
+    run.train()
+    assert run.engine.graphs is not None
+    text = r"replaying a step gave 1 of 28 gradients other values than running it \(by 2.0e\+00"
+    assert re.match(text, str(run.engine.graphs.problem))
+    assert run.values.lines == off.values.lines
+
+
+class Frozen(Again):
+    """A replay with the tokens that were there when it was recorded, for every other recording."""
+
+    def record(self, function: Callable[[], Outcome]) -> tuple[Outcome, Callable[[], None]]:
+        first, replay = super().record(function)
+        if self.recorded % 2:
+            return first, replay
+        kept = [tensor.clone() for tensor in _list(first)]
+
+        def replay_kept() -> None:
+            replay()
+            for mine, value in zip(_list(first), kept, strict=True):
+                mine.copy_(value)
+
+        return first, replay_kept
+
+
+def test_every_graph_is_compared_on_two_batches() -> None:
+    """The second one gives the right results for the batch that it was recorded with."""
+    lines = []
+    for capture in (None, Frozen()):
+        run = Scaled(make_gpt2(), make_texts(32), capture)
+        run.callbacks = [run.values, Halving(run)]
+        run.train()
+        lines.append(run.values.lines)
+    assert capture is not None
+    assert capture.recorded == 2
+    assert run.engine.graphs is not None
+    assert "replaying a step gave" in str(run.engine.graphs.problem)
+    assert lines[0] == lines[1]
+
+
+def test_closing_drops_the_graphs() -> None:
+    class Counted(Again):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    capture = Counted()
+    run = Run(make_gpt2(), make_texts(24), capture)
+    run.train()
+    graphs = run.engine.graphs
+    assert graphs is not None
+    assert graphs.count == 1
+    graphs.close()
+    assert (graphs.count, capture.closed) == (0, 1)
+
+
+class Annealed(Run):
+    rate = 1.0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss * self.rate
+
+
+class Annealing(Callback):
+    def __init__(self, run: Annealed) -> None:
+        self._run = run
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        self._run.rate = 1.0 / (1 + loop.step)
+
+
+def test_a_number_that_changes_in_every_step_is_named() -> None:
+    run = Annealed(make_gpt2(), make_texts(60), Again())
+    run.callbacks = [Annealing(run)]
+    run.train()
+    assert run.engine.graphs is not None
+    assert "self.rate has another value in every step: keep it" in str(run.engine.graphs.problem)
 
 
 def test_a_replay_that_differs_is_not_used() -> None:

@@ -15,7 +15,7 @@ import torch
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.obstacles import MayCapture
-from rapidformer.accel.cuda_graph.update import GraphedUpdate
+from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.data.loader import DistributedLoader

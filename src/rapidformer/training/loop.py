@@ -25,10 +25,8 @@ from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.closing import describe_results
-from rapidformer.training.compile_report import CompileReport
 from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
 from rapidformer.training.garbage import GarbageCollection
-from rapidformer.training.graph_report import GraphReport
 from rapidformer.training.log_lines import LogLines
 from rapidformer.training.meter import Meter
 from rapidformer.training.progress import Progress
@@ -36,6 +34,7 @@ from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
+from rapidformer.training.switch_reports import CompileReport, GraphReport
 from rapidformer.training.timetable import Timetable
 
 

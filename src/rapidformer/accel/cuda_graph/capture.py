@@ -31,6 +31,9 @@ class Capture(Protocol):
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record without executing. Returns the result and the replay, which fills it."""
 
+    def close(self) -> None:
+        """Give the memory of recordings back to the device: those that nobody holds any more."""
+
 
 class CudaCapture:
     """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails."""
@@ -72,6 +75,10 @@ class CudaCapture:
             self._recover()
             raise
         return result, graph.replay
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

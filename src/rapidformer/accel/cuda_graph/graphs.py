@@ -4,7 +4,7 @@ A small model spends most of a step launching kernels. A graph launches all of t
 repeats only what the device did: not the Python code around it. So the passes over each kind of
 batch first run as usual, are recorded, and must then give the same losses and gradients when they
 are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer unless it is
-one that can be recorded (``graphed_update.py``).
+one that can be recorded.
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -21,13 +21,12 @@ from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.capture import Capture
-from rapidformer.accel.cuda_graph.host_numbers import count_unused_numbers
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.passes import Outcome, Passes, RunForward
-from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder, Snapshot
+from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, RunForward
+from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.update import GraphedUpdate
-from rapidformer.accel.cuda_graph.widths import LossWidths
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
+from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
@@ -40,6 +39,8 @@ _MOST_AT_ONCE = 6
 """How many graphs of rounded sizes are recorded before these sizes have been seen twice."""
 _LARGER_SIZES = 3
 """How many sizes above the current one are recorded with the second graph of rounded sizes."""
+_MOST_CHANGES = 8
+"""How often numbers that the code reads may change in a row, with no replay in between."""
 _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
 
@@ -78,8 +79,11 @@ class GraphedPasses:
         self._is_asked = is_asked
         self._work = work
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
-        self._widths = LossWidths(model, device, is_16_bit=is_16_bit)
+        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
+        self._described: tuple[Hashable, ...] = ()
+        """What the code depended on in the last update."""
+        self._changes = 0
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
         """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
@@ -91,7 +95,8 @@ class GraphedPasses:
     @property
     def count(self) -> int:
         """Graphs in use: recorded, and found to give the right results."""
-        return len(self._graphs) if self._recorder.is_proven else 0
+        is_proven = any(graph.is_proven for graph in self._graphs.values())
+        return len(self._graphs) if is_proven else 0
 
     @property
     def updates(self) -> bool:
@@ -125,7 +130,8 @@ class GraphedPasses:
                 self._code.check_hooks(self._parameters)
             if steps != self._code.steps:
                 return None  # another loss
-            inputs = self._read_inputs(run_forward, update)
+            about_code = self._describe_code()
+            inputs = self._read_inputs(run_forward, update, about_code)
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
@@ -133,7 +139,6 @@ class GraphedPasses:
         if len(known) < len(inputs):
             return None  # it must run as it is
         self._drop_moved()
-        about_code = self._code.describe()
 
         def describe(inputs: list[Inputs]) -> Hashable:
             batches = tuple(each.key for each in inputs)
@@ -146,7 +151,29 @@ class GraphedPasses:
 
         return self._run(_Request(update, weights, describe, build), known)
 
-    def _read_inputs(self, run_forward: RunForward, update: Update) -> list[Inputs | None]:
+    def close(self) -> None:
+        """Drop all graphs and give their memory back."""
+        self.problem = self.problem or "the engine is closed"
+        self._graphs.clear()
+        self._recorder.close()
+
+    def _describe_code(self) -> tuple[Hashable, ...]:
+        """What a forward pass depends on apart from its batch and the weights."""
+        before, now = self._described, self._code.describe()
+        self._described = now
+        if before and before != now:
+            self._changes += 1
+        if self._changes > _MOST_CHANGES:
+            name = self._code.find_changing(before, now) if before != now else "a number"
+            raise NotRepeatableError(
+                f"{name} has another value in every step: keep it in a tensor, and change that in "
+                "place"
+            )
+        return now
+
+    def _read_inputs(
+        self, run_forward: RunForward, update: Update, about_code: Hashable
+    ) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
@@ -156,7 +183,9 @@ class GraphedPasses:
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
-        if self._widths.may_change(run_forward, update, inputs, take_snapshot):
+        if not self._code.reads_tensors and self._widths.may_change(
+            run_forward, update, inputs, about_code, take_snapshot
+        ):
             return inputs
         return [read_inputs(self._model, each.batch, widens=False) for each in update]
 
@@ -168,7 +197,8 @@ class GraphedPasses:
             graph = None
         if graph is not None:
             graph.passes.fill(inputs, weights)
-            if not self.count:
+            self._changes = 0
+            if not graph.is_proven:
                 return self._try(lambda before: self._compare(graph, weights, before))
             graph.replay()
             return graph.outcome.copy(weights)
@@ -244,6 +274,7 @@ class GraphedPasses:
         left = (graph.outcome.gradients for graph in self._graphs.values())
         gradients = next((each for each in left if each is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
+        graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
         self._graphs[key] = graph
         return graph.outcome.copy(weights)
 

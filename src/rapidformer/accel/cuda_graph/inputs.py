@@ -7,24 +7,29 @@ of a few widths, and so is one for an encoder-decoder model.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.packed import Array, PackedTensors
 from rapidformer.accel.unpad.batches import read_fixed_rows, removes_padding
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
-from rapidformer.data.nested import join, map_tensors
+from rapidformer.data.nested import iterate_tensors, join, map_tensors
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import find_fact
 
+Array = NDArray[Any]
+_ALIGNMENT = 256
+"""In bytes: kernels are compiled for aligned inputs."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -71,10 +76,9 @@ def read_inputs(
 ) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
-    That is the case until the loss has been seen on a padded batch (``padding_observer.py``), and
-    if the model removes padding that a graph would keep: with dropout, that changes the results.
-    ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
-    its width.
+    That is the case until the loss has been seen on a padded batch, and if the model removes
+    padding that a graph would keep: with dropout, that changes the results. ``sizes_up`` rounds the
+    number of tokens up to a later size. Without ``widens``, the batch keeps its width.
     """
     padding = _read_padding(model, batch, sizes_up, widens=widens)
     if padding is None:
@@ -92,6 +96,8 @@ def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns:
     filling = find_fact(model, Filling)
     if filling is None or not filling.is_exact:
         return {}
+    if any(value.is_floating_point() for value in iterate_tensors(batch)):
+        return {}  # a weight that is 0 today may hide what the loss reads tomorrow
     if is_encoder_decoder(model):
         return choose_sides(model, batch, factor=factor)
     return choose_columns(model, batch, batch["attention_mask"], factor=factor)
@@ -141,6 +147,35 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
     return arrays, others
 
 
+class PackedTensors:
+    """Tensors next to each other in device memory, so that one copy from the host fills them all.
+
+    A small model's step has a handful of small inputs, and launching a copy for each takes longer
+    than copying.
+    """
+
+    def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._memory = torch.empty(self._starts[-1], dtype=torch.uint8, device=device)
+        self.tensors = [
+            _view(self._memory[start : start + array.nbytes], array)
+            for start, array in zip(self._starts, arrays, strict=False)
+        ]
+        self.fill(arrays)
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Copy in arrays with the same shapes and types; does not wait for the device."""
+        is_pinned = self._memory.device.type == "cuda"
+        host = torch.empty_like(self._memory, device="cpu", pin_memory=is_pinned)
+        memory = host.numpy()
+        for start, array in zip(self._starts, arrays, strict=False):
+            place = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            place[...] = array
+        # torch does not reuse this pinned memory until the copy is done.
+        self._memory.copy_(host, non_blocking=True)
+
+
 class StaticInputs:
     """A batch whose tensors keep their addresses."""
 
@@ -149,6 +184,10 @@ class StaticInputs:
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
         self._batch = map_tensors(inputs.batch, lambda name, tensor: tensors[name])
+        self.values = [t for name, t in tensors.items() if name != "attention_mask" and t.dim()][:1]
+        """A tensor that any values of its own kind may stand in: the tokens, as a rule."""
+        if "input_ids" in tensors:
+            self.values = [tensors["input_ids"]]
         rows = inputs.rows
         self._rows = rows.fix(*self._packed.tensors[-3:]) if rows is not None else None
         if inputs.fixed is not None:
@@ -182,3 +221,10 @@ def _describe(batch: Any, path: str, columns: Columns) -> Hashable:
     if isinstance(batch, _PLAIN):
         return batch
     raise NotRepeatableError(f"its batches hold {type(batch).__name__} objects")
+
+
+def _view(memory: Tensor, array: Array) -> Tensor:
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    # ``.data``: views share a version counter, so that changing one would invalidate the others,
+    # which autograd may have saved.
+    return memory.view(dtype).view(array.shape).data

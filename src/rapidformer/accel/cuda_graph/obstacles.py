@@ -12,7 +12,6 @@ import torch
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.errors import ConfigurationError
-from rapidformer.overlay import put_fact
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def apply(assembly: Assembly) -> str | None:
     obstacle = _find_obstacle(assembly)
     if obstacle is None:
         prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
-        put_fact(assembly.model, MayCapture(is_asked=is_asked))
+        assembly.applied.put_fact(assembly.model, MayCapture(is_asked=is_asked))
         return None
     if is_asked:
         raise ConfigurationError(_refuse(obstacle))

@@ -1,4 +1,9 @@
-"""The passes of an update over inputs at fixed places in memory, and the update itself."""
+"""The passes of an update over inputs at fixed places in memory, and the update of the weights.
+
+With the optimizer in a graph, gradients never leave it. So that is only done if nothing looks at
+them in between, and for an optimizer that reads all that changes from the device
+(``optim/multi_tensor``).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, StaticInputs
-from rapidformer.accel.cuda_graph.update import GraphedUpdate
 from rapidformer.compat.torch_tensors import copy_all, multiply_all
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
-from rapidformer.optim.gradients import get_norm, scale_loss, take_gradients
+from rapidformer.optim.gradients import get_divisor, get_norm, scale_loss, take_gradients
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.multi_tensor.launch import Launch
 
 RunForward = Callable[[MicroBatch], MicroBatchResult]
@@ -49,6 +54,46 @@ class Outcome:
         return [float(number) for number in numbers]
 
 
+class GraphedUpdate:
+    """How the optimizer uses a finished gradient inside a graph."""
+
+    def __init__(self, optimizer: MultiTensorAdamW, max_norm: float, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._flag = torch.zeros((), device=device)
+        """1.0 while nothing may change."""
+
+    def find_launch(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+    ) -> Launch | None:
+        """The update with such gradients, ready to be recorded; None if it must run outside."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            launch = self._optimizer.find_launch()
+        finally:
+            take_gradients(parameters)
+        known = {id(parameter) for parameter in parameters}
+        if launch is None or not all(id(each) in known for each in launch.parameters):
+            return None
+        return launch if launch.prepare() else None
+
+    def run(self, launch: Launch, gradients: dict[int, Tensor], norm: Tensor) -> None:
+        """Clip and update; ``gradients`` by the ids of their parameters."""
+        # As the optimizer does it outside, so that the bits are the same.
+        divisor = get_divisor(norm, self._max_norm) if self._max_norm > 0 else None
+        launch.run(divisor, self._flag, [gradients[id(each)] for each in launch.parameters])
+
+    @contextmanager
+    def without_effect(self) -> Iterator[None]:
+        """Inside, no update changes anything."""
+        self._flag.fill_(1.0)
+        try:
+            yield
+        finally:
+            self._flag.fill_(0.0)
+
+
 class Passes:
     """Runs the passes on whatever was copied to their inputs."""
 
@@ -72,11 +117,25 @@ class Passes:
         self._fill_weights(weights)
         self.gradients: list[Tensor | None] | None = None
         """Where the gradients are left; None: wherever the backward pass puts them."""
+        self.used: list[Tensor | None] | None = None
+        """The gradients that the update in the graph has used, until they are compared."""
 
     @property
     def count(self) -> int:
         """Micro-batches of the update."""
         return len(self._inputs)
+
+    @contextmanager
+    def shifted(self) -> Iterator[None]:
+        """Inside, the inputs are another batch: each row has the tokens of the one before it."""
+        values = [(tensor, tensor.clone()) for static in self._inputs for tensor in static.values]
+        for tensor, value in values:
+            tensor.copy_(value.roll(1, 0) if len(value) > 1 else value.flip(-1))
+        try:
+            yield
+        finally:
+            for tensor, value in values:
+                tensor.copy_(value)
 
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
         """Copy in another update with the same keys."""
@@ -128,6 +187,7 @@ class Passes:
             if gradient is not None
         }
         self._graphed_update.run(self._launch, gradients, outcome.norm)
+        self.used = outcome.gradients
         return replace(outcome, gradients=None)
 
     @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.side_effects import Examination
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
@@ -36,7 +36,7 @@ class ReplayedCode:
         """Refuse code that does something that a replay would not do."""
         effect = self._examination.effect
         if effect is not None:
-            raise NotRepeatableError(f"{effect} (a replay does not run Python code)")
+            raise NotRepeatableError(str(effect))
 
     def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse hooks, which may be registered at any time."""
@@ -51,11 +51,20 @@ class ReplayedCode:
         if has_gradient_hooks(parameters):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
 
-    def describe(self) -> Hashable:
+    def describe(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on, apart from its batch and the weights."""
         training = tuple(module.training for module in self._examination.modules)
         dropouts = tuple(module.p for module in self._dropouts)
         return training, dropouts, self._examination.read_values()
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether it reads tensors that are neither in its batch nor weights of the model."""
+        return self._examination.reads_tensors
+
+    def find_changing(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> str:
+        """The name of what differs between two results of ``describe``."""
+        return self._examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"
 
     def list_tensors(self) -> Sequence[Tensor]:
         """The tensors that it may change."""

@@ -1,115 +1,165 @@
-"""Whether a loss stays the same if its batch gets columns of padding.
+"""Whether a batch may get columns of padding, so that a few graphs cover batches of all widths.
 
-A model may ignore them, and the user's loss may not: a mean over all positions, padded ones
-included, changes with the width of the batch. So the loss of a batch is compared once with that of
-the same batch with more padding.
+A model may ignore such columns, and the user's loss may not: a mean over all positions changes with
+the width. So before a loss gets wider batches, its passes run on a batch twice, as it is and with
+more columns, and must give the same loss and the same gradient of every weight: the same bits in
+fp32. In mixed precision the two are compared in fp32 as well, where a difference is not hidden by
+rounding.
+
+What the model returns for added columns is NaN in that comparison. NaN times zero is NaN, so it
+also shows a term that has no weight yet. It holds for every later update: added columns have the
+same values in all batches, a replay runs the same operations, and a number that the code reads
+from outside is part of the graph's key. A tensor from outside could change what the loss reads,
+so with one the batches keep their widths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import RunForward
-from rapidformer.accel.cuda_graph.recorder import Snapshot
+from rapidformer.accel.cuda_graph.recorder import measure_differences
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
-from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
+from rapidformer.data.nested import map_tensors
+from rapidformer.data.update import MicroBatch, Update
 from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
+from rapidformer.optim.gradients import take_gradients
+from rapidformer.overlay import list_layers, remove
 
 _FACTOR = 2
 """How many times as wide the compared batch is, unless that is too long for the model."""
-_LEAST_FACTOR = 1.02
-"""A batch that cannot become this much wider keeps its width: its loss would show nothing."""
-_LIMIT = 1e-4
-"""How far the two losses may differ, relative."""
-_LIMIT_16_BIT = 2e-2
+_LEAST_CHANGE, _MARGIN = 0.02, 4
+"""A batch keeps its width if it cannot become wider by that part, or by so many times what may
+differ: its loss would show too little.
+"""
+_COMPARED = 2
+"""On how many batches a loss is compared."""
+_LIMIT = 2.0**-11
+"""How far fp32 gradients may differ if the run rounds to 16 bits: an eighth of bf16's rounding."""
+_LIMIT_16_BIT = 2.0**-5
+"""The same for weights that are in 16 bits, which fp32 cannot compare: eight times its rounding."""
+_LAST_BITS = 1e-5
+"""What rounding alone may change in fp32."""
 
 
-class LossWidths:
+class Widths:
     """Decides which batches may get more columns."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, is_16_bit: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        *,
+        is_16_bit: bool,
+    ) -> None:
         self._model = model
+        self._parameters = parameters
         self._device = device
-        self._limit = _LIMIT_16_BIT if is_16_bit else _LIMIT
-        self._is_ignored: bool | None = None
+        are_fp32 = all(p.dtype == torch.float32 for p in parameters if p.is_floating_point())
+        self._runs_in_fp32 = is_16_bit and are_fp32
+        self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
+        self._left: dict[int, int] = {}
+        """By the hash of what a loss depends on: how many batches are still to be compared."""
+        self._is_exact = True
 
     def may_change(
         self,
         run_forward: RunForward,
         update: Update,
         inputs: Sequence[Inputs | None],
+        code: Hashable,
         take_snapshot: Callable[[], Snapshot],
     ) -> bool:
         """Whether these inputs may be wider than the micro-batches that they are made from.
 
-        The answer depends on the sizes of the update and on the loss alone, so that a resumed run
-        continues with the same sizes.
+        ``code`` is all that the loss depends on besides its batch and the weights. The answer
+        depends on that and on the sizes of the update alone, so that a resumed run continues with
+        the same sizes.
         """
         grown = [each for each, found in zip(update, inputs, strict=True) if _grows(found)]
         compared = [(each, find_columns(self._model, each.batch, factor=_FACTOR)) for each in grown]
-        factors = [_get_factor(each, columns) for each, columns in compared]
-        if not grown or min(factors) < _LEAST_FACTOR:
-            return not grown
-        if self._is_ignored is None and has_width_readers(self._model):
-            self._is_ignored = False
-        if self._is_ignored is None:
-            micro_batch, columns = compared[0]
-            # A mean over all positions would change by more than this.
-            limit = min(self._limit, (1 - 1 / factors[0]) / 4)
-            with _evaluating(self._model, take_snapshot()):
-                self._is_ignored = self._compare(run_forward, micro_batch, columns, limit)
-        return bool(self._is_ignored)
+        if not grown:
+            return True
+        factor = min(_get_factor(each, columns) for each, columns in compared)
+        if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
+            return False
+        left = self._left.setdefault(hash(code), _COMPARED)
+        if self._is_exact and left:
+            if has_width_readers(self._model):
+                self._is_exact = False
+                return False
+            problem = self._compare(run_forward, *compared[0], take_snapshot())
+            self._left[hash(code)] -= 1
+            if problem is not None:
+                self._is_exact = False
+                warn_once(
+                    f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
+                    is_local=True,
+                )
+        return self._is_exact
 
     def _compare(
-        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, limit: float
-    ) -> bool | None:
-        """Whether the loss stays the same with these columns; None if it is not finite."""
+        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
+    ) -> str | None:
+        """What differs between the passes over a batch with and without these columns."""
 
-        def read(columns: Columns) -> list[float]:
+        hidden = _NotForPadding(micro_batch.batch, columns)
+
+        def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
-            with _FactorsForDropout():
-                return _list_means(run_forward(micro_batch._replace(batch=batch)))
+            with _FactorsForDropout(), hidden.act(is_wide=bool(columns)):
+                result = run_forward(micro_batch._replace(batch=batch))
+                result.loss.backward()  # type: ignore[no-untyped-call]
+            weights = [result.weight] if result.is_weight_given else []
+            means = [result.loss, *weights, *(mean for mean, _ in result.parts.values())]
+            return [float(mean) for mean in means], take_gradients(self._parameters)
 
         state = "in evaluation mode"
-        try:
-            expected = read({})
-            state = "if its batch has more columns"
-            found = read(columns)
-        except Exception as error:  # the user's code may expect this width, and fail in any way
-            first_line = next(iter(str(error).splitlines()), "")
-            _warn(f"a step fails {state} ({type(error).__name__}: {first_line})")
-            return False
-        if not all(map(math.isfinite, expected)):
-            return None
-        for mine, theirs in zip(found, expected, strict=True):
-            if not math.isclose(mine, theirs, rel_tol=limit):
-                _warn(
-                    f"the loss depends on the number of columns of a batch ({theirs:.4g}; "
-                    f"{mine:.4g} with more padding)",
-                    " Leave padding out of the loss and of its mean to train faster.",
+        with _evaluating(self._model, before, in_fp32=self._runs_in_fp32):
+            try:
+                expected, gradients = run({})
+                state = "if its batch has more columns"
+                means, wide_gradients = run(columns)
+            except Exception as error:  # the user's code may expect this width, and fail in any way
+                take_gradients(self._parameters)
+                first_line = next(iter(str(error).splitlines()), "")
+                return f"a step fails {state} ({type(error).__name__}: {first_line})"
+        for mine, theirs in zip(means, expected, strict=True):
+            if math.isnan(mine) and not math.isnan(theirs):
+                return (
+                    "the loss reads what the model returns for padding (leave it out: "
+                    "losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0))"
                 )
-                return False
-        return True
-
-
-def _warn(reason: str, advice: str = "") -> None:
-    warn_once(
-        f"--cuda-graph: {reason}, so batches keep their widths, and few are replayed.{advice}",
-        is_local=True,
-    )
+            if not math.isclose(mine, theirs, rel_tol=max(self._limit, _LAST_BITS)):
+                return (
+                    f"the loss depends on the number of columns of a batch ({theirs:.6g}; "
+                    f"{mine:.6g} with more padding): divide by the number of labels instead"
+                )
+        difference = max(measure_differences(wide_gradients, gradients), default=0.0)
+        if difference > max(self._limit, _LAST_BITS):
+            return f"gradients change if a batch has more columns (by {difference:.1e}, relative)"
+        if self._limit == 0.0 and (difference or means != expected):
+            return "in fp32, a batch with more columns has other last bits"
+        return None
 
 
 def _grows(inputs: Inputs | None) -> bool:
@@ -144,17 +194,77 @@ class _FactorsForDropout(TorchFunctionMode):
         return result * (1 + 0.5 * math.sin(self._calls))
 
 
+class _NotForPadding:
+    """Replaces by NaN what modules return to other code for added columns.
+
+    A tensor has such columns if its shape differs from that in the same call without them: a
+    classifier may have as many classes as a batch has columns.
+    """
+
+    def __init__(self, batch: Any, columns: Columns) -> None:
+        self._added: dict[int, int] = {}
+        """By the width of a tensor: the first column that was added."""
+        for name, column in columns.items():
+            width = batch[name].shape[1]
+            self._added[column.width] = max(width, self._added.get(column.width, 0))
+        self._is_wide = False
+        self._shapes: list[torch.Size] = []
+        """Of all tensors that were returned, in order, without added columns."""
+        self._narrow = iter(self._shapes)
+        self._depth = 0
+
+    @contextmanager
+    def act(self, *, is_wide: bool) -> Iterator[None]:
+        """Inside, look at what modules return; call it without added columns first."""
+        self._is_wide, self._narrow, self._depth = is_wide, iter(self._shapes), 0
+        handles = (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        return self._hide(output) if self._depth == 0 else None
+
+    def _hide(self, output: Any) -> Any:
+        if isinstance(output, Mapping):  # in place, as it keeps its type
+            for name, value in output.items():
+                output[name] = self._hide(value)  # type: ignore[index]
+            return output
+        return map_tensors(output, lambda _, tensor: self._hide_columns(tensor))
+
+    def _hide_columns(self, tensor: Tensor) -> Tensor:
+        # Tensors without values for padding look after themselves.
+        is_lazy = type(tensor).__module__.startswith("rapidformer.accel.unpad")
+        if is_lazy or not tensor.is_floating_point() or tensor.dim() < 2:
+            return tensor
+        shape, first = tensor.shape, tensor.shape[1]
+        if not self._is_wide:
+            self._shapes.append(shape)  # and fill in nothing, with the operations of the other call
+        elif shape != next(self._narrow, None):
+            # Attention's weights have columns in two dimensions.
+            first = self._added.get(shape[1], shape[1]) if tensor.dim() <= 3 else 0
+        is_added = torch.arange(shape[1], device=tensor.device) >= first
+        return tensor.masked_fill(is_added.view(1, -1, *[1] * (tensor.dim() - 2)), float("nan"))
+
+
 @contextmanager
-def _evaluating(model: nn.Module, before: Snapshot) -> Iterator[None]:
-    """Without dropout, gradients and compilation."""
+def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterator[None]:
+    """Without dropout, compilation and, if asked for, rounding to 16 bits."""
+    cls = model.__class__
+    if in_fp32 and "autocast" in list_layers(model):
+        remove(model, "autocast")
     try:
-        with evaluation_mode(model), uncompiled(model.modules()), torch.no_grad():
+        with evaluation_mode(model), uncompiled(model.modules()):
             yield
     finally:
+        model.__class__ = cls
         before.restore()
-
-
-def _list_means(result: MicroBatchResult) -> list[float]:
-    weights = [result.weight] if result.is_weight_given else []
-    numbers: list[float | Tensor] = [result.loss, *weights]
-    return [float(each) for each in [*numbers, *(mean for mean, _ in result.parts.values())]]

@@ -258,7 +258,7 @@ class TrainerTemplate(Template):
     def list_steps(self) -> list[Callable[..., Any]]:
         trainer: Any = self.trainer
         given = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
-        return [trainer.training_step, trainer.compute_loss, *given]
+        return [trainer.run_training_step, trainer.training_step, trainer.compute_loss, *given]
 
 
 def find_checkpoint_folder(given: str | bool | Path | None, output_dir: str | None) -> Path | None:

@@ -1,8 +1,13 @@
-"""Random numbers that a step draws on the host, which a replay of its CUDA graph would not."""
+"""What passes may change besides gradients, to put it back: random numbers, buffers and similar.
+
+A replay draws on the device only. Numbers drawn on the host are the trap: most have an effect that
+a replay would not repeat, but many models draw some that they never use.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.plan import LAYER_DROPS, find_plan
 from rapidformer.overlay import get_own_class
+
+
+class Snapshot:
+    """What passes may change, apart from gradients: random numbers, buffers and similar."""
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+        self.host_numbers = HostNumbers(has_device=is_cuda)
+        self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
+
+    def restore(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._drawn, self._device)
+        else:
+            torch.set_rng_state(self._drawn)
+        self.host_numbers.restore()
+        for tensor, value, changes in self._tensors:
+            # torch's batch_norm changes its statistics without counting it.
+            if count_changes(tensor) != changes or not torch.equal(tensor, value):
+                with torch.no_grad():
+                    tensor.copy_(value)
 
 
 class HostNumbers:
