@@ -45,6 +45,11 @@ def is_silu(cls: type) -> bool:
     return (cls.__module__, cls.__name__) in known
 
 
+def is_model(target: Any) -> bool:
+    """Whether an object is a model of transformers, or of a class derived from one (by name)."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(target).__mro__)
+
+
 def is_own_model(cls: type) -> bool:
     """Whether a class is a model of transformers, not one derived from it (by name, as above)."""
     return cls.__module__.startswith("transformers.models.") and any(

@@ -146,7 +146,6 @@ class ComposedRun(Run):
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
         if self.skips_cache:
             skip_cache_in_training(model)
-        make_masks_from_host(model)
         names = {id(p): name for name, p in model.named_parameters()}
         before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
@@ -276,6 +275,9 @@ class ComposedRun(Run):
     ) -> Parallelized:
         if self.adapter is not None:
             call_adapted_layers(model)
+        problem = make_masks_from_host(model)
+        if problem is not None and self.is_main:
+            get_logger().warning(f"masks from host memory: {problem}.")
         switch_on = functools.partial(
             parallelize,
             model,
