@@ -14,12 +14,17 @@ from torch.nn.attention import SDPBackend
 from transformers import SwinConfig, SwinModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rapidformer.accel.attention import varied_lengths
 from rapidformer.accel.attention.kernel_order import (
     Device,
     apply_bias_layout,
     choose,
     find_obstacle,
+)
+from rapidformer.accel.attention.kernel_scope import (
+    KernelChoice,
+    apply_choice,
+    choose_for_all_sizes,
+    use_kernels,
 )
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import get_attention, set_attention
@@ -73,20 +78,22 @@ def test_cudnn_plans_only_for_lengths_that_come_back(monkeypatch: pytest.MonkeyP
         yield
 
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", note)
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with varied_lengths.avoid_plans():
+    module = nn.Identity()
+    apply_choice(module, [], KernelChoice((SDPBackend.MATH,), avoids_plans=True))
+    with use_kernels(module):
+        orders.clear()
         for queries, keys in ((64, 128), (128, 65), (3, 64)):
             query, key = torch.zeros(1, 2, queries, 8), torch.zeros(1, 2, keys, 8)
+            ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, None)
             ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Identity(), query, key, key, None)
         assert len(orders) == 2 and orders[0][-2:] == [
             SDPBackend.CUDNN_ATTENTION,
             SDPBackend.MATH,
         ]
-        with varied_lengths.choose_for_all_sizes():
+        with choose_for_all_sizes(module):
             assert len(orders) == 3
-    with varied_lengths.choose_for_all_sizes():
-        assert len(orders) == 3, "not in other runs"
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    with choose_for_all_sizes(nn.Identity()):
+        assert len(orders) == 3, "not for other models"
 
 
 def test_heads_that_are_too_large_are_refused() -> None:

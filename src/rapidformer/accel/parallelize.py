@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from rapidformer.accel.adapter_rules import check_adapter
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
 from rapidformer.accel.grouped_experts import apply_grouped_experts
@@ -56,10 +57,12 @@ class Parallelized:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the loss as prepared by the engine."""
-        if self.deepspeed is not None:
-            self.deepspeed.backward(loss)
-        else:
-            loss.backward()
+        # What a model recomputes by itself must use the same attention again.
+        with use_kernels(self.model):
+            if self.deepspeed is not None:
+                self.deepspeed.backward(loss)
+            else:
+                loss.backward()
 
     @property
     def _gathered_weights(self) -> GatheredWeights | None:

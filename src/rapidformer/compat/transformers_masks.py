@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.compat.patches import KNOWN, Entry, Patch, describe_difference
+from rapidformer.compat.transformers_models import get_mask_table
 
 PRIVATE_NAMES = {
     "transformers.masking_utils._preprocess_mask_arguments": "masks without host waits",
     "transformers.masking_utils._ignore_causal_mask_sdpa": "masks without host waits",
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "masks without host waits",
-    "transformers.AttentionMaskInterface._global_mapping": "eager masks without host waits",
 }
 
 CHECK = "warn_if_padding_and_no_attention_mask"
@@ -86,7 +86,7 @@ def patch_masks(is_full: Ask, is_packed: Ask) -> Patch:
         if masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not masking_utils.eager_mask:
             return
         fill = functools.partial(_fill_eager, is_here, masking_utils.sdpa_mask)
-        yield Entry(masking_utils.AttentionMaskInterface._global_mapping, "eager", fill)
+        yield Entry(get_mask_table(), "eager", fill)
 
     patch = Patch(list_entries)
     return patch
