@@ -52,17 +52,16 @@ _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 def apply(assembly: Assembly) -> str | None:
     """Let transformers build this model's masks from what the host knows."""
-    problem = make_masks_from_host(assembly.model)
-    return problem and f"{problem}: steps wait for the device"
+    return make_masks_from_host(assembly.model)
 
 
 def make_masks_from_host(model: nn.Module) -> str | None:
-    """The same; returns why this version of transformers does not allow it."""
+    """The same; returns the start-up line: what is done, or why transformers does not allow it."""
     if not find_configs(model) or any("masks" in list_layers(m) for m in model.modules()):
         return None  # a copy of a composed model has the overlays already
     problem = find_unknown_masks()
     if problem is not None:
-        return f"off, since {problem}"
+        return f"off, so steps wait for the device: {problem}"
     for module in model.modules():
         if makes_own_mask(module):
             extend(module, "masks", _build_mask_giver, is_shared=True)
@@ -72,7 +71,7 @@ def make_masks_from_host(model: nn.Module) -> str | None:
             extend(module, "masks", _build_padding_check, is_shared=True)
     for outermost in _find_outermost(model):
         extend(outermost, "masks", _build_call, is_shared=True)
-    return problem and f"not everywhere, since {problem}"
+    return "built from host memory" + (f", but not all: {problem}" if problem else "")
 
 
 def _build_call(cls: Any) -> dict[str, Any]:

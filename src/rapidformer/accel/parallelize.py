@@ -127,7 +127,7 @@ def parallelize(
         line = synchronise_batch_norm(model, topology, micro_batches=steps, is_filler=is_filler)
         lines += [line] if line else []
     if topology.tensor == 1 and (args.compile or precision.dtype is not None):
-        apply_grouped_experts(model, device)
+        apply_grouped_experts(model, device, assembly.applied)
     lines += _apply_switches(assembly, "placed")
     _make_weights(assembly)
     lines += _apply_switches(assembly, "final")

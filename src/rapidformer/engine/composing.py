@@ -275,9 +275,7 @@ class ComposedRun(Run):
     ) -> Parallelized:
         if self.adapter is not None:
             call_adapted_layers(model)
-        problem = make_masks_from_host(model)
-        if problem is not None and self.is_main:
-            get_logger().warning(f"masks from host memory: {problem}.")
+        make_masks_from_host(model)
         switch_on = functools.partial(
             parallelize,
             model,

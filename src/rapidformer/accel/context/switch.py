@@ -10,5 +10,5 @@ def apply(assembly: Assembly) -> str:
     """Split the tokens between the first block and the last."""
     mesh = assembly.topology.get_submesh("context")
     assert mesh is not None
-    apply_context_parallel(assembly.model, assembly.plan, mesh)
+    apply_context_parallel(assembly.model, assembly.plan, mesh, assembly.applied)
     return f"{mesh.size()} ranks"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ from rapidformer.accel.pipeline.refusals import (
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
+from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.topology import Topology
@@ -71,6 +73,7 @@ class Pipeline:
         assert topology.mesh is not None
         self.layout = layout
         self.plan = plan
+        self._open = ExitStack()
         self.num_parameters, self.num_trained = counts
         """Counts of the whole model, not of this rank's stages."""
         self.holdings = holdings
@@ -118,8 +121,12 @@ class Pipeline:
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)
         refuse_shared_gradients(self.shared.list_parameters(model), self._context)
-        self.shared.serve_clipping(model, self._device)
+        self._open.enter_context(self.shared.serve_clipping(model, self._device))
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
+
+    def close(self) -> None:
+        """Take off what is outside the model's modules: hooks of parameters, and clipping."""
+        self._open.close()
 
     # ---- an update -----------------------------------------------------------------------------
 
@@ -292,6 +299,7 @@ def build_pipeline(
     layout = _build_layout(model, plan, usage, args, topology)
     problem = _find_schedule_problem(model, layout, usage)
     problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
+    problem = problem or find_unknown_norm()
     if problem:
         raise ConfigurationError(problem)
     holdings = find_holdings(model, plan, layout, usage)

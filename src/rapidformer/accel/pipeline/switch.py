@@ -17,4 +17,5 @@ def apply(assembly: Assembly) -> str:
         is_mixed=assembly.precision.dtype is not None,
     )
     assembly.pipeline, assembly.plan = pipeline, pipeline.local_plan
+    assembly.applied.on_close(pipeline.close)
     return f"{assembly.topology.pipeline} ranks ({pipeline.layout.describe()})"
