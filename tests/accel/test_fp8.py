@@ -18,7 +18,8 @@ from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.fp8 import layers, rounding
 from rapidformer.accel.fp8.gated import find_names
 from rapidformer.accel.fp8.layers import apply_fp8
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.precision.processor import EMULATE_VARIABLE
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.config import parse_arguments, resolve

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.accel.precision.precision import LossScaler
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.topology import Topology

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from rapidformer.accel.precision.precision import LossScaler
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.gradients import get_divisor, get_norm

@@ -16,17 +16,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import apply_expert_gate, get_experts, set_experts
 
 
-def apply_grouped_experts(model: nn.Module, device: torch.device) -> None:
+def apply(assembly: Assembly) -> str | None:
+    """Compute experts here if they would be in fp32, or compiled in pieces."""
+    if not assembly.args.compile and assembly.precision.dtype is None:
+        return None
+    count = apply_grouped_experts(assembly.model, assembly.device)
+    return "in 16 bits, and compiled as one graph" if count else None
+
+
+def apply_grouped_experts(model: nn.Module, device: torch.device) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
     if not _has_grouped_products(device):
-        return
-    for config in find_configs(model):
-        if get_experts(config) == "grouped_mm":
-            set_experts(config, _register())
+        return 0
+    configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
+    for config in configs:
+        set_experts(config, _register())
+    return len(configs)
 
 
 def _has_grouped_products(device: torch.device) -> bool:

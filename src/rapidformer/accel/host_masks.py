@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
 from rapidformer.compat.torch_tensors import get_base, has_storage
@@ -42,10 +43,15 @@ class _Call:
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
-def make_masks_from_host(model: nn.Module) -> None:
-    """Let transformers build this model's masks from what the host knows."""
+def apply(assembly: Assembly) -> str | None:
+    """Answer transformers from host memory; the hooks come off with the row."""
+    return "built from host memory" if make_masks_from_host(assembly.model) else None
+
+
+def make_masks_from_host(model: nn.Module) -> bool:
+    """Let transformers build this model's masks from what the host knows; False for others."""
     if not find_configs(model):
-        return
+        return False
     _answer_transformers()
     for outermost in _find_outermost(model):
         _watch_calls(outermost)
@@ -54,6 +60,7 @@ def make_masks_from_host(model: nn.Module) -> None:
     for module in model.modules():
         if makes_own_mask(module):
             module.register_forward_pre_hook(add_mask, with_kwargs=True)
+    return True
 
 
 @functools.cache

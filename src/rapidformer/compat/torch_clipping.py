@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ Measure = Callable[[list[Tensor], float, TotalNorm], Tensor | None]
 """The norm of these gradients over more than this rank; None if they are not its concern."""
 
 
-def extend_total_norm(measure: Measure) -> None:
-    """Let ``clip_grad_norm_`` ask ``measure`` first, wherever the user has imported it from."""
+@contextmanager
+def extend_total_norm(measure: Measure) -> Iterator[None]:
+    """Inside, ``clip_grad_norm_`` asks ``measure`` first, wherever it was imported from."""
     before = clip_grad._get_total_norm
 
     def get_total_norm(
@@ -40,3 +42,9 @@ def extend_total_norm(measure: Measure) -> None:
         return norm
 
     clip_grad._get_total_norm = get_total_norm
+    try:
+        yield
+    finally:
+        # A second pipeline's may lie on top, and asks this one's owner in vain from now on.
+        if clip_grad._get_total_norm is get_total_norm:
+            clip_grad._get_total_norm = before

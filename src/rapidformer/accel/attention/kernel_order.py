@@ -61,7 +61,8 @@ def apply(assembly: Assembly) -> str | None:
     """Choose the attention of the model and of this process."""
     model, asked = assembly.model, assembly.args.attention
     _order.close()  # an earlier run's in this process
-    apply_bias_layout(model)
+    if assembly.wants("bias layout"):
+        apply_bias_layout(model)
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
@@ -80,9 +81,10 @@ def apply(assembly: Assembly) -> str | None:
         return None
     _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
     extra = _activate_flash(model) if asked == "flash" else ""
-    if asked == "auto" and getattr(model, "main_input_name", "") == "input_ids":
+    if assembly.wants("varied lengths") and getattr(model, "main_input_name", "") == "input_ids":
         _order.enter_context(avoid_plans())
-    if asked == "auto" and _find_biased(model) and interface.can_run(assembly.device):
+    is_biased = bool(_find_biased(model)) and interface.can_run(assembly.device)
+    if assembly.wants("learned bias kernel") and is_biased:
         _order.enter_context(interface.use_kernel())
         extra = ", and our own kernel for the learned bias"
     return f"{chosen} first, if it can take the mask{extra}"
