@@ -331,8 +331,10 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(layers, "SMALLEST", 1024)
         apply_fp8(Stack(), find_plan(Stack()))
-    with pytest.raises(ConfigurationError, match=r"--fp8 cannot be combined with fp16"):
+    with pytest.raises(
+        ConfigurationError, match=r"--fp8 cannot be combined with --(mixed-precision )?fp16"
+    ):
         resolve(parse_arguments(["--fp8", "--fp16"]))
     monkeypatch.setenv(EMULATE_VARIABLE, "0")
-    with pytest.raises(ConfigurationError, match=r"--fp8 needs an NVIDIA GPU .* is on a CPU"):
+    with pytest.raises(ConfigurationError, match=r"--fp8: it needs an NVIDIA GPU .* is on a CPU"):
         RapidformerEngine(args=["--fp8", "--device", "cpu", "--log-level", "error"])

@@ -30,6 +30,7 @@ from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
+from rapidformer.config.explain import Answer, explain
 from rapidformer.config.switch import Moment
 from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
 from rapidformer.dist.topology import Topology
@@ -38,7 +39,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
-from rapidformer.overlay import drop_fact, find_fact, put_fact
+from rapidformer.overlay import drop_fact, find_fact
 
 
 @dataclass(kw_only=True)
@@ -50,12 +51,18 @@ class Parallelized:
     synchronizer: GradientSynchronizer
     applied: Applied
     """What was changed, with its undo."""
+    situation: Situation = field(default_factory=Situation)
     switches: list[str] = field(default_factory=list)
     """What was turned on, and why: shown at start-up."""
     pipeline: Pipeline | None = None
     """The stages of a pipelined model."""
     wants: Callable[[str], bool] = lambda name: False
     """Whether a row that the engine applies is on."""
+
+    def explain(self, args: Settings) -> list[Answer]:
+        """Every row: on, off or not applicable to this model, and why."""
+        rows = {row.name: row.line for row in self.applied.rows if row.line or row.changes}
+        return explain(args, self.situation, rows)
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
@@ -165,8 +172,9 @@ def parallelize(
         switches=[f"precision: {precision.reason}", *assembly.applied.describe()],
         pipeline=pipeline,
         wants=assembly.wants,
+        situation=assembly.situation,
     )
-    put_fact(model, _Owner(parallelized, settings))
+    assembly.applied.put_fact(model, _Owner(parallelized, settings))
     return parallelized
 
 

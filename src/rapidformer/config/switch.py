@@ -55,7 +55,7 @@ class Rule:
     switch: str = ""
     """Empty: the setting's value alone decides."""
     setting: str = ""
-    values: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
     reason: str = ""
     among_ranks: bool = False
     """Whether it only holds in a run of several ranks."""
@@ -77,7 +77,8 @@ class Rule:
     def describe(self, args: Settings | None = None) -> str:
         """The flag to name in a message: the one given, or the switch's first."""
         if self.setting:
-            return f"{to_flag(self.setting)} {self.values[0]}"
+            value = "" if self.values[0] is True else f" {self.values[0]}"
+            return to_flag(self.setting) + value
         return get_switch(self.switch).describe(args)
 
 

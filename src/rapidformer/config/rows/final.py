@@ -85,6 +85,7 @@ FINAL = register(
             "loss_scale_window",
             "hysteresis",
         ),
+        precisions=("fp16",),
         needs=(Rule(switch="precision", setting="mixed_precision", values=("fp16", "auto")),),
         verification="left out",
         why="both runs are in fp32",

@@ -112,11 +112,14 @@ PLACED = register(
                 reason="layers are converted whole; use --zero-3-memory-optimization instead of "
                 "split layers",
             ),
-            Rule(
-                switch="precision",
-                setting="mixed_precision",
-                values=("fp16",),
-                reason="everything around its products is in bf16. Use --mixed-precision bf16",
+            *(
+                Rule(
+                    switch="precision",
+                    setting=setting,
+                    values=(value,),
+                    reason="everything around its products is in bf16. Use --mixed-precision bf16",
+                )
+                for setting, value in (("mixed_precision", "fp16"), ("fp16", True))
             ),
             Rule(
                 switch="pipeline",
