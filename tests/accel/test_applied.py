@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.overlay import list_layers
@@ -242,6 +243,7 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
     for name, settings in cases:
         model = build_model(name)
         before, collected = look(model), dict(model.named_parameters())
+        start = {key: p.detach().clone() for key, p in collected.items()}
         engine = train(model, name, settings)
         whole = engine.gather_weights()
         optimizer = engine.optimizer
@@ -250,8 +252,11 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
         weights = dict(model.named_parameters())
         for key, parameter in weights.items():
             assert parameter is collected[key], "a list made before compose is valid again"
-            if whole:
+            assert not torch.equal(parameter, start[key]), f"{key} is trained"
+            if key in whole:  # of a pipeline, the first rank's stage
                 torch.testing.assert_close(parameter.detach(), whole[key], rtol=0, atol=0)
+        sums = gather_from_all({key: float(p.double().sum()) for key, p in weights.items()})
+        assert sums[0] == sums[1], "every rank has all weights"
         assert {id(p) for g in optimizer.param_groups for p in g["params"]} <= {
             id(p) for p in weights.values()
         }

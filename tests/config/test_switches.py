@@ -157,7 +157,7 @@ def test_without_turns_off_what_is_done_by_itself(switch: Switch) -> None:
 
 
 def test_without_refuses_other_names() -> None:
-    with pytest.raises(ConfigurationError, match="--without host-mask: .* did you mean host-masks"):
+    with pytest.raises(ConfigurationError, match=r"--without host-mask: .* mean host-masks"):
         resolve(parse_arguments(["--without", "host-mask"]))
     with pytest.raises(ConfigurationError, match="it cannot be left out"):
         resolve(parse_arguments(["--without", "dropout-seeds"]))

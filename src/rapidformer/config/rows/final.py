@@ -170,7 +170,7 @@ FINAL = register(
         moment="final",
         under_deepspeed="done by DeepSpeed",
         excludes=(Rule(switch="CPU offload", reason="its gradients are in host memory"),),
-        exact="to the last bit but one",
+        exact="up to the last bit",
     ),
     Switch(
         name="AdamW kernel",
