@@ -145,8 +145,11 @@ def get_fact(target: Any, kind: type[T]) -> T:
 
 
 def drop_fact(target: Any, kind: type) -> None:
-    """Forget the fact of this type."""
-    del target.__dict__[_FACTS][kind]
+    """Forget the fact of this type, if the object has one."""
+    facts = target.__dict__.get(_FACTS, {})
+    facts.pop(kind, None)
+    if not facts:
+        target.__dict__.pop(_FACTS, None)
 
 
 def _build_class(

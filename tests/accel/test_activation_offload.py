@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from rapidformer.accel import activation_offload
 from rapidformer.accel.activation_offload import Lane, apply_activation_offload
 from rapidformer.accel.compile.compilation import apply_compile
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError

@@ -111,29 +111,34 @@ def test_a_list_of_heads_is_not_a_head_size() -> None:
     assert find_obstacle(model, "flash", HOPPER) is None
 
 
-def compose(asked: str, model: nn.Module) -> RapidformerEngine:
+@contextmanager
+def composed(asked: str, model: nn.Module) -> Iterator[RapidformerEngine]:
     engine = RapidformerEngine(
         args=["--attention", asked, "--device", "cpu", "--log-level", "error"]
     )
     try:
         engine.compose_for_evaluation(model)
+        yield engine
     finally:
         engine.close()
-    return engine
 
 
 def test_eager_reaches_every_part_of_the_model_and_the_start_up_line() -> None:
     model = make("t5")
-    engine = compose("eager", model)
-    assert {get_attention(config) for config in find_configs(model)} == {"eager"}
-    assert "attention: eager attention" in engine.parallelized.switches
+    with composed("eager", model) as engine:
+        assert {get_attention(config) for config in find_configs(model)} == {"eager"}
+        assert "attention: eager attention" in engine.parallelized.switches
+    assert {get_attention(config) for config in find_configs(model)} == {"sdpa"}
 
 
 def test_a_refusal_stops_the_run() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"--attention flash: it runs on GPUs.* Leave the flag out\."
+    with (
+        pytest.raises(
+            ConfigurationError, match=r"--attention flash: it runs on GPUs.* Leave the flag out\."
+        ),
+        composed("flash", make("bert")),
     ):
-        compose("flash", make("bert"))
+        raise AssertionError("not reached")
 
 
 def test_the_bias_of_t5_is_laid_out_for_fused_kernels_and_changes_nothing(

@@ -22,7 +22,8 @@ from rapidformer.accel.compile.compilation import (
     find_outer_norms,
 )
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
+from torch._dynamo import config as dynamo_config
+from torch._inductor import config as inductor_config
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn import attention, functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 from transformers import BartConfig, BartModel, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer.accel import host_masks
@@ -29,6 +38,7 @@ from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.compat import transformers_masks
 from rapidformer.compat.patches import Change, Entry, Patch
 from rapidformer.compat.transformers_models import find_unknown_attention
+from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import find_plan
 from rapidformer.overlay import get_fact, list_layers
 
@@ -285,3 +295,86 @@ def test_a_change_that_fails_is_not_made() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), change:
             raise AssertionError("not reached")
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+class Doubling(torch.autograd.Function):
+    """A user's function."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def look_everywhere() -> list[Any]:
+    """What engines change in the process while they are open, too."""
+    modules = (clip_grad, masking_utils, attention, torch.autograd.function, optimizer)
+    classes = (_SingleLevelFunction, torch.autograd.Function, PreTrainedModel, nn.Module)
+    names = ("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes")
+    return [
+        *(dict(vars(owner)) for owner in (*modules, *classes)),
+        dict(ALL_EXPERTS_FUNCTIONS),
+        dict(optimizer._global_optimizer_post_hooks),
+        [logging.getLogger(name).level for name in names],
+        os.environ.get("TORCHINDUCTOR_CACHE_DIR"),
+        torch.backends.mha.get_fastpath_enabled(),
+        inductor_config.get_config_copy(),  # type: ignore[attr-defined]
+        dynamo_config.get_config_copy(),  # type: ignore[attr-defined]
+        *look(),
+    ]
+
+
+def train_plainly(model: Any) -> list[torch.Tensor]:
+    """The loss and gradients of a model that no engine has seen, with functions of its user's."""
+    orders: list[list[SDPBackend]] = []
+    model.zero_grad()
+    with listening(lambda: orders.append(get_order())):
+        loss = get_loss(model, "llama", has_cache=False)
+        Doubling.apply(loss).backward()
+    assert orders == [get_order()] * 3
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def make_engine(*flags: str) -> RapidformerEngine:
+    return RapidformerEngine(args=[*flags, "--device", "cpu", "--log-level", "error"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--fused-loss", "on"),
+        ("--compile", "--compile-backend", "aot_eager"),
+        ("--compile", "--compile-backend", "inductor"),
+        ("--attention", "eager", "--checkpoint-activations"),
+    ],
+    ids=lambda flags: flags[-1],
+)
+def test_a_plain_model_beside_a_composed_one_is_the_same_and_nothing_is_left(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    plain, ours, other = (make("llama") for _ in range(3))
+    expected, before = train_plainly(plain), look_everywhere()
+    first, second = make_engine(*flags), make_engine()
+    first.compose(ours)
+    second.compose(other)
+    ids = torch.arange(12).view(2, 6) + 1
+    for engine, model in ((first, ours), (second, other)):
+        if "inductor" not in flags or model is other:  # generated code would need a compiler
+            engine.backward(model(input_ids=ids, labels=ids).loss)
+            engine.step()
+        for found, value in zip(train_plainly(plain), expected, strict=True):
+            assert torch.equal(found, value)
+    first.close()
+    second.close()
+    for found, value in zip(look_everywhere(), before, strict=True):
+        assert found == value
+    for found, value in zip(train_plainly(plain), expected, strict=True):
+        assert torch.equal(found, value)

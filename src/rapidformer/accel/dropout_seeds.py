@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 
@@ -36,6 +37,11 @@ _WHAT_CHANGES = {
         "each rank draws the masks of its own tokens",
     ),
 }
+
+
+def apply(assembly: Assembly) -> None:
+    """Seed this rank's masks; last, since building may have used random numbers."""
+    seed_dropout(assembly.model, assembly.args.seed, assembly.topology)
 
 
 def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> None:

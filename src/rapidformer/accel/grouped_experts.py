@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.applied import Applied
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.transformers_models import (
@@ -30,17 +31,26 @@ EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_expe
 """Inside, transformers' interface has our implementation."""
 
 
+def apply(assembly: Assembly) -> str | None:
+    """Compute experts here if they would be in fp32, or compiled in pieces."""
+    if not assembly.args.compile and assembly.precision.dtype is None:
+        return None
+    count = apply_grouped_experts(assembly.model, assembly.device, assembly.applied)
+    return "in 16 bits, and compiled as one graph" if count else None
+
+
 def apply_grouped_experts(
     model: nn.Module, device: torch.device, applied: Applied | None = None
-) -> None:
+) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
     if not _has_grouped_products(device):
-        return
+        return 0
     configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
     if configs:
-        (applied or Applied()).enter(EXPERTS)
+        EXPERTS.keep(applied)
     for config in configs:
         set_experts(config, _NAME)
+    return len(configs)
 
 
 def _has_grouped_products(device: torch.device) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 PRIVATE_NAMES: dict[str, str] = {}
 KNOWN = {"transformers": "5.17", "torch": "2.11 to 2.13"}
@@ -30,7 +31,13 @@ class Entry(NamedTuple):
     """From the value that was there (None if there was none) to ours."""
 
 
-class Change:
+class Keeper(Protocol):
+    """What holds contexts open."""
+
+    def enter(self, context: AbstractContextManager[Any]) -> Any: ...
+
+
+class Change(AbstractContextManager[None]):
     """A change of the process, made while at least one of its users is inside."""
 
     def __init__(self, make: Callable[[], Callable[[], object]]) -> None:
@@ -51,6 +58,13 @@ class Change:
                 self._undo = self._make()
             self._users += 1
         self._depth.set(self._depth.get() + 1)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """Stay inside until the keeper (an engine's ``Applied``) closes; without one, for good."""
+        if keeper is None:
+            self.__enter__()
+        else:
+            keeper.enter(self)
 
     def __exit__(self, *_: object) -> None:
         self._depth.set(self._depth.get() - 1)

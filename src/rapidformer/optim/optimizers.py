@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from rapidformer.compat.triton import has_triton
+from rapidformer.config import Settings
 from rapidformer.config.sections import OptimizerArguments
+from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
@@ -68,7 +70,8 @@ def _build_adamw(
 
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     # Without Triton, it would be torch's own under another name.
-    cls = MultiTensorAdamW if _have_triton(groups) else AdamW
+    is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
+    cls = MultiTensorAdamW if is_on and _have_triton(groups) else AdamW
     return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 

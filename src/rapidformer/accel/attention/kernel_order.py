@@ -60,7 +60,8 @@ class Device:
 def apply(assembly: Assembly) -> str | None:
     """Choose the attention of the model."""
     model, asked = assembly.model, assembly.args.attention
-    apply_bias_layout(model)
+    if assembly.wants("bias layout"):
+        apply_bias_layout(model)
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
@@ -77,17 +78,13 @@ def apply(assembly: Assembly) -> str | None:
     chosen = choose(asked, device)
     if chosen is None:
         return None
-    unknown = find_unknown_attention() if asked == "auto" and find_configs(model) else None
-    choice = KernelChoice(
-        order=_ORDERS[chosen],
-        avoids_plans=asked == "auto"
-        and unknown is None
-        and getattr(model, "main_input_name", "") == "input_ids",
-        has_bias_kernel=asked == "auto"
-        and unknown is None
-        and bool(_find_biased(model))
-        and interface.can_run(assembly.device),
-    )
+    takes_tokens = getattr(model, "main_input_name", "") == "input_ids"
+    by_length = assembly.wants("varied lengths") and takes_tokens
+    by_bias = assembly.wants("learned bias kernel") and bool(_find_biased(model))
+    by_bias = by_bias and interface.can_run(assembly.device)
+    unknown = find_unknown_attention() if by_length or by_bias else None
+    is_known = unknown is None
+    choice = KernelChoice(_ORDERS[chosen], by_length and is_known, by_bias and is_known)
     blocks = assembly.plan.get_blocks(model) if assembly.plan.blocks else []
     apply_choice(model, blocks, choice)
     extra = _activate_flash(model, assembly.applied) if asked == "flash" else ""

@@ -44,7 +44,7 @@ def apply(assembly: Assembly) -> str:
         model,
         plan,
         backend=args.compile_backend,
-        rewrites=_choose_rewrites(model, args.compile_backend, assembly.device),
+        rewrites=_choose_rewrites(assembly),
         norms=norms,
     )
     count = len(plan.blocks)
@@ -111,15 +111,15 @@ def _is_python_norm(module: nn.Module) -> bool:
     )
 
 
-def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
-    """The rewrites that make this model's graphs faster on this device."""
-    if device.type != "cuda":
-        return []  # products with fp32 results are slow on a CPU; hashed dropout has not been timed
+def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
+    """The rewrites that make this model's graphs faster on this device: rows of their own."""
     rewrites: list[Rewrite] = []
-    copies = sum(2 * parameter.numel() for parameter in model.parameters())
-    if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:
-        rewrites.append(merge_linears)
-    if backend == "inductor":
+    # On a CPU, products with fp32 results are slow, and hashed dropout has not been timed.
+    if assembly.wants("merged linear layers"):
+        copies = sum(2 * parameter.numel() for parameter in assembly.model.parameters())
+        memory = torch.cuda.get_device_properties(assembly.device).total_memory
+        rewrites += [merge_linears] if copies < _LARGEST_FRACTION * memory else []
+    if assembly.wants("hashed dropout") and assembly.args.compile_backend == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
     return rewrites
 

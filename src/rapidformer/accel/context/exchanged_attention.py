@@ -64,17 +64,16 @@ def _list_entries() -> Iterator[Entry]:
     for name in KNOWN:
         build = functools.partial(_build_attention, name)
         yield Entry(get_attention_table(), _PREFIX + name, build)
-        # Looked up at each call: inside a call of ours, it may be another one.
-        make_mask = functools.partial(_make_mask, name)
-        yield Entry(get_mask_table(), _PREFIX + name, lambda _, make_mask=make_mask: make_mask)
+        yield Entry(get_mask_table(), _PREFIX + name, functools.partial(_build_masks, name))
 
 
 ATTENTION = Patch(_list_entries)
 """Inside, transformers' interfaces have our functions."""
 
 
-def _make_mask(name: str, *args: Any, **kwargs: Any) -> Any:
-    return get_mask_table()[name](*args, **kwargs)
+def _build_masks(name: str, _: None) -> Any:
+    # Looked up at each call: inside a call of ours, it may be another one.
+    return lambda *args, **kwargs: get_mask_table()[name](*args, **kwargs)
 
 
 def _build_attention(name: str, _: None) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.applied import Applied
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.arguments import (
     ArgumentSplit,
     find_argument_names,
@@ -73,6 +74,14 @@ class _Place:
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
     arguments: ArgumentSplit
+
+
+def apply(assembly: Assembly) -> str:
+    """Split the tokens between the first block and the last."""
+    mesh = assembly.topology.get_submesh("context")
+    assert mesh is not None
+    apply_context_parallel(assembly.model, assembly.plan, mesh, assembly.applied)
+    return f"{mesh.size()} ranks"
 
 
 def apply_context_parallel(

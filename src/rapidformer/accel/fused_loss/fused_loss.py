@@ -114,7 +114,7 @@ def apply_fused_loss(
     applied: Applied | None = None,
 ) -> None:
     """Defer this head's outputs in training."""
-    (applied or Applied()).enter(WATCHING)
+    WATCHING.keep(applied)
     extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
 
 

@@ -61,16 +61,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
-    """Why this run cannot be unpadded: its device or its other switches do not allow it."""
-    topology = assembly.topology
-    if assembly.device.type not in ("cpu", "cuda"):
-        return "it is implemented for CPUs and CUDA GPUs only"
-    if assembly.pipeline is not None or topology.tensor * topology.context > 1:
-        return "it does not work with tensor, pipeline or context parallelism yet"
-    if topology.expert > 1 or assembly.uses_deepspeed:
-        return "it does not work with expert parallelism or DeepSpeed yet"
-    if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
-        return "on a GPU, --compile needs flash attention, which works in 16 bits only"
+    """Why this model cannot be unpadded in this run, beside what the row says."""
     if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
         return "on a GPU, --compile needs flash attention, which takes no position bias"
     is_default = assembly.args.dynamic_shape == "auto"
@@ -99,7 +90,7 @@ def apply_unpadding(
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
-    (applied or Applied()).enter(BY_ROW)
+    BY_ROW.keep(applied)
     restore = _extend_parts(model, plan)
     plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
