@@ -322,7 +322,7 @@ def look_everywhere() -> list[Any]:
         dict(ALL_EXPERTS_FUNCTIONS),
         dict(optimizer._global_optimizer_post_hooks),
         [logging.getLogger(name).level for name in names],
-        os.environ.get("TORCHINDUCTOR_CACHE_DIR"),
+        "rapidformer" in os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),  # torch has its own
         torch.backends.mha.get_fastpath_enabled(),
         inductor_config.get_config_copy(),  # type: ignore[attr-defined]
         dynamo_config.get_config_copy(),  # type: ignore[attr-defined]

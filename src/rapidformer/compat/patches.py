@@ -81,42 +81,51 @@ class Patch(Change):
         """``list_entries`` is called at first use: it may import the library."""
         super().__init__(self._install)
         self._list_entries = list_entries
-        self._entries: list[Entry] = []
-        self._built: dict[int, tuple[Any, Any]] = {}
-        """What was there and ours, by position. Built once: compiled code knows it by identity."""
+        self._entries: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self._built: list[tuple[Any, Any]] = []
+        """What was there and ours, for each. Built once: compiled code knows it by identity."""
 
     def _install(self) -> Callable[[], None]:
-        self._entries = self._entries or list(self._list_entries())
-        for position, entry in enumerate(self._entries):
-            before = _read(entry)
-            if position not in self._built or self._built[position][0] is not before:
-                ours = entry.build(None if before is _MISSING else before)
-                self._built[position] = before, ours
-            _write(entry, self._built[position][1])
+        if not self._entries:
+            self._entries = [(_get_table(owner), *rest) for owner, *rest in self._list_entries()]
+            self._built = [(None, None)] * len(self._entries)
+        for position, (table, name, build) in enumerate(self._entries):
+            before = table.get(name, _MISSING)
+            if before is not self._built[position][0]:
+                self._built[position] = before, build(None if before is _MISSING else before)
+            table[name] = self._built[position][1]
         return self._restore
 
     def _restore(self) -> None:
-        for position, entry in enumerate(self._entries):
-            before, ours = self._built[position]
-            if _read(entry) is ours:  # else somebody has replaced it since
-                _write(entry, before)
+        for (table, name, _), (before, ours) in zip(self._entries, self._built, strict=True):
+            if table.get(name) is not ours:
+                continue  # somebody has replaced it since
+            if before is _MISSING:
+                del table[name]
+            else:
+                table[name] = before
 
 
-def _read(entry: Entry) -> Any:
-    table = entry.owner if isinstance(entry.owner, dict) else vars(entry.owner)
-    return table.get(entry.name, _MISSING)
+class _Members:
+    """A class's own attributes, as a table."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self._cls).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._cls, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._cls, name)
 
 
-def _write(entry: Entry, value: Any) -> None:
-    if isinstance(entry.owner, dict):
-        if value is _MISSING:
-            del entry.owner[entry.name]
-        else:
-            entry.owner[entry.name] = value
-    elif value is _MISSING:
-        delattr(entry.owner, entry.name)
-    else:
-        setattr(entry.owner, entry.name, value)
+def _get_table(owner: Any) -> Any:
+    if isinstance(owner, type):
+        return _Members(owner)
+    return owner if isinstance(owner, dict) else vars(owner)
 
 
 def describe_difference(library: str, owner: Any, name: str, known: list[str]) -> str | None:
