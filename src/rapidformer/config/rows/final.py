@@ -8,7 +8,7 @@ _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _WHOLE_MATRICES = tuple(
     Rule(
         switch=name,
-        among_ranks=True,
+        among_ranks=name == "ZeRO",  # on one rank it has no effect
         reason="it looks at whole matrices and cannot work on split ones. Use adam or sgd, or "
         "leave one of them out",
     )
