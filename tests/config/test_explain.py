@@ -77,7 +77,8 @@ def test_the_command_lists_rows_and_ends_with_what_is_refused(
     flags = ["--device", "cpu", "--cuda-graph", "on", "--checkpoint-activations"]
     assert main(["explain", *flags]) == 1
     output = capsys.readouterr()
-    assert "on             recompute: asked for (--checkpoint-activations)" in output.out
+    assert "on             recompute: recompute activations in the backward pass" in output.out
+    assert "(asked for: --checkpoint-activations)" in output.out
     assert "--cuda-graph on cannot be combined with --checkpoint-activations" in output.err
     assert main(["explain", "--device", "cpu"]) == 0
 
