@@ -58,11 +58,12 @@ class _Weight:
 class PlainWeights:
     """Where the parameters of a model were before anything was applied."""
 
-    def __init__(self, model: nn.Module, topology: Topology) -> None:
+    def __init__(self, model: nn.Module | None = None, topology: Topology | None = None) -> None:
+        model = model if model is not None else nn.Module()
         self.names = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Each parameter's name, and the parameter while somebody holds it."""
         self.measure_free = measure_free
-        self._topology = topology
+        self._topology = topology or Topology()
         self._orders = {module: tuple(get_parameter_table(module)) for module in model.modules()}
         self._unsaved = {module: set(list_unsaved(module)) for module in model.modules()}
         self._weights: dict[int, _Weight] = {}

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rapidformer.config.row import AUTO
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.switch import AUTO
 from rapidformer.config.switches import SWITCHES, Situation, Switch, get_switch, to_flag
 
 State = Literal["on", "off", "not applicable"]

@@ -64,7 +64,7 @@ def apply(assembly: Assembly) -> str | None:
     """
     kept = {id(parameter) for parameter in assembly.model.parameters()}
     count = 0
-    for name, reference in assembly.plain.names.items():
+    for name, reference in assembly.applied.plain.names.items():
         retired: Any = reference()
         if retired is not None and id(retired) not in kept:
             extend(retired, "retired", _add_nothing, styles=(AbsentWeight,), is_shared=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.config.switch import Implication, Question, Rule, Switch, register
+from rapidformer.config.row import Implication, Question, Rule, Switch, register
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _WHOLE_MATRICES = tuple(

@@ -4,7 +4,7 @@ and shard.
 
 from __future__ import annotations
 
-from rapidformer.config.switch import Implication, Question, Rule, Switch, register
+from rapidformer.config.row import Implication, Question, Rule, Switch, register
 
 _ZERO_STAGES = {
     "zero_1_memory_optimization": 1,
