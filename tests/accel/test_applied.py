@@ -215,6 +215,42 @@ def test_two_engines_side_by_side_are_two_bare_loops() -> None:
         engine.close()
 
 
+def test_a_generator_and_its_critic_are_two_bare_loops() -> None:
+    """The generator's loss goes through the critic, which has an engine of its own."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)
+
+    def learn(maker: nn.Module, critic: nn.Module, engines: list[Any]) -> list[torch.Tensor]:
+        optimizers = [
+            e.optimizer if e else make_sgd(m) for e, m in zip(engines, (maker, critic), strict=True)
+        ]
+        torch.manual_seed(4)
+        for _ in range(4):
+            noise, real = torch.randn(5, 4), torch.randn(5, 6)
+            for turn in (1, 0):
+                judged = critic(maker(noise))
+                loss = -judged.mean() if turn == 0 else judged.mean() - critic(real).mean()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                engines[turn].backward(loss, weight=1) if engines[turn] else loss.backward()
+                optimizers[turn].step()
+        return [p.detach().clone() for m in (maker, critic) for p in m.parameters()]
+
+    bare = learn(*build(), [None, None])
+    models, engines = build(), []
+    for model in models:
+        own = {"micro_batch_size": 5, "global_batch_size": 5, "clip_grad": 0.0}
+        engine = RapidformerEngine(args={**SETTINGS, **own})
+        engine.compose(model, make_sgd(model))
+        engines.append(engine)
+    for one, other in zip(learn(*models, engines), bare, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for engine in engines:
+        engine.close()
+
+
 def test_a_refused_switch_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     before = look(model)

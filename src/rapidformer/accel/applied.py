@@ -39,13 +39,14 @@ class AppliedRow:
 class Applied:
     """The changes of one engine."""
 
-    def __init__(self, model: nn.Module, plain: PlainWeights) -> None:
+    def __init__(self, model: nn.Module | None = None, plain: PlainWeights | None = None) -> None:
+        """``plain`` knows the model's weights; without it, only what is registered is undone."""
         self.rows: list[AppliedRow] = []
-        self.plain = plain
+        self.plain = plain or PlainWeights()
         self.is_closed = False
-        self._model = model
+        self._model = model if model is not None else nn.Module()
         self._undo = ExitStack()
-        self._undo.callback(plain.restore)
+        self._undo.callback(self.plain.restore)
 
     @contextmanager
     def row(self, name: str, *, is_silent: bool = False) -> Iterator[AppliedRow]:

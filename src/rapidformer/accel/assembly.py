@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rapidformer.accel.applied import Applied
-from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
 from rapidformer.config.switches import Situation, get_switch
@@ -68,10 +67,8 @@ class Assembly:
     is_by_row: Callable[[], bool] = lambda: False
     """Whether the gradients that the user takes now are each row's own."""
 
-    applied: Applied
+    applied: Applied = field(default_factory=Applied)
     """Every change that a row makes, with its undo."""
-    plain: PlainWeights
-    """Where the weights were before."""
 
     # What switches leave for those that follow.
     plan: ModelPlan

@@ -29,7 +29,7 @@ def apply(assembly: Assembly) -> str | None:
         _keep_input(module)
     count = 0
     for parameter in find_frozen_weights(model) if adapter.base is not None else ():
-        assembly.plain.keep_exact(parameter, dtype)
+        assembly.applied.plain.keep_exact(parameter, dtype)
         parameter.data = parameter.data.to(dtype)
         count += 1
     return f"{count} frozen weights in 16 bits"

@@ -32,7 +32,7 @@ from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
-from rapidformer.config.switch import Moment
+from rapidformer.config.row import Moment
 from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -156,7 +156,6 @@ def parallelize(
         is_filler=is_filler,
         is_by_row=is_by_row,
         applied=Applied(model, plain),
-        plain=plain,
     )
     check_weights(model, assembly.deferred)
     try:

@@ -8,6 +8,7 @@ to theirs.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from rapidformer.log import warn_once
 def measure_free(device: torch.device) -> float:
     """Bytes that new tensors may take."""
     if device.type != "cuda":
-        return measure_free_memory()
+        return measure_free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -57,11 +58,12 @@ class _Weight:
 class PlainWeights:
     """Where the parameters of a model were before anything was applied."""
 
-    def __init__(self, model: nn.Module, topology: Topology) -> None:
+    def __init__(self, model: nn.Module | None = None, topology: Topology | None = None) -> None:
+        model = model if model is not None else nn.Module()
         self.names = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Each parameter's name, and the parameter while somebody holds it."""
         self.measure_free = measure_free
-        self._topology = topology
+        self._topology = topology or Topology()
         self._orders = {module: tuple(get_parameter_table(module)) for module in model.modules()}
         self._unsaved = {module: set(list_unsaved(module)) for module in model.modules()}
         self._weights: dict[int, _Weight] = {}
@@ -82,23 +84,21 @@ class PlainWeights:
 
         Those of most published models are in 16 bits already, and need no copy.
         """
-        weight = self._find(parameter)
-        values = parameter.detach()
-        if weight is None or weight.exact is not None or parameter.is_meta:
+        weight = self._weights.get(id(parameter))
+        if weight is None or weight.reference() is not parameter or parameter.is_meta:
             return
-        exact = values.to(weight.dtype)
+        exact = parameter.detach().to(weight.dtype)
         if not torch.equal(exact.to(rounded).to(weight.dtype), exact):
             weight.exact = exact.cpu()
-
-    def _find(self, parameter: nn.Parameter) -> _Weight | None:
-        return next((w for w in self._weights.values() if w.find_current() is parameter), None)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Point this optimizer to the plain parameters again, with its state, when they return.
 
         Called before it is re-pointed to split ones, or after it was built from them.
         """
-        by_id = {id(w.find_current()): w for w in self._weights.values()} | self._weights
+        # By living objects: the id of a parameter that was dropped may be another's by now.
+        known = ((p, w) for w in self._weights.values() for p in (w.find_current(), w.reference()))
+        by_id = {id(p): w for p, w in known if p is not None}
         groups = [
             [by_id[id(p)] for p in group["params"] if id(p) in by_id]
             for group in optimizer.param_groups
@@ -115,10 +115,10 @@ class PlainWeights:
         """Whether the whole weights fit into free memory on every rank; says so if they do not."""
         if self.are_untouched() and self._topology.pipeline == 1:
             return True
-        missing = sum(_count_missing(weight) for weight in self._weights.values())
+        needed = sum(map(_count_new_bytes, self._weights.values())) + self._count_state_bytes()
         devices = {p.device for w in self._weights.values() if (p := w.find_current()) is not None}
         free = min((self.measure_free(device) for device in devices), default=0.0)
-        needs = [(missing, free)] if is_alone() else gather_from_all((missing, free))
+        needs = [(needed, free)] if is_alone() else gather_from_all((needed, free))
         worst = max(needs, key=lambda pair: pair[0] - pair[1])
         if worst[0] <= worst[1]:
             return True
@@ -128,6 +128,12 @@ class PlainWeights:
             "engine.export(folder) writes the whole model."
         )
         return False
+
+    def _count_state_bytes(self) -> int:
+        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        values = [value for state in states for value in state.values()]
+        return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, DTensor))
 
     def restore(self) -> None:
         """Give every module its whole parameters again; every rank must call this."""
@@ -270,11 +276,9 @@ def _return_to_dtype(weight: _Weight, values: Tensor) -> Tensor:
     return values.to(weight.dtype) if exact is None else exact.to(values.device)
 
 
-def _count_missing(weight: _Weight) -> int:
-    """Bytes of the whole weight that this rank does not hold."""
+def _count_new_bytes(weight: _Weight) -> int:
+    """Bytes of a whole weight that this rank has only a part of, which stays until the end."""
     current = weight.find_current()
-    whole = weight.shape.numel() * (weight.dtype if current is None else current.dtype).itemsize
-    if current is None:
-        return whole
-    local = current.to_local() if isinstance(current, DTensor) else current
-    return whole - local.numel() * local.element_size()
+    if current is not None and current is weight.reference():
+        return 0
+    return weight.shape.numel() * (weight.dtype if current is None else current.dtype).itemsize

@@ -48,10 +48,13 @@ def read_run(argv: list[str]) -> tuple[Settings, Situation, ConfigurationError |
 
 
 def _show(answers: list[Answer]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("switch", "why", "measured", "to change it", header_style="bold", expand=True)
+    table = Table(box=SIMPLE_HEAD, header_style="bold", expand=True)
+    for title, ratio in (("switch", 3), ("what, and why", 7), ("measured", 5), ("change it by", 5)):
+        table.add_column(title, ratio=ratio, overflow="fold")
     state = ""
     for answer in answers:
         if answer.state != state:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rapidformer.config.row import AUTO
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.switch import AUTO
 from rapidformer.config.switches import SWITCHES, Situation, Switch, get_switch, to_flag
 
 State = Literal["on", "off", "not applicable"]
@@ -59,12 +59,11 @@ def _answer(
         state, why = "not applicable", "this model has nothing that it would change"
     elif state == "on" and applied is not None and applied.get(switch.name):
         why = f"{why}: {applied[switch.name]}"
-    if not switch.turned_on_by and switch.does:
-        why = f"{switch.does} ({why})"
+    does = switch.does or get_settings()[switch.turned_on_by[0]].help.split(": ")[0]
     return Answer(
         name=switch.name,
         state=state,
-        why=why,
+        why=f"{does} ({why})",
         measured=switch.gain,
         change=_describe_change(switch, args, state),
     )
@@ -101,12 +100,12 @@ def _explain_on(switch: Switch, args: Settings) -> str:
     if not switch.turned_on_by:
         return "by itself" if switch.kind == "automatic" else "always"
     if not switch.is_asked(args):
-        return f"by default, where it pays ({to_flag(switch.turned_on_by[0])} {AUTO})"
-    return f"asked for ({switch.describe(args)})"
+        return f"by default where it pays: {to_flag(switch.turned_on_by[0])} {AUTO}"
+    return f"asked for: {switch.describe(args)}"
 
 
 def _describe_change(switch: Switch, args: Settings, state: State) -> str:
-    """How to turn it off or on; nothing for what another setting decides."""
+    """How to turn it off or on; empty for what follows from something else."""
     if not switch.turned_on_by:
         if state == "off":
             return f"leave {switch.word} out of --without"

@@ -12,10 +12,10 @@ A new switch is a field in ``sections.py`` (its docstring is the text in help an
 
 from __future__ import annotations
 
+from rapidformer.config.row import Implication, Rule, Situation, Switch, get_switch, to_flag
 from rapidformer.config.rows.final import FINAL
 from rapidformer.config.rows.placed import PLACED
 from rapidformer.config.rows.whole import WHOLE
-from rapidformer.config.switch import Implication, Rule, Situation, Switch, get_switch, to_flag
 
 __all__ = ["SWITCHES", "Implication", "Rule", "Situation", "Switch", "get_switch", "to_flag"]
 

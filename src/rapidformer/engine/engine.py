@@ -23,6 +23,7 @@ from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.writing import writing
+from rapidformer.config.explain import render
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
@@ -191,6 +192,10 @@ class RapidformerEngine(SavingRun):
         if self.is_main:
             merge_export(exported, target)
         wait_for_all()
+
+    def explain(self) -> str:
+        """Every change that could be made to the model: on, off or not applicable, and why."""
+        return "\n".join(render(self.parallelized.explain(self.args)))
 
     def close(self, *, gives_back: bool = True) -> None:
         """Give the plain model back, with its trained weights, and leave the process group.

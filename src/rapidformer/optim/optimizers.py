@@ -41,7 +41,6 @@ def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer
             fused=_can_fuse(groups) and not _is_sharded(groups),
         )
     if settings.optimizer == "adafactor":
-        _refuse_sharded(groups, "adafactor")
         return Adafactor(groups, lr=lr)
     if settings.optimizer == "muon":
         return _build_muon(model, settings, lr)
@@ -89,18 +88,8 @@ def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
-def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
-    if _is_sharded(groups):
-        raise ConfigurationError(
-            f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
-            "ZeRO/FSDP, tensor and expert parallelism: use adam or sgd, or leave those switches "
-            "out."
-        )
-
-
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
     groups = group_parameters(model, settings.weight_decay)
-    _refuse_sharded(groups, "muon")
     plan = find_plan(model)
     inside = {id(p) for block in plan.get_blocks(model) for p in block.parameters()}
     tied = {id(model.get_parameter(name)) for names in plan.tied for name in names}

@@ -57,18 +57,21 @@ def build_placeholder(
     return placeholder  # type: ignore[no-any-return]
 
 
-def apply(assembly: Assembly) -> None:
+def apply(assembly: Assembly) -> str | None:
     """Row ``retired parameters``: refuse the use of those that were replaced or dropped.
 
     References are weak: whole weights that nobody has collected must not outlive their shards.
     """
     kept = {id(parameter) for parameter in assembly.model.parameters()}
-    for name, reference in assembly.plain.names.items():
+    count = 0
+    for name, reference in assembly.applied.plain.names.items():
         retired: Any = reference()
         if retired is not None and id(retired) not in kept:
             extend(retired, "retired", _add_nothing, styles=(AbsentWeight,), is_shared=True)
             retired._explain = functools.partial(_describe_retired, name)
             assembly.applied.on_close(_revive, reference)
+            count += 1
+    return f"{count} that were replaced" if count else None
 
 
 def _revive(reference: ReferenceType[nn.Parameter]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rapidformer.config.switch import Implication, Question, Rule, Switch, register
+from rapidformer.config.row import Implication, Question, Rule, Switch, register
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _WHOLE_MATRICES = tuple(
     Rule(
         switch=name,
-        among_ranks=True,
+        among_ranks=name == "ZeRO",  # on one rank it has no effect
         reason="it looks at whole matrices and cannot work on split ones. Use adam or sgd, or "
         "leave one of them out",
     )
@@ -185,6 +185,7 @@ FINAL = register(
     ),
     Switch(
         name="bf16 moments",
+        does="keep Adam's moments in bf16, which takes half the memory",
         turned_on_by=("optimizer_state_dtype",),
         on_values=("bf16",),
         needs=(_ADAM,),
@@ -203,6 +204,7 @@ FINAL = register(
     ),
     Switch(
         name="int8 moments",
+        does="keep Adam's moments in 8 bits, which takes a quarter of the memory",
         turned_on_by=("optimizer_state_dtype",),
         on_values=("int8",),
         needs=(_ADAM,),
@@ -230,6 +232,7 @@ FINAL = register(
     ),
     Switch(
         name="Muon",
+        does="update matrices with Muon, everything else with AdamW",
         turned_on_by=("optimizer",),
         on_values=("muon",),
         off={"optimizer": "sgd"},
@@ -241,6 +244,7 @@ FINAL = register(
     ),
     Switch(
         name="Adafactor",
+        does="update with Adafactor, which stores rows and columns of moments only",
         turned_on_by=("optimizer",),
         on_values=("adafactor",),
         moment="final",
@@ -250,6 +254,7 @@ FINAL = register(
     ),
     Switch(
         name="quantized base",
+        does="keep the frozen weights under adapters in 8 or 4 bits",
         turned_on_by=("quantize_base",),
         moment="final",
         excludes=tuple(

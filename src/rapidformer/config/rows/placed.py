@@ -4,7 +4,7 @@ and shard.
 
 from __future__ import annotations
 
-from rapidformer.config.switch import Implication, Question, Rule, Switch, register
+from rapidformer.config.row import Implication, Question, Rule, Switch, register
 
 _ZERO_STAGES = {
     "zero_1_memory_optimization": 1,
@@ -46,6 +46,7 @@ PLACED = register(
     ),
     Switch(
         name="sequence parallelism",
+        does="split the tokens between split layers too",
         turned_on_by=("sequence_parallel",),
         module="tensor.sequence",
         needs=(Rule(switch="tensor parallelism"),),
@@ -283,6 +284,7 @@ PLACED = register(
     # Sharding must see the final blocks.
     Switch(
         name="ZeRO",
+        does="shard optimizer state, gradients and weights over the data-parallel ranks",
         turned_on_by=tuple(_ZERO_STAGES),
         kinds=_ZERO_STAGES,
         module="sharding.zero",
@@ -309,6 +311,7 @@ PLACED = register(
     ),
     Switch(
         name="CPU offload",
+        does="keep weights, gradients and optimizer state in host memory",
         turned_on_by=("cpu_offload",),
         under_deepspeed="done by DeepSpeed",
         implies=(

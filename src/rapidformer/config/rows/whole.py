@@ -5,7 +5,7 @@ The order is that of application: what the host answers, where blocks live, then
 
 from __future__ import annotations
 
-from rapidformer.config.switch import Rule, Switch, register
+from rapidformer.config.row import Rule, Switch, register
 
 _NEW_DROPOUT = "; dropout only in distribution"
 

@@ -109,7 +109,7 @@ class Switch:
     """Its name in start-up lines and docs."""
     kind: Kind = "asked"
     does: str = ""
-    """What it does, in a sentence; a row with settings has their help texts instead."""
+    """What it does, in a sentence; if empty, the help text of its first setting says so."""
     gain: str = ""
     """What was measured; only figures that stand in ``docs/speed.md`` or ``docs/performance.md``.
     """
